@@ -20,6 +20,7 @@ TYPES_HELP = (
     "cache types, separated by commas: polarquant for keys and values alike, f16/polarquant for one each, "
     "balanced or another preset, polarquant:plain without key conditioning"
 )
+LAYERS_HELP = "; ring3/ring3.5,ring5@1-2 has another type in some layers"
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,23 @@ class CacheType:
     encoding: Encoding = field(default=WHOLE, repr=False)
 
     @classmethod
-    def read(cls, text: str) -> CacheType:
+    def read(cls, text: str, *, by_layer: bool = False) -> CacheType:
         """The cache type of KEYS[/VALUES][:plain] or PRESET[:plain]. Raises FlagError for an unknown codec.
+
+        by_layer: whether KEYS and VALUES may have types for some layers, as in ring3,ring5@1-2.
 
         >>> CacheType.read("f16/polarquant:plain")
         CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
         """
         names = text.removesuffix(_PLAIN)
         key, _, value = "/".join(PRESETS.get(names, (names,))).partition("/")
-        for name in (key, value or key):
+        found = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
+        for name in found.names() if by_layer else (found.key, found.value):
             try:
                 codecs.get(name)
             except ValueError as error:
                 raise FlagError(f"--types {text}: {str(error).rstrip('.')}") from None
-        return cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
+        return found
 
     @property
     def pair(self) -> str:
@@ -55,11 +59,15 @@ class CacheType:
 
     def check(self, head_dim: int) -> None:
         """Raises FlagError if a codec does not support this head dim."""
-        for name in (self.key, self.value):
+        for name in self.names():
             try:
                 codecs.get(name).check(head_dim, EngineConfig().block_size)
             except ValueError as error:
                 raise FlagError(f"--types {self.label}: {str(error).rstrip('.')}") from None
+
+    def names(self) -> list[str]:
+        """The names of the codecs of keys and of values in any layer."""
+        return [part.partition("@")[0] for part in f"{self.key},{self.value}".split(",")]
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig that set this cache type."""
@@ -82,9 +90,17 @@ def at_least(least: int) -> Check:
     return lambda number: None if number >= least else f"must be at least {least}"
 
 
-def cache_types(text: str, *, key_conditioning: bool = True) -> list[CacheType]:
-    """The distinct types in a list separated by commas; all plain without `key_conditioning`. Raises FlagError."""
-    names = [name.strip() for name in text.split(",")]
+def cache_types(text: str, *, key_conditioning: bool = True, by_layer: bool = False) -> list[CacheType]:
+    """The distinct types in a list separated by commas; all plain without `key_conditioning`. Raises FlagError.
+
+    by_layer: whether a type for some layers, with "@", belongs to the type before it.
+    """
+    names: list[str] = []
+    for name in map(str.strip, text.split(",")):
+        if by_layer and names and "@" in name:
+            names[-1] += f",{name}"
+        else:
+            names.append(name)
     if not key_conditioning:
         names = [name.removesuffix(_PLAIN) + _PLAIN for name in names]
-    return [CacheType.read(name) for name in dict.fromkeys(names)]
+    return [CacheType.read(name, by_layer=by_layer) for name in dict.fromkeys(names)]

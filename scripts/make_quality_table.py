@@ -10,7 +10,7 @@ from typing import Any
 from polarlm.bench import report
 from polarlm.bench.quality import page
 from polarlm.bench.quality.causes import format_table
-from polarlm.bench.quality.scores import position_cells, small, with_error
+from polarlm.bench.quality.scores import kl_by_position, small, with_error
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 
@@ -84,8 +84,8 @@ def causes_table() -> str:
 def positions_table() -> str:
     """KL by position in a long text, by type and way of scoring."""
     measured = newest(f"positions-{DEMO}")
-    rows = [(f"{_label(row['type'])}, {row['scored_as']}", row["kl_by_position"]) for row in measured["rows"]]
-    return "\n".join([report.table(*position_cells(rows)), "", _source(measured, measured["exact_perplexity"])])
+    rows = [(f"{_label(row['type'])}, {row['scored_as']}", row["by_position"]) for row in measured["rows"]]
+    return "\n".join([report.table(*kl_by_position(rows)), "", _source(measured, measured["exact_perplexity"])])
 
 
 def weights_table() -> str:
@@ -127,9 +127,9 @@ def snapshots_table() -> str:
         cells += [_with_error(one, "kl_mean", "{:.2g}".format) if one["kl_mean"] else "0" for one in row["distances"]]
         cells += [f"{last['kl_99th_percentile']:.2g}, {last['kl_max']:.2g}", f"{100 * last['same_top1']:.2f} %"]
         lines.append(f"| {' | '.join(cells)} |")
-    stretch = presets["rows"][0]["kl_by_position"][-1]
+    stretch = presets["rows"][0]["by_position"][-1]
     costs = [
-        f"{row['kl_by_position'][-1]['kl_mean']:.2g} as {_label(row['type'])}"
+        f"{row['by_position'][-1]['kl_mean']:.2g} as {_label(row['type'])}"
         for row in presets["rows"]
         if row["scored_as"] == SERVED
     ]
@@ -145,11 +145,21 @@ def snapshots_table() -> str:
 
 
 def figures_table() -> str:
-    """All figures of the cache types on a small model, and those of texts that it writes with them."""
+    """All figures of the cache types, by position, too, and those of texts that the model writes with them."""
+    measured = newest(f"cost-{DEMO}")
+    parts = [page.divergences(measured), *page.by_position(measured), page.answers(measured)]
+    return _figures(measured, parts)
+
+
+def hybrid_figures_table() -> str:
+    """The same on a small model with a layer of attention; its windows are too short for positions to differ."""
     measured = newest("cost-trained-hybrid-????-??-??")
-    tables = [report.table(*_named(*part(measured))) for part in (page.divergences, page.answers)]
-    full = measured["exact_perplexity"]
-    return "\n\n".join([*tables, _source(measured, full)])
+    return _figures(measured, [page.divergences(measured), page.answers(measured)])
+
+
+def _figures(measured: Measured, parts: Sequence[tuple[list[str], list[list[str]]]]) -> str:
+    tables = [report.table(*_named(*part)) for part in parts]
+    return "\n\n".join([*tables, _source(measured, measured["exact_perplexity"])])
 
 
 def _named(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
@@ -242,6 +252,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "snapshots": snapshots_table,
         "needle": needle_table,
         "figures": figures_table,
+        "hybrid figures": hybrid_figures_table,
         "peers": peers_table,
     },
 }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polarlm import fit
-from polarlm.bench.quality import cost
+from polarlm.bench.quality import cache_cost, cost
 from polarlm.engine import Engine, SamplingParams
 from tests.bench.test_cost import FakeSpeeds
 from tests.model_loaders.hub_server import Hub, Repository
@@ -50,7 +50,7 @@ def test_answers_fulfil_a_grammar(mixture: Path) -> None:
 
 
 def test_quality_measures_a_mixture(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "Speeds", FakeSpeeds)
+    monkeypatch.setattr(cache_cost, "Speeds", FakeSpeeds)
     text, output = tmp_path / "text.txt", tmp_path / "out.html"
     text.write_text("the rain in the north and the other inn on the hill\n" * 30)
     asked = [str(text), "--model", str(mixture), "--types", "f16,balanced", "--device", "cpu", "--minutes", "0.5"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, model_named
+from polarlm.bench.command import HF_REPO_HELP, LAYERS_HELP, TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, model_named
 from polarlm.bench.quality import angles, needle, peers, plots
 from polarlm.bench.quality.arithmetic import (
     ArithmeticRow,
@@ -29,10 +29,11 @@ from polarlm.bench.quality.scores import (
     SCORINGS,
     Quality,
     format_table,
+    kl_by_position,
     measure,
     one_line,
     passes,
-    position_cells,
+    top1_by_position,
     windows,
 )
 from polarlm.bench.quality.types import FULL_PRECISION, all_types, chosen_types
@@ -56,7 +57,7 @@ class Options:
     text: str | None = setting(None, "--text", metavar="FILE", help="UTF-8 text to score; this flag is needed")
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
-    types: str | None = setting(None, "--types", metavar="TYPES", help=f"{TYPES_HELP}; all, if not given")
+    types: str | None = setting(None, "--types", metavar="TYPES", help=f"{TYPES_HELP}{LAYERS_HELP}; all, if not given")
     windows: int = setting(4, "--windows", metavar="N", help="windows to score at most, from the start of the text")
     window: int = setting(2048, "--window", metavar="N", help="tokens in a window, the one that starts it included")
     key_conditioning: bool = setting(
@@ -270,8 +271,9 @@ def _print(quality: Quality, cells: Sequence[needle.Cell], about: dict[str, Any]
         "Attention error: relative, of each layer's attention given the reference's input; the mean of all layers.\n"
     )
     print(format_table(quality), end="\n\n")
-    stretches = [(f"{row.type}, {row.scored_as}", asdict(row)["kl_by_position"]) for row in quality.rows]
-    print(report.table(*position_cells(stretches)))
+    stretches = [(f"{row.type}, {row.scored_as}", asdict(row)["by_position"]) for row in quality.rows]
+    print(report.table(*kl_by_position(stretches)), end="\n\n")
+    print(report.table(*top1_by_position(stretches)))
 
 
 def _read(file: str | None) -> str:

@@ -1,26 +1,67 @@
-"""What the commands that write a page about a model read: its files and a text, and where the page goes."""
+"""What `polarlm quality` is told: its flags, a model's files and a text, and where the page goes."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.bench import report
+from polarlm.bench.command import LAYERS_HELP, TYPES_HELP, WEIGHTS_HELP
 from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import fits_beside
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
 
+DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
 LEAST_TOKENS = 64
 TOO_SHORT = (
     f"TEXT has {{}} tokens, and at least {LEAST_TOKENS} are needed: give a longer text, such as some pages of what the "
     "model will read"
 )
 _MOST_CHARACTERS = 4_000_000  # characters of the text to read: more than any budget scores
+
+
+@dataclass(frozen=True)
+class QualityConfig:
+    """The flags: the text, the model, the cache types and the time for them."""
+
+    text: str | None = setting(
+        None, "TEXT", bare=None, help="UTF-8 text like what the model will read; - is standard input"
+    )
+    weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
+    types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP + LAYERS_HELP)
+    minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
+    state: bool = setting(
+        False,
+        "--state",
+        help="measure what coded snapshots of a model's recurrent layers cost, in the place of cache types",
+    )
+    kld_base: str | None = setting(
+        None,
+        "--kld-base",
+        metavar="FILE",
+        help="without TEXT, score cache types against the log-probabilities of this file, which llama-perplexity "
+        "--kl-divergence-base has written; with TEXT, only write such a file, of the text in full precision",
+    )
+    output: str | None = setting(
+        None,
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="where the page goes, and its figures as JSON beside it; else quality-<model>-<date>.html in the current "
+        "folder",
+    )
+    device: str = setting(
+        "auto", "--device", choices=("auto", "cpu", "cuda"), help="where speed is measured; auto as in the chat"
+    )
+    threads: int = setting(
+        0, "-t", "--threads", metavar="N", help="CPU threads; 0 follows OMP_NUM_THREADS or the cores"
+    )
 
 
 def model_files(path: str | None) -> tuple[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
@@ -14,7 +13,7 @@ from polarlm.bench import report
 from polarlm.bench.quality import kld_file
 from polarlm.bench.quality.budget import MOST, choose
 from polarlm.bench.quality.divergence import perplexity
-from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, model_files, read_text
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, model_files, read_text
 from polarlm.bench.quality.states import exact_logprobs, exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.cli.commands import note
@@ -23,9 +22,6 @@ from polarlm.engine.errors import counted
 from polarlm.engine.model.score import logprobs_of
 from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.config import ModelConfig
-
-if TYPE_CHECKING:
-    from polarlm.bench.quality.cost import QualityConfig
 
 _PROBE = 128  # tokens from which the time is estimated
 

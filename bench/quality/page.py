@@ -12,7 +12,7 @@ from markupsafe import Markup
 from polarlm.bench import report
 from polarlm.bench.plot_style import NO_PICTURES
 from polarlm.bench.quality import page_plots
-from polarlm.bench.quality.scores import kl_cells, position_cells, small, two_digits, with_error
+from polarlm.bench.quality.scores import kl_by_position, kl_cells, small, top1_by_position, two_digits, with_error
 from polarlm.engine import EngineError
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
@@ -65,7 +65,7 @@ def write(file: Path, result: Result) -> None:
         rows=_cells(result),
         divergences=divergences(result),
         answers=answers(result),
-        by_position=_by_position(result),
+        by_position=by_position(result),
         pictures=[(title, Markup(svg)) for title, svg in pictures or ()],
         no_pictures="" if pictures is not None else NO_PICTURES,
         about=_about(result),
@@ -93,12 +93,14 @@ def render(file: Path, template: str, **values: Any) -> None:
 def table(result: Result) -> str:
     """The tables as Markdown, for a terminal."""
     whole = report.table(list(COLUMNS), [cells for _, cells in _cells(result)])
-    more = [divergences(result), _by_position(result), answers(result)]
+    more = [divergences(result), *by_position(result), answers(result)]
     return "\n\n".join([whole, *(report.table(header, rows) for header, rows in more if rows)])
 
 
-def _by_position(result: Result) -> tuple[list[str], list[list[str]]]:
-    return position_cells([(row["type"], row["kl_by_position"]) for row in result["rows"]])
+def by_position(result: Result) -> list[tuple[list[str], list[list[str]]]]:
+    """Header and rows of KL by position, and of the same top-1."""
+    rows = [(row["type"], row["by_position"]) for row in result["rows"]]
+    return [kl_by_position(rows), top1_by_position(rows)]
 
 
 def divergences(result: Result) -> tuple[list[str], list[list[str]]]:

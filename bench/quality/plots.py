@@ -123,7 +123,7 @@ def positions(result: Result, name: str) -> Figure | None:
 
 def reached(row: Result) -> list[Mapping[str, Any]]:
     """The ranges of positions of a row at which codes are read: not the first; none in an older measurement."""
-    return [one for one in row.get("kl_by_position", ()) if one["start"] and one["kl_mean"] > 0]
+    return [one for one in row.get("by_position", ()) if one["start"] and one["kl_mean"] > 0]
 
 
 def draw_positions(ax: Axes, rows: Sequence[Result], colours: Sequence[str]) -> None:

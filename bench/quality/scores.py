@@ -14,7 +14,7 @@ from tqdm import tqdm
 from polarlm.bench import report
 from polarlm.bench.command import CacheType
 from polarlm.bench.quality.attention_error import Recording, Replay
-from polarlm.bench.quality.divergence import perplexity
+from polarlm.bench.quality.divergence import Divergence, perplexity
 from polarlm.bench.quality.figures import Figures, error_of, figures
 from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
@@ -41,6 +41,8 @@ class Stretch:
     positions: int  # number of positions in all windows
     kl_mean: float  # nats
     kl_error: float | None  # its standard error over windows; None for a single one
+    same_top1: float  # share of the positions
+    top1_error: float | None  # likewise
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Row(Figures):
     perplexity_error: float | None
     """The standard error of its ratio to full precision's, times the latter; None if there is a single window."""
     nll_per_token: float
-    kl_by_position: list[Stretch]
+    by_position: list[Stretch]
     attention_error: list[float]  # relative, for each layer, over the first window; empty if it was not measured
 
 
@@ -187,42 +189,62 @@ def row_of(
         perplexity=perplexity(logprobs),
         perplexity_error=None if error is None else error * perplexity(np.concatenate(exact)),
         nll_per_token=float(-np.mean(logprobs, dtype=np.float64)),
-        kl_by_position=by_position([window.divergence.kl for window in windows], windows[0].first),
+        by_position=by_position([window.divergence for window in windows], windows[0].first),
         attention_error=[float(f"{error:.4g}") for error in attention],
     )
 
 
-def by_position(windows: Sequence[np.ndarray], first: int = 0) -> list[Stretch]:
-    """The mean KL of windows (T,) of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …
+def by_position(windows: Sequence[Divergence], first: int = 0) -> list[Stretch]:
+    """The divergence of windows of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …
 
     first: the position of the windows' first figures.
     """
-    end_of_all, edges = first + max(map(len, windows)), [0, FIRST_STRETCH]
+    end_of_all, edges = first + max(len(one.kl) for one in windows), [0, FIRST_STRETCH]
     while edges[-1] < end_of_all:
         edges.append(2 * edges[-1])
     found = []
     for start, end in itertools.pairwise(edges):
         start, end = max(start, first), min(end, end_of_all)
         if start < end:
-            parts = [part for window in windows if len(part := window[start - first : end - first])]
-            kl = np.concatenate(parts)
-            error = error_of(functools.partial(_mean, parts), len(parts))
-            found.append(Stretch(start, end, len(kl), float(kl.mean()), error))
+            places = slice(start - first, end - first)
+            reaching = [window for window in windows if len(window.kl[places])]
+            kl, kl_error = _mean([window.kl[places] for window in reaching])
+            same, same_error = _mean([window.same_top1[places] for window in reaching])
+            count = sum(len(window.kl[places]) for window in reaching)
+            found.append(Stretch(start, end, count, kl, kl_error, same, same_error))
     return found
 
 
-def _mean(windows: Sequence[np.ndarray], chosen: np.ndarray) -> float:
-    return float(np.concatenate([windows[i] for i in chosen]).mean())
+def _mean(windows: Sequence[np.ndarray]) -> tuple[float, float | None]:
+    """The mean of all windows' figures, and its standard error."""
+
+    def of_windows(chosen: np.ndarray) -> float:
+        return float(np.concatenate([windows[i] for i in chosen]).mean())
+
+    return of_windows(np.arange(len(windows))), error_of(of_windows, len(windows))
 
 
-def position_cells(rows: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table of KL by position. rows: label, and the stretches as dictionaries, which must be those
-    of the same windows."""
-    header = ["KL at positions", *(f"{one['start']:,} to {one['end'] - 1:,}" for one in rows[0][1])]
-    return header, [
-        [label, *(with_error(one["kl_mean"], one.get("kl_error"), small) for one in stretches)]
-        for label, stretches in rows
-    ]
+Positions = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
+"""Label, and the stretches as dictionaries; those of all labels are of the same windows."""
+
+
+def kl_by_position(rows: Positions) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table of KL by position."""
+    return _position_cells("KL at positions", rows, lambda one: with_error(one["kl_mean"], one.get("kl_error"), small))
+
+
+def top1_by_position(rows: Positions) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table of the same top-1 by position."""
+    return _position_cells(
+        "same top-1 at positions", rows, lambda one: with_error(one["same_top1"], one["top1_error"], two_digits)
+    )
+
+
+def _position_cells(
+    title: str, rows: Positions, cell: Callable[[Mapping[str, Any]], str]
+) -> tuple[list[str], list[list[str]]]:
+    header = [title, *(f"{one['start']:,} to {one['end'] - 1:,}" for one in rows[0][1])]
+    return header, [[label, *map(cell, stretches)] for label, stretches in rows]
 
 
 def format_table(quality: Quality) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from polarlm.bench import report
 from polarlm.bench.quality import page, snapshots
 from polarlm.bench.quality.divergence import Divergence
-from polarlm.bench.quality.inputs import model_files, page_file, read_text
+from polarlm.bench.quality.inputs import QualityConfig, model_files, page_file, read_text
 from polarlm.bench.quality.scores import kl_cells, two_digits, windows, with_error
 from polarlm.bench.quality.survey import arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -24,9 +24,6 @@ from polarlm.engine.quantization.snapshot_codes import ALL, EXACT
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.config import ModelConfig, Recurrent
-
-if TYPE_CHECKING:
-    from polarlm.bench.quality.cost import QualityConfig
 
 _WINDOW = 8 * snapshots.LENGTH  # tokens, as far as the model's context allows
 _CODINGS = [one for one in ALL.values() if one != EXACT]

@@ -18,7 +18,7 @@ FULL_PRECISION = codecs.FULL
 
 def chosen_types(types: str | None, ablate: str | None, *, key_conditioning: bool) -> list[CacheType]:
     """The types of --types and of --ablate; empty if neither is given. Raises FlagError."""
-    chosen = [] if types is None else cache_types(types, key_conditioning=key_conditioning)
+    chosen = [] if types is None else cache_types(types, key_conditioning=key_conditioning, by_layer=True)
     return chosen if ablate is None else [*chosen, *_ablation(ablate)]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from polarlm.bench import plot_style
 from polarlm.bench.command import cache_types
-from polarlm.bench.quality import budget, cost, page, page_plots, survey
+from polarlm.bench.quality import budget, cache_cost, cost, inputs, page, page_plots, survey
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -98,7 +98,7 @@ class FakeSpeeds:
 
 @pytest.fixture
 def no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "Speeds", FakeSpeeds)
+    monkeypatch.setattr(cache_cost, "Speeds", FakeSpeeds)
 
 
 def argv(model: Path, text: Path | str, *flags: str) -> list[str]:
@@ -149,6 +149,7 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
         ["cache type", "full precision", *TYPES],
         ["cache type", *TYPES],
         ["KL at positions", *TYPES],
+        ["same top-1 at positions", *TYPES],
         ["cache type", *TYPES],
     ]
     assert [cells[0] for cells in shown.cells] == [label for table in tables for label in table]
@@ -158,13 +159,14 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
     rows = [[line.split("|")[1].strip() for line in table.splitlines()] for table in printed]
     assert [[label for label in labels if not label.startswith(":")] for labels in rows] == tables
     # KL by position is of the same positions as the mean of all.
-    stretches = row["kl_by_position"]
+    stretches = row["by_position"]
     assert sum(one["positions"] for one in stretches) == found["scored_tokens"]
     assert row["draft_acceptance"] == pytest.approx(np.minimum(p, q).sum(axis=1).mean(), abs=1e-3)
     for name, share in (("median", 0.5), ("90th_percentile", 0.9), ("99th_percentile", 0.99), ("max", 1)):
         assert row[f"kl_{name}"] == pytest.approx(np.quantile(kl, share), rel=0.02), name
-    whole = sum(one["positions"] * one["kl_mean"] for one in stretches) / found["scored_tokens"]
-    assert whole == pytest.approx(row["kl_mean"])
+    for figure in ("kl_mean", "same_top1"):
+        whole = sum(one["positions"] * one[figure] for one in stretches) / found["scored_tokens"]
+        assert whole == pytest.approx(row[figure]), figure
 
 
 @pytest.mark.slow
@@ -222,7 +224,8 @@ def test_the_budget_is_kept(
 ) -> None:
     clock, output = Clock(), text.with_name("out.html")
     seen = timed(monkeypatch, clock, token_seconds)
-    cost._Command(argv(tiny_path, text, "-o", str(output), "--minutes", "2"), clock).run()
+    words = argv(tiny_path, text, "-o", str(output), "--minutes", "2")
+    cache_cost.measure(cost.read_options(words), words, clock)
     found, _ = result(output)
     probes, scored = seen[: 2 * len(TYPES)], seen[2 * len(TYPES) :]
     assert len(set(probes)) == 1
@@ -240,9 +243,10 @@ def test_a_slow_model_stops_before_the_window_that_would_take_too_long(
     """Windows that take longer than was expected."""
     clock, output = Clock(), text.with_name("out.html")
     seen = timed(monkeypatch, clock, 0.01)
-    choose = cost.choose
-    monkeypatch.setattr(cost, "choose", lambda seconds, *rest: choose(6 * seconds, *rest))
-    cost._Command(argv(tiny_path, text, "-o", str(output), "--minutes", "0.5"), clock).run()
+    choose = cache_cost.choose
+    monkeypatch.setattr(cache_cost, "choose", lambda seconds, *rest: choose(6 * seconds, *rest))
+    words = argv(tiny_path, text, "-o", str(output), "--minutes", "0.5")
+    cache_cost.measure(cost.read_options(words), words, clock)
     found, _ = result(output)
     assert 1 <= found["windows"] < found["planned_windows"]
     assert clock.now <= 0.75 * 30 + 0.01 * max(seen) * len(TYPES)
@@ -334,7 +338,7 @@ def test_a_model_of_the_hub_is_fetched(
 
 def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:
     config, _ = read_model(tiny_path)
-    kept = [one.label for one in cost._chosen(cost.DEFAULT_TYPES, config)]
+    kept = [one.label for one in cache_cost._chosen(inputs.DEFAULT_TYPES, config)]
     assert "q8_0" not in kept
     assert {"f16", "quality", "balanced", "compact"} <= set(kept)
     assert "q8_0 is left out. Cache type q8_0 needs a head dimension" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from polarlm.bench.quality import budget, cost, kld_base, kld_file
+from polarlm.bench.quality import budget, cache_cost, cost, kld_base, kld_file
 from polarlm.bench.quality.divergence import compare, compare_stored, perplexity
 from polarlm.bench.quality.states import exact_states, logits_of, stored_logprobs
 from polarlm.engine import EngineError
@@ -65,7 +65,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with the text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_bytes((RECORDED / "text.txt").read_bytes())
-    monkeypatch.setattr(cost, "Speeds", FakeSpeeds)
+    monkeypatch.setattr(cache_cost, "Speeds", FakeSpeeds)
     return tmp_path
 
 
@@ -203,7 +203,7 @@ def test_cache_types_are_scored_against_its_file(models: Models, here: Path) -> 
     assert result["exact_perplexity"] == pytest.approx(PRINTED["Mean PPL(base)"], rel=1e-5)
     assert f16["perplexity"] == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-3)
     assert abs(f16["kl_mean"]) < 1e-5 < compact["kl_mean"]
-    stretches = compact["kl_by_position"]
+    stretches = compact["by_position"]
     assert [(one["start"], one["end"]) for one in stretches] == [(TOKENS // 2, 128), (128, TOKENS - 1)]
     page = (here / "out.html").read_text(encoding="utf-8")
     assert "the log-probabilities of the file, of the second half of each window" in page

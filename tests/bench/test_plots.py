@@ -24,7 +24,7 @@ def row(type: str, bits: float, kl: float, scored_as: str) -> dict[str, Any]:
         {"start": 256, "end": 512, "positions": 256, "kl_mean": 2 * kl},
     ]
     whole = {"type": type, "bits_per_value": bits, "kl_mean": kl, "scored_as": scored_as}
-    return {**whole, "kl_by_position": stretches, "attention_error": error}
+    return {**whole, "by_position": stretches, "attention_error": error}
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_lines_over_positions_begin_where_codes_are_read(result: dict[str, Any])
 
 def test_an_older_measurement_has_no_picture_of_positions(result: dict[str, Any]) -> None:
     for one in result["rows"]:
-        del one["kl_by_position"]
+        del one["by_position"]
     assert plots.positions(result, "tiny") is None
 
 

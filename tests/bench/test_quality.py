@@ -20,7 +20,7 @@ from polarlm.bench import command, report
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.bench.quality import __main__ as quality
 from polarlm.bench.quality import needle, plots, scores
-from polarlm.bench.quality.divergence import compare, perplexity
+from polarlm.bench.quality.divergence import Divergence, compare, perplexity
 from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.scores import Quality, Stretch, by_position, measure, windows
 from polarlm.engine.cli.flags import FlagError
@@ -75,22 +75,27 @@ def test_perplexity_of_uniform_guessing_is_the_number_of_choices(choices: int, c
 def test_divergence_by_position_by_hand() -> None:
     """Two windows of 300 and 129 positions: the second one reaches one position of the second stretch."""
     long, short = np.repeat([1.0, 2.0, 6.0], [128, 128, 44]), np.repeat([3.0, 131.0], [128, 1])
-    assert by_position([long, short]) == [
-        Stretch(0, 128, 256, 2.0, pytest.approx(0.5**0.5, rel=0.1)),
-        Stretch(128, 256, 129, (128 * 2 + 131) / 129, pytest.approx(55.6, rel=0.15)),
-        Stretch(256, 300, 44, 6.0, None),
+    same = [np.repeat([True, False, True], [128, 128, 44]), np.repeat([False, True], [128, 1])]
+    assert by_position([Divergence(*both, both[0]) for both in zip((long, short), same, strict=True)]) == [
+        Stretch(0, 128, 256, 2.0, pytest.approx(0.5**0.5, rel=0.1), 0.5, pytest.approx(0.125**0.5, rel=0.1)),
+        Stretch(
+            128, 256, 129, (128 * 2 + 131) / 129, pytest.approx(55.6, rel=0.15), 1 / 129, pytest.approx(0.43, rel=0.15)
+        ),
+        Stretch(256, 300, 44, 6.0, None, 1.0, None),
     ]
 
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=4))
 def test_stretches_of_positions_are_the_whole_text(lengths: list[int]) -> None:
     kl = [np.random.default_rng(length).random(length) for length in lengths]
-    stretches = by_position(kl)
+    stretches = by_position([Divergence(one, one > 0.5, one) for one in kl])
     assert [one.start for one in stretches[1:]] == [one.end for one in stretches[:-1]]
     assert (stretches[0].start, stretches[-1].end) == (0, max(lengths))
     assert sum(one.positions for one in stretches) == sum(lengths)
     total = sum(one.positions * one.kl_mean for one in stretches)
     assert total == pytest.approx(np.concatenate(kl).sum())
+    same = sum(one.positions * one.same_top1 for one in stretches)
+    assert same == pytest.approx((np.concatenate(kl) > 0.5).sum())
 
 
 # -- windows and cache types ---------------------------------------------------------------------------------------
@@ -120,6 +125,17 @@ def test_cache_types_of_a_command_line() -> None:
     (plain,) = cache_types("polarquant,polarquant:plain", key_conditioning=False)
     assert plain == CacheType("polarquant:plain", "polarquant", "polarquant", False)
     assert plain.settings()["key_conditioning"] is False
+
+
+def test_types_for_some_layers_belong_to_the_type_before_them() -> None:
+    assert cache_types("ring3/ring3.5, ring5@1-2, f16@3,ring3,ring5@1/ring3.5:plain", by_layer=True) == [
+        CacheType("ring3/ring3.5,ring5@1-2,f16@3", "ring3", "ring3.5,ring5@1-2,f16@3", True),
+        CacheType("ring3,ring5@1/ring3.5:plain", "ring3,ring5@1", "ring3.5", False),
+    ]
+    with pytest.raises(FlagError, match="--types ring3,int9@1: There is no cache type 'int9'"):
+        cache_types("ring3,int9@1", by_layer=True)
+    with pytest.raises(FlagError, match="There is no cache type 'ring5@1'"):
+        cache_types("ring3,ring5@1")  # for what knows one type alone
 
 
 def test_a_codec_that_does_not_support_the_head_dim_is_refused_by_name() -> None:
@@ -191,9 +207,9 @@ def test_errors_have_the_order_of_the_methods(measured: Quality) -> None:
 def test_where_nothing_is_coded_hardly_anything_is_lost(measured: Quality) -> None:
     """The first two blocks have no codes as served: they are the first and the current one, as halves."""
     served, coded = (row for row in measured.rows if row.type == "polarquant")
-    assert served.kl_by_position[0].kl_mean < 1e-5 < coded.kl_by_position[0].kl_mean
-    assert all(one.kl_mean > 1e-5 for one in served.kl_by_position[1:])
-    assert len(served.kl_by_position) > 1
+    assert served.by_position[0].kl_mean < 1e-5 < coded.by_position[0].kl_mean
+    assert all(one.kl_mean > 1e-5 for one in served.by_position[1:])
+    assert len(served.by_position) > 1
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -219,10 +235,11 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
     text, output = tmp_path / "story.txt", tmp_path / "out.json"
     text.write_text(STORY, encoding="utf-8")
     assert run(text, output, "--windows", "2", "--types", "f16,polarquant") == 0
-    *_, about, whole, by_position = capsys.readouterr().out.strip().split("\n\n")
+    *_, about, whole, kl, same = capsys.readouterr().out.strip().split("\n\n")
     assert len(whole.splitlines()) == 7, "header, rule, full precision and two types twice"
     labels = [f"{type}, {scored}" for type in ("f16", "polarquant") for scored in ("as served", "every token coded")]
-    assert [line.split("|")[1].strip() for line in by_position.splitlines()[2:]] == labels
+    for table in (kl, same):
+        assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == labels
     assert "nats" in about
     found = json.loads(output.read_text(encoding="utf-8"))
     assert {"machine", "date", "command"} <= found.keys()
