@@ -194,7 +194,7 @@ def _check_models(engine: EngineConfig, server: ServerConfig) -> None:
         if engine.weights is not None:
             raise FlagError("--weights names one model, --models several; leave one of the two out")
         for name in _OF_ONE_MODEL:
-            if getattr(server, name) not in (None, False):
+            if (value := getattr(server, name)) is not None and value is not False:
                 flag = f"--{name.replace('_', '-')}"
                 raise FlagError(f"{flag} is for a server of one model; leave out {flag}, or --models")
         return

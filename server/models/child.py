@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.loading.need import Need, fetched, need
+from polarlm.engine.loading.fit import Need, fetched, need
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
@@ -73,8 +73,12 @@ class _Parent:
             self.tell(fetching={"done": done, "total": total})
 
     def _read(self) -> None:
-        for line in sys.stdin.buffer:
-            self._lines.put(json.loads(line))
+        # Not sys.stdin: the interpreter cannot end while a thread waits in it.
+        rest = b""
+        while data := os.read(0, 1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._lines.put(json.loads(line))
         os.kill(os.getpid(), signal.SIGTERM)  # as the parent's own way of ending this process
         time.sleep(_LAST_SECONDS)
         os._exit(1)

@@ -10,7 +10,7 @@ from typing import Any
 from polarlm import model_loaders
 from polarlm.server.http.described import listed, shown
 from polarlm.server.models.registry import NamedModel
-from polarlm.server.models.supervisor import FAILED, LOADING, READY, STOPPING, Served, Supervisor
+from polarlm.server.models.supervisor import FAILED, READY, STOPPING, Served, Supervisor
 
 _NEVER = "9999-12-31T23:59:59Z"
 _EPOCH = "1970-01-01T00:00:00Z"
@@ -55,7 +55,7 @@ class Lists:
         """The entries of /api/ps."""
         found = []
         for one in self._supervisor.all():
-            if one.state in (LOADING, READY, STOPPING):
+            if one.state in (READY, STOPPING):
                 until, need = one.expires, one.need
                 on_gpu = need is not None and need.device != "cpu"
                 found.append(

@@ -120,7 +120,7 @@ class _Passed(Response):
     async def _answer(self, send: Send) -> None:
         await self._load(send)
         served = self._served
-        async with self._proxy._supervisor.using(served, self._asked.keep) as process:
+        with self._proxy._supervisor.using(served, self._asked.keep) as process:
             entry = journal.current()
             try:
                 await self._pass_on(process, send)
@@ -150,8 +150,10 @@ class _Passed(Response):
                 if not loading.done() and self._asked.streams:
                     await self._show_life(send, time.monotonic() - since)
             loading.result()
-        finally:
-            loading.cancel()
+        except BaseException:
+            if not loading.cancel() and not loading.cancelled() and loading.exception() is None:
+                self._proxy._supervisor.release(self._served)
+            raise
 
     async def _show_life(self, send: Send, seconds: float) -> None:
         name, path = self._served.model.name, self._asked.path

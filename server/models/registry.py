@@ -53,7 +53,7 @@ class Registry:
         names of models that stay in memory. Raises FlagError or EngineError."""
         self._common = common
         self._folder = place if place is not None and place.is_dir() else None
-        self._pinned = frozenset(pinned)
+        self._pinned: set[str] = set()
         self._fixed: dict[str, NamedModel] = {}
         self._found: dict[str, NamedModel] = {}
         if place is not None and self._folder is None:
@@ -65,8 +65,10 @@ class Registry:
         if self._folder is not None and not self._found:
             raise FlagError(f"--models {place}: there is no .gguf file and no folder of a model in it")
         for name in pinned:
-            if self.find(name) is None:
+            found = self.find(name)
+            if found is None:
                 raise FlagError(f"--pin {name}: there is no such model; there are {listed(models)}")
+            self._pinned.add(found.name)
 
     def models(self) -> list[NamedModel]:
         """All models: those of the folder by their names, those of the TOML file, and those of the hub."""
@@ -81,7 +83,7 @@ class Registry:
 
     def _known(self) -> list[NamedModel]:
         every = {**self._found, **self._fixed}
-        return [replace(one, pinned=True) if self._is_pinned(one) else one for one in every.values()]
+        return [replace(one, pinned=True) if one.name in self._pinned else one for one in every.values()]
 
     def on_hub(self, name: str) -> NamedModel:
         """The model of this name on the hub, which is not added. Raises EngineError."""
@@ -98,9 +100,6 @@ class Registry:
             if taken.get(name, model.name) != model.name:
                 raise FlagError(f"Two models are called {name}: {taken[name]} and {model.name}; rename one of them")
         self._fixed.setdefault(model.name, model)
-
-    def _is_pinned(self, model: NamedModel) -> bool:
-        return bool(self._pinned.intersection((model.name, *model.aliases)))
 
 
 def _named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
 import psutil
 
 from polarlm.engine import EngineError
-from polarlm.engine.loading.need import Need
+from polarlm.engine.loading.fit import Need
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.process import ModelProcess, how
@@ -23,6 +23,13 @@ from polarlm.server.running.refused import Refused, unknown_model
 
 UNLOADED, LOADING, READY, STOPPING, FAILED = "unloaded", "loading", "loaded", "stopping", "failed"
 _SWEEP_SECONDS = 1.0  # most between two looks for idle models
+
+
+@dataclass(eq=False)
+class _Place:
+    """A request that waits for its model."""
+
+    granted: bool = False
 
 
 @dataclass(eq=False)
@@ -38,6 +45,7 @@ class Served:
     active: int = 0  # requests that the process has
     used: float = field(default_factory=time.monotonic)  # when a request last began or ended
     keep: float | None = None  # seconds without requests until it is unloaded; None: as long as there is room
+    _waiting: list[_Place] = field(default_factory=list)
     _free: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request or the process ends
     _loading: asyncio.Task[None] | None = None
     _stopping: asyncio.Task[None] | None = None
@@ -102,32 +110,45 @@ class Supervisor:
 
     # -- asking for one ----------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def using(self, served: Served, keep: float | None) -> AsyncGenerator[ModelProcess, None]:
-        """A context in which a loaded model stays loaded. keep: as `Served.keep`, from the end of the context."""
+    async def ready(self, served: Served) -> None:
+        """Return when the model takes requests; load it if need be. Raises EngineError or Refused.
+
+        The model then has one request more, until `using` or `release` ends it.
+        """
+        if self.closing:
+            raise refused.closing()
+        if served.state == READY:
+            served.active += 1
+            return
+        place = _Place()
+        served._waiting.append(place)
+        try:
+            await asyncio.shield(self.begin(served))
+        except BaseException:  # the error of loading, or the client has gone
+            if place.granted:
+                self.release(served)
+            elif place in served._waiting:
+                served._waiting.remove(place)
+            raise
+
+    @contextmanager
+    def using(self, served: Served, keep: float | None) -> Iterator[ModelProcess]:
+        """A context in which the process has the request that `ready` admitted. keep: as `Served.keep`, afterwards."""
         assert served.process is not None
-        assert served.state == READY
-        served.active += 1
         served.touch()
         served.keep = keep
         try:
             yield served.process
         finally:
-            served.active -= 1
-            served.touch()
-            served._free.set()
+            self.release(served)
             if keep == 0 and not served.model.pinned:
                 self.unload(served)
 
-    async def ready(self, served: Served) -> None:
-        """Return when the model takes requests; load it if need be. Raises EngineError or Refused.
-
-        Between this and `using`, nothing may be awaited.
-        """
-        while served.state != READY:
-            if self.closing:
-                raise refused.closing()
-            await asyncio.shield(self.begin(served))
+    def release(self, served: Served) -> None:
+        """End a request that `ready` admitted."""
+        served.active -= 1
+        served.touch()
+        served._free.set()
 
     def begin(self, served: Served) -> asyncio.Task[None]:
         """The task that loads a model, which is begun if need be."""
@@ -188,6 +209,10 @@ class Supervisor:
                 _note(f"{name} cannot be loaded: {error}")
                 raise
             served.need, served.state = need, READY
+            for place in served._waiting:  # they come before a model that needs the memory
+                place.granted = True
+            served.active += len(served._waiting)
+            served._waiting.clear()
             served.keep = self.usual_keep(served)
             served.touch()
             _note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
