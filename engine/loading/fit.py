@@ -284,7 +284,7 @@ def need(config: EngineConfig, reserved: int = 0, most: int | None = None) -> Ne
     shape, draft = cache_shape(config, WHOLE, ops, model), draft_bytes(config, ops)
     work = work_bytes(config, ops, model, shape)
     context = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
-    least = weights + plan_for_tokens(shape, context, config.kept_sequences + config.parallel).bytes + draft(context)
+    least = weights + plan_for_tokens(shape, context, 1).bytes + draft(context)
     none = Need(ops.name, least, 0, 0, False, ops.free_memory())
     try:
         room = ops.room_beside(weights + reserved)

@@ -34,6 +34,7 @@ SILENT_SECONDS = 2.0  # for which a stream may wait for its model before the fir
 SIGN_SECONDS = 5.0  # between two such signs
 
 _SENT_ON = ("content-type", "accept", "anthropic-version")  # headers of requests
+_RESPONSES = ("/v1/responses", "/responses")
 _KEPT_BACK = {b"date", b"connection", b"keep-alive", b"transfer-encoding"}  # headers of answers, for one connection
 _NO_LIMIT = httpx.Timeout(10.0, read=None)  # the process has the limits
 _CRASH_SECONDS = 5.0  # from the end of a process's connections to its own
@@ -158,8 +159,9 @@ class _Passed(Response):
     async def _show_life(self, send: Send, seconds: float) -> None:
         name, path = self._served.model.name, self._asked.path
         if not self._began:
-            headers = [(b"content-type", self._framing.media_type.encode()), (b"cache-control", b"no-store")]
-            await self._begin(send, 200, headers)
+            begun = Response(headers={"Cache-Control": "no-store"}, media_type=self._framing.media_type)
+            del begun.headers["content-length"]
+            await self._begin(send, 200, begun.raw_headers)
         if self._framing is LINES:
             await send_soon(send, LINES.frame(waiting.empty_piece(path, name) | {"done": False}))
         else:
@@ -195,7 +197,7 @@ class _Passed(Response):
     async def _send_error(self, send: Send, body: dict[str, Any]) -> None:
         """End a stream with an error in the API's shape."""
         error = body.get("error")
-        if self._asked.path.startswith("/v1/responses") and isinstance(error, dict):
+        if self._asked.path.startswith(_RESPONSES) and isinstance(error, dict):
             told = {name: error.get(name) for name in ("code", "message", "param")}
             body = {"type": "error", **told, "sequence_number": 0}
         with suppress(ClientDisconnect):
@@ -206,4 +208,4 @@ def _framing(path: str) -> Framing:
     """How events of a path's streams are written."""
     if path.startswith("/api/"):
         return LINES
-    return NAMED if path.startswith(("/v1/messages", "/v1/responses")) else DATA
+    return NAMED if path.startswith(("/v1/messages", *_RESPONSES)) else DATA

@@ -206,7 +206,8 @@ class Supervisor:
                     await served.process.ended()
                 served.state, served.process = FAILED, None
                 served.error = error if isinstance(error, (EngineError, Refused)) else None
-                _note(f"{name} cannot be loaded: {error}")
+                if not self.closing:
+                    _note(f"{name} cannot be loaded: {error}")
                 raise
             served.need, served.state = need, READY
             for place in served._waiting:  # they come before a model that needs the memory
@@ -250,7 +251,7 @@ class Supervisor:
 
     def _ended(self, served: Served, code: int) -> None:
         """A process has ended. If nobody meant it to, its requests end with an error, and the next one starts it."""
-        if served.state == READY or (served.state == STOPPING and served.active):
+        if not self.closing and (served.state == READY or (served.state == STOPPING and served.active)):
             served.state, served.process, served.need = FAILED, None, None
             served.error = ended(served.model.name, code)
             _note(f"The process of {served.model.name} ended {how(code)}; the next request starts it again")
