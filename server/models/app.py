@@ -29,7 +29,8 @@ from polarlm.server.models.lists import Lists
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.pulling import hub_name, pulled
 from polarlm.server.models.registry import Registry, listed
-from polarlm.server.models.supervisor import LOADING, READY, Served, Supervisor
+from polarlm.server.models.served import LOADING, READY, Served
+from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
 from polarlm.server.running.refused import Refused
@@ -161,9 +162,8 @@ class _Api:
         except LoadError as error:
             raise ApiError(500, str(error), "model_unavailable") from None
         if found is None:
-            raise ApiError(
-                501, f"{served.model.name} has to be fetched first: pull it, or ask it something", "not_here"
-            )
+            sentence = f"{served.model.name} has to be fetched first: pull it, or ask it something"
+            raise Refused("model_not_loaded", sentence)
         return JSONResponse(found)
 
     async def pull(self, request: Request) -> Response:

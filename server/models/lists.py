@@ -10,7 +10,8 @@ from typing import Any
 from polarlm import model_loaders
 from polarlm.server.http.described import listed, shown
 from polarlm.server.models.registry import NamedModel
-from polarlm.server.models.supervisor import FAILED, READY, STOPPING, Served, Supervisor
+from polarlm.server.models.served import FAILED, READY, STOPPING, Served
+from polarlm.server.models.supervisor import Supervisor
 
 _NEVER = "9999-12-31T23:59:59Z"
 _EPOCH = "1970-01-01T00:00:00Z"

@@ -22,7 +22,8 @@ from polarlm.server.http.streams import DATA, LINES, NAMED, Framing, send_soon, 
 from polarlm.server.models import waiting
 from polarlm.server.models.child import CLIENT
 from polarlm.server.models.process import ModelProcess
-from polarlm.server.models.supervisor import READY, Served, Supervisor, ended
+from polarlm.server.models.served import READY, Served, ended
+from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import read_json, text
 from polarlm.server.running import journal
 from polarlm.server.running.refused import Refused

@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
 
 import psutil
 
@@ -18,58 +16,21 @@ from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.process import ModelProcess, how
 from polarlm.server.models.registry import NamedModel, Registry, listed
+from polarlm.server.models.served import (
+    FAILED,
+    LOADING,
+    READY,
+    STOPPING,
+    UNLOADED,
+    Place,
+    Served,
+    ended,
+    without_folder,
+)
 from polarlm.server.running import refused
 from polarlm.server.running.refused import Refused, unknown_model
 
-UNLOADED, LOADING, READY, STOPPING, FAILED = "unloaded", "loading", "loaded", "stopping", "failed"
 _SWEEP_SECONDS = 1.0  # most between two looks for idle models
-
-
-@dataclass(eq=False)
-class _Place:
-    """A request that waits for its model."""
-
-    granted: bool = False
-
-
-@dataclass(eq=False)
-class Served:
-    """A model and its process. `state` is one of the five above; a failed model is started again when asked for."""
-
-    model: NamedModel
-    state: str = UNLOADED
-    process: ModelProcess | None = None
-    need: Need | None = None  # of the loaded model
-    error: Exception | None = None  # of a failed one
-    starts: int = 0
-    active: int = 0  # requests that the process has
-    used: float = field(default_factory=time.monotonic)  # when a request last began or ended
-    keep: float | None = None  # seconds without requests until it is unloaded; None: as long as there is room
-    _waiting: list[_Place] = field(default_factory=list)
-    _free: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request or the process ends
-    _loading: asyncio.Task[None] | None = None
-    _stopping: asyncio.Task[None] | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        return self.state == READY and self.active == 0
-
-    @property
-    def expires(self) -> datetime | None:
-        """When it will be unloaded if nobody uses it; None if it stays."""
-        if self.keep is None or self.model.pinned:
-            return None
-        return datetime.now(timezone.utc) + timedelta(seconds=self.used + self.keep - time.monotonic())
-
-    def progress(self) -> str:
-        """What it is doing, for users who wait."""
-        if self.state != LOADING or self.process is None or self.process.fetching is None:
-            return self.state
-        done, total = self.process.fetching
-        return f"downloading, {format_bytes(done)} of {format_bytes(total)}" if done < total else self.state
-
-    def touch(self) -> None:
-        self.used = time.monotonic()
 
 
 class Supervisor:
@@ -120,15 +81,15 @@ class Supervisor:
         if served.state == READY:
             served.active += 1
             return
-        place = _Place()
-        served._waiting.append(place)
+        place = Place()
+        served.waiting.append(place)
         try:
             await asyncio.shield(self.begin(served))
         except BaseException:  # the error of loading, or the client has gone
             if place.granted:
                 self.release(served)
-            elif place in served._waiting:
-                served._waiting.remove(place)
+            elif place in served.waiting:
+                served.waiting.remove(place)
             raise
 
     @contextmanager
@@ -148,21 +109,21 @@ class Supervisor:
         """End a request that `ready` admitted."""
         served.active -= 1
         served.touch()
-        served._free.set()
+        served.free.set()
 
     def begin(self, served: Served) -> asyncio.Task[None]:
         """The task that loads a model, which is begun if need be."""
         self._sweeper = self._sweeper or asyncio.create_task(self._sweep())
-        if served._loading is None or served._loading.done():
-            served._loading = asyncio.create_task(self._load(served))
-            served._loading.add_done_callback(_seen)
-        return served._loading
+        if served.loading is None or served.loading.done():
+            served.loading = asyncio.create_task(self._load(served))
+            served.loading.add_done_callback(_seen)
+        return served.loading
 
     def unload(self, served: Served) -> asyncio.Task[None]:
         """End a loaded model's process once it has answered its requests; new ones wait, and start it again."""
-        if served._stopping is None or served._stopping.done():
-            served._stopping = asyncio.create_task(self._stop(served))
-        return served._stopping
+        if served.stopping is None or served.stopping.done():
+            served.stopping = asyncio.create_task(self._stop(served))
+        return served.stopping
 
     async def close(self) -> None:
         """Take no more requests, let the processes end those that they have, and end the processes."""
@@ -180,8 +141,8 @@ class Supervisor:
     async def _load(self, served: Served) -> None:
         """Start the model's process, and unload others until it has room. Raises EngineError or Refused."""
         async with self._turn:
-            if served._stopping is not None:
-                await served._stopping
+            if served.stopping is not None:
+                await served.stopping
             served.state, served.error, name = LOADING, None, served.model.name
             served.starts += 1
             since = time.monotonic()
@@ -205,15 +166,17 @@ class Supervisor:
                     served.process.kill()
                     await served.process.ended()
                 served.state, served.process = FAILED, None
-                served.error = error if isinstance(error, (EngineError, Refused)) else None
                 if not self.closing:
                     _note(f"{name} cannot be loaded: {error}")
-                raise
+                if not isinstance(error, (EngineError, Refused)):
+                    raise
+                served.error = without_folder(error, served.model.path)
+                raise served.error from None
             served.need, served.state = need, READY
-            for place in served._waiting:  # they come before a model that needs the memory
+            for place in served.waiting:  # they come before a model that needs the memory
                 place.granted = True
-            served.active += len(served._waiting)
-            served._waiting.clear()
+            served.active += len(served.waiting)
+            served.waiting.clear()
             served.keep = self.usual_keep(served)
             served.touch()
             _note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
@@ -242,8 +205,8 @@ class Supervisor:
             return
         served.state = STOPPING
         while served.active and served.state == STOPPING:
-            served._free.clear()
-            await served._free.wait()
+            served.free.clear()
+            await served.free.wait()
         if served.state == STOPPING:
             await served.process.end()
             served.state, served.process, served.need = UNLOADED, None, None
@@ -255,7 +218,7 @@ class Supervisor:
             served.state, served.process, served.need = FAILED, None, None
             served.error = ended(served.model.name, code)
             _note(f"The process of {served.model.name} ended {how(code)}; the next request starts it again")
-            served._free.set()
+            served.free.set()
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -294,14 +257,6 @@ class Supervisor:
                 late = one.keep is not None and time.monotonic() >= one.used + one.keep
                 if one.is_idle and late and not one.model.pinned:
                     self.unload(one)
-
-
-def ended(name: str, code: int) -> Refused:
-    """The error of requests whose model's process has ended."""
-    return Refused(
-        "model_ended",
-        f"The process of {name} ended {how(code)} while it answered: send the request again, which starts it",
-    )
 
 
 def _seen(loading: asyncio.Task[None]) -> None:

@@ -22,7 +22,8 @@ from polarlm.server.http.app import error_shapes
 from polarlm.server.models.app import create_models_app
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import Registry
-from polarlm.server.models.supervisor import Served, Supervisor
+from polarlm.server.models.served import Served
+from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.listening import tcp_socket
 from tests.server.http_server import eventually
 from tests.tiny import make_model

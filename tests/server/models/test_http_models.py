@@ -17,7 +17,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.models import proxy
 from polarlm.server.models.app import ASKED, POSTED, spelt
-from polarlm.server.models.supervisor import FAILED, READY, UNLOADED
+from polarlm.server.models.served import FAILED, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.server.http_server import eventually
 from tests.server.models.running import KEY, Front, common, front, two_models
@@ -255,6 +255,7 @@ def test_a_model_that_cannot_be_loaded_says_why_in_a_stream_that_has_begun(
         assert (whole.status_code, whole.json()["error"]["code"]) == (400, "model_unavailable")
         sentence = whole.json()["error"]["message"]
         assert "torn.gguf" in sentence
+        assert str(tmp_path) not in sentence
         for path, read in (
             ("/v1/completions", lambda line: json.loads(line.removeprefix("data: "))["error"]["message"]),
             ("/v1/messages", lambda line: json.loads(line.removeprefix("data: "))["error"]["message"]),

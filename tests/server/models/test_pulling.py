@@ -7,7 +7,7 @@ from pathlib import Path
 import ollama
 import pytest
 
-from polarlm.server.models.supervisor import READY
+from polarlm.server.models.served import READY
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.models.running import KEY, front, two_models
 
@@ -33,11 +33,10 @@ def test_a_model_that_is_pulled_can_be_asked(cached: Hub, small_ggufs: dict[str,
         names = [model.model for model in client.list().models]
         assert names[:2] == ["big", "small"]
         assert names[2].startswith(f"{REPO}:Q")  # the quantization that was chosen
-        fetched = [cached.fetched(file) for file in small_ggufs]
-        assert sum(map(len, fetched)) >= 1
         assert client.generate(REPO, "Hi", options={"num_predict": 2}).done
         assert server.state(names[2]) == READY
-        assert [cached.fetched(file) for file in small_ggufs] == fetched  # nothing is fetched twice
+        # The beginning of a file says what model it is; whole files are fetched once.
+        assert [of for file in small_ggufs for of in cached.fetched(file)].count(None) == 1
 
 
 @pytest.mark.slow

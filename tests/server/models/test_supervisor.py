@@ -15,7 +15,8 @@ from polarlm.engine.loading.fit import Need
 from polarlm.server.config import ServerConfig
 from polarlm.server.models import supervisor as module
 from polarlm.server.models.registry import Registry
-from polarlm.server.models.supervisor import FAILED, LOADING, READY, STOPPING, UNLOADED, Served, Supervisor
+from polarlm.server.models.served import FAILED, LOADING, READY, STOPPING, UNLOADED, Served
+from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.refused import Refused
 from tests.server.models.running import common
 
@@ -265,7 +266,7 @@ def test_everybody_who_waits_hears_why_a_model_cannot_be_loaded(run: Run) -> Non
     async def scenario(supervisor: Supervisor, machine: Machine) -> None:
         machine.fails = EngineError("a.gguf is cut off", "model_unavailable")
         heard = await asyncio.gather(*(use(supervisor, "a") for _ in range(3)), return_exceptions=True)
-        assert heard == [machine.fails] * 3
+        assert [str(error) for error in heard] == ["a.gguf is cut off"] * 3
         assert not machine.running
         machine.fails = None
         await use(supervisor, "a")
