@@ -1,4 +1,4 @@
-"""`python -m polarlm.server`: loads a model and serves it until a signal arrives.
+"""`python -m polarlm.server`: serves a model, or several by name, until a signal arrives.
 
 Exit codes: 0 after SIGTERM or SIGINT; 1 for an unexpected error, a port in use or missing packages; 2 for an error in a
 flag or the model. A second signal ends the process at once, with 128 plus the signal's number.
@@ -7,18 +7,19 @@ flag or the model. A second signal ends the process at once, with 128 plus the s
 from __future__ import annotations
 
 import asyncio
-import os
+import importlib
 import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import FrameType
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.flags import FlagError, in_flags, use_utf8
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.running import journal
@@ -30,19 +31,14 @@ from polarlm.server.running.listening import (
     address_of,
     allow_open_files,
     is_local,
-    quiet_accept_errors,
     tcp_socket,
     unix_socket,
 )
 from polarlm.server.running.sessions import SessionFolder
-from polarlm.server.socket.socket_server import SocketServer
 
 __all__ = ["GROUPS", "main"]
 
-_DRAIN_SECONDS = 30.0
 _FAILED, _BAD_REQUEST, _SIGNALLED = 1, 2, 128
-
-MakeWeb = Callable[[Driver, ServerConfig, socket.socket], Any]
 
 
 class _Missing(Exception):
@@ -67,7 +63,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> None:
     model, config = read_command_line(argv)
-    make_web = _web()
+    if config.several:
+        _serve_models(model, config)
+    else:
+        _serve_model(model, config)
+
+
+def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
+    """Serve several models by name, each in a process of its own."""
+    models = _need("models.app")
+    place = None if config.models is None else Path(config.models).expanduser()
+    registry = models.Registry(common, place, config.hub_models, config.pin)
+    with tcp_socket(config.host, config.port) as http:
+        _warn(config, http, config.max_connections + BACKLOG)
+        _note(f"Models: {models.listed(registry.models())}. Each is loaded when it is first asked for")
+        journal.set_up()
+        asyncio.run(models.serve(registry, config, http, lambda: _tell(http, None)))
+
+
+def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
+    """Serve one model in this process."""
+    serving = _need("serving")
     with ExitStack() as bound:
         http = bound.enter_context(tcp_socket(config.host, config.port))
         lines: socket.socket | None = None
@@ -75,13 +91,8 @@ def _run(argv: Sequence[str]) -> None:
             lines = bound.enter_context(unix_socket(config.unix))
         elif config.socket_port is not None:
             lines = bound.enter_context(tcp_socket(config.host, config.socket_port, "--socket-port"))
-        if config.api_key is None and not is_local(http):
-            _note(
-                f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}"
-            )
         listeners = 1 if lines is None else 2
-        if warning := allow_open_files(listeners * (config.max_connections + BACKLOG)):
-            _note(warning)
+        _warn(config, http, listeners * (config.max_connections + BACKLOG))
         events = bound.enter_context(_kv_events(config))
         sessions = None
         if config.sessions is not None:
@@ -94,17 +105,30 @@ def _run(argv: Sequence[str]) -> None:
             if events is not None:
                 events.watch(engine)
             journal.set_up()
-            asyncio.run(_serve(Driver(engine, config, sessions), make_web, http, lines, early))
+            driver = Driver(engine, config, sessions)
+            asyncio.run(serving.serve_engine(driver, http, lines, early, lambda: _tell(http, lines)))
 
 
-def _web() -> MakeWeb:
-    """The HTTP server's constructor. Raises _Missing; `_run` calls it before it loads a model."""
+def _warn(config: ServerConfig, http: socket.socket, connections: int) -> None:
+    """Say what is wrong with a server without a key, or with so many connections."""
+    if config.api_key is None and not is_local(http):
+        _note(f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}")
+    if warning := allow_open_files(connections):
+        _note(warning)
+
+
+def _tell(http: socket.socket, lines: socket.socket | None) -> None:
+    """Print where the server listens; a program that starts it waits for this line."""
+    where = f"Listening at http://{address_of(http)}"
+    print(where if lines is None else f"{where} and, for JSON lines, at {address_of(lines)}", flush=True)
+
+
+def _need(room: str) -> Any:
+    """A module of the HTTP server. Raises _Missing; `_run` calls it before it loads a model."""
     try:
-        from polarlm.server.http.app import create_app
-        from polarlm.server.http.uvicorn_server import Web
+        return importlib.import_module(f"polarlm.server.{room}")
     except ImportError as error:
         raise _Missing(f"{error}: the server needs more packages: pip install 'polarlm[serve]'") from None
-    return lambda driver, config, bound: Web(journal.Journaled(create_app(driver, config)), config, bound)
 
 
 def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:
@@ -118,53 +142,6 @@ def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:
     if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", config.kv_events) is None:
         _note(f"warning: --kv-events {config.kv_events} sends tokens of prompts to any program that connects to it")
     return kv_events(config.kv_events, config.kv_events_replay, config.kv_events_topic)
-
-
-async def _serve(
-    driver: Driver, make_web: MakeWeb, http: socket.socket, lines: socket.socket | None, early: EarlyClients
-) -> None:
-    asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
-    await driver.start()
-    try:
-        web = make_web(driver, driver.config, http)
-        servers = [web]
-        if lines is not None:
-            servers.append(SocketServer(driver, lines))
-        waiting = early.hand_over()
-        for server in servers:
-            await server.start()
-        await web.adopt(waiting)
-        with _signals() as signalled:
-            where = f"Listening at http://{address_of(http)}"
-            print(where if lines is None else f"{where} and, for JSON lines, at {address_of(lines)}", flush=True)
-            await signalled.wait()
-            for server in servers:
-                server.refuse()
-            await driver.drain(_DRAIN_SECONDS)
-            await asyncio.gather(*(server.close() for server in servers))
-    finally:
-        await driver.stop()
-
-
-@contextmanager
-def _signals() -> Iterator[asyncio.Event]:
-    """Yields an event that the first SIGTERM or SIGINT sets; a second signal ends the process."""
-    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
-    count = 0
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
-            os._exit(_SIGNALLED + number)
-        loop.call_soon_threadsafe(signalled.set)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield signalled
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _note(sentence: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
@@ -104,6 +106,38 @@ class ServerConfig:
         "", "--kv-events-topic", metavar="TOPIC", help="topic of the messages of --kv-events"
     )
     log_prompts: bool = setting(False, "--log-prompts", help="write prompts and answers into the log")
+    models: str | None = setting(
+        None,
+        "--models",
+        metavar="PLACE",
+        help="serve several models by name, each in a process of its own that is started when it is asked for: those "
+        "in a folder, or those that a TOML file lists. -hf given twice or more does the same for models of the hub",
+    )
+    models_memory: str | None = setting(
+        None,
+        "--models-memory",
+        metavar="SIZE",
+        help="most memory that loaded models have together, such as 12G; without it, as much as is free. For another "
+        "model, the one that has not been used for longest is unloaded",
+    )
+    idle_unload: float | None = setting(
+        None,
+        "--idle-unload",
+        metavar="MINUTES",
+        help="unload a model that nobody has used for so long; without it, models stay until another needs the memory",
+    )
+    pin: tuple[str, ...] = setting(
+        (), "--pin", metavar="NAME", help="do not unload this model of --models once it is loaded; may be repeated"
+    )
+    allow_pull: bool = setting(
+        False, "--allow-pull", help="let clients add models of the hub to --models, at /api/pull, which downloads them"
+    )
+    hub_models: tuple[str, ...] = ()  # -hf, given twice or more, or with --models
+
+    @property
+    def several(self) -> bool:
+        """Whether there are models by name."""
+        return self.models is not None or len(self.hub_models) > 1
 
 
 GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Server": ServerConfig}
@@ -116,14 +150,17 @@ def read_command_line(
 
     Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0).
     """
+    argv, hub_models = _without_hub_models(argv)
     engine, server = parse(
         argv,
         GROUPS,
         prog="polarlm serve",
-        description="Serve a local language model: OpenAI's HTTP API, and JSON lines over a socket.",
+        description="Serve a local language model, or several by name: OpenAI's HTTP API, JSON lines over a socket.",
         checks=_CHECKS,
     )
+    server = replace(server, hub_models=hub_models)
     settle(None, engine, {})  # here already, before a model is downloaded and read
+    _check_models(engine, server)
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
     if server.kv_events is None and (server.kv_events_replay is not None or server.kv_events_topic):
@@ -136,6 +173,34 @@ def read_command_line(
             raise FlagError(f"{KEY_VARIABLE}: {complaint}")
         server = replace(server, api_key=key)
     return engine, server
+
+
+def _without_hub_models(argv: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """(the other words, the names) of a command line for several models; one with a single -hf stays as it is."""
+    names, rest, words = [], [], iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in ("-hf", "--hf-repo") and (equals or (value := next(words, ""))):
+            names.append(value)
+        else:
+            rest.append(word)
+    several = len(names) > 1 or any(word.partition("=")[0] == "--models" for word in rest)
+    return (rest, tuple(names)) if several else (argv, ())
+
+
+def _check_models(engine: EngineConfig, server: ServerConfig) -> None:
+    """Raises FlagError for flags that contradict --models, or need it."""
+    if server.several:
+        if engine.weights is not None:
+            raise FlagError("--weights names one model, --models several; leave one of the two out")
+        for name in _OF_ONE_MODEL:
+            if (value := getattr(server, name)) is not None and value is not False:
+                flag = f"--{name.replace('_', '-')}"
+                raise FlagError(f"{flag} is for a server of one model; leave out {flag}, or --models")
+        return
+    for name in _OF_MODELS:
+        if getattr(server, name) not in (None, False, ()):
+            raise FlagError(f"--{name.replace('_', '-')} is about several models; give --models as well")
 
 
 def _is_key(text: str) -> bool:
@@ -180,6 +245,9 @@ _PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
 _ZMQ_ADDRESS = that(_is_zmq_address, "an address is tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc://PATH")
 
+_OF_ONE_MODEL = ("unix", "socket_port", "kv_events", "share_blocks")
+_OF_MODELS = ("models_memory", "idle_unload", "pin", "allow_pull")
+
 _CHECKS: Mapping[str, Check] = {
     "host": that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
     "port": _PORT,
@@ -187,6 +255,10 @@ _CHECKS: Mapping[str, Check] = {
     "unix": _PATH,
     "sessions": _PATH,
     "max_sessions_size": _size,
+    "models": that(lambda text: Path(text).expanduser().exists(), "there is no such folder or file"),
+    "models_memory": _size,
+    "idle_unload": that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),
+    "pin": that(lambda text: text != "", "this needs a model's name"),
     "kv_events": _ZMQ_ADDRESS,
     "kv_events_replay": _ZMQ_ADDRESS,
     "api_key": that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),

@@ -17,6 +17,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.advice import Advice, advise
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import (
@@ -26,6 +27,7 @@ from polarlm.engine.loading.fit import (
     devices,
     fit_device,
     fit_weights,
+    need,
     steps_to,
 )
 from polarlm.engine.loading.sizes import cache_shape, weight_format
@@ -301,3 +303,38 @@ def test_a_gpu_s_page_tells_of_snapshots(hybrid: Path, capsys, monkeypatch: pyte
 def test_steps_end_at_the_model_s_context() -> None:
     assert steps_to(2048) == [2048]
     assert steps_to(131_072) == [8192, 16_384, 32_768, 65_536, 131_072]
+
+
+# -- beside other models ---------------------------------------------------------------------------------------
+
+
+def test_what_a_model_needs_is_what_it_takes_when_it_is_loaded(tiny_path: Path) -> None:
+    config = settle(tiny_path, None, {"device": "cpu", "calibration": False, "cache_type": "f16", "parallel": 2})
+    found = need(config)
+    assert found.fits
+    with Engine.load(config=config) as engine:
+        assert found.tokens == engine.context
+        assert found.bytes == engine._model.weights.bytes + engine._parts.plan.bytes
+        assert found.store == engine._parts.plan.bytes
+
+
+def test_the_least_that_a_model_needs_is_the_least_that_it_fits_into(tiny_path: Path) -> None:
+    config = settle(tiny_path, None, {"device": "cpu"})
+    least = need(config, reserved=1 << 60)
+    assert (least.fits, least.store, least.tokens) == (False, 0, 0)
+    assert need(config, most=least.bytes).fits
+    assert not need(config, most=least.bytes - 1).fits
+    tight = need(config, most=least.bytes)
+    assert (tight.bytes, tight.tokens) == (least.bytes, 256)
+
+
+def test_memory_that_others_will_take_is_left_to_them(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere on a CPU, the store may have half of what the weights, and the others, leave."""
+    config = settle(tiny_path, None, {"device": "cpu"})
+    whole, free = need(config), 1 << 20
+    monkeypatch.setattr(host_memory, "available", lambda: free)
+    monkeypatch.setattr(host_memory, "most", lambda: free)
+    weights = whole.bytes - whole.store
+    reserved = free - weights - 2 * whole.store
+    assert need(config, reserved).store == whole.store
+    assert need(config, reserved + 2).store < whole.store

@@ -31,6 +31,9 @@ from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 
 __all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse", "quantization_of", "sizes"]
 
+Progress = Callable[[int, int], None]
+"""Gets the bytes that have arrived, and the bytes of all files."""
+
 Fits = Callable[[ModelConfig | None, int], bool]
 """Whether a model with this configuration (None: unknown) and this many bytes of files fits in memory here."""
 
@@ -39,14 +42,19 @@ _WORTH_SAYING = 1 << 20  # bytes; smaller downloads, such as configurations, are
 _HEAD_BYTES = 1 << 18  # of a GGUF file: enough for its sizes, which precede its vocabulary
 
 
-def fetch(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None] | None = None) -> Path:
+def fetch(
+    name: HubName,
+    fits: Fits | None = None,
+    verbose: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> Path:
     """The path of the model in the hub's cache, a folder or a .gguf file; the model is downloaded if need be.
 
     fits: chooses among GGUF files if `name` does not; None takes the best. verbose: gets lines of progress; with it, a
-    terminal also shows a progress bar. Raises LoadError.
+    terminal also shows a progress bar. progress: gets what has arrived of weights. Raises LoadError.
     """
     client = Client()
-    fetching = _Fetching(client, name, fits or (lambda config, size: True), verbose)
+    fetching = _Fetching(client, name, fits or (lambda config, size: True), verbose, progress)
     try:
         return fetching.run()
     except (client.http_error, OSError) as error:
@@ -70,8 +78,15 @@ def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
 class _Fetching:
     """The download of one model into the cache."""
 
-    def __init__(self, client: Client, name: HubName, fits: Fits, verbose: Callable[[str], None] | None) -> None:
-        self._client, self._name, self._fits, self._verbose = client, name, fits, verbose
+    def __init__(
+        self,
+        client: Client,
+        name: HubName,
+        fits: Fits,
+        verbose: Callable[[str], None] | None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._client, self._name, self._fits, self._verbose, self._progress = client, name, fits, verbose, progress
         self._listing = Listing(name.repo, "", {})
         self._is_cut_off = False  # whether the hub cannot be reached and the listing is that of the cache
 
@@ -214,8 +229,17 @@ class _Fetching:
                 partial = partial_file(blob)
                 begun += min(partial.stat().st_size, file.size) if partial.exists() else 0
         self._check_disk(total - begun)
+        done = begun
+
+        def moved(count: int) -> None:
+            nonlocal done
+            done += count
+            bar.update(count)
+            if self._progress is not None and total > _WORTH_SAYING:
+                self._progress(done, total)
+
         with self._bar(files, total, begun) as bar:
-            return [fetch_file(client, repo, commit, file, bar.update, self.say) for file in files]
+            return [fetch_file(client, repo, commit, file, moved, self.say) for file in files]
 
     def _check_disk(self, size: int) -> None:
         cache = self._client.cache

@@ -44,11 +44,11 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
     """The ASGI application over `driver`: OpenAI's endpoints, the dialects, sessions, tokens, status and the page."""
     api = _Api(driver, config)
     routes = [
-        *_with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
-        *_with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
-        *_with_and_without_v1("/models", api.models),
-        *_with_and_without_v1("/models/{name:path}", api.model),
-        *_with_and_without_v1("/health", api.health),
+        *with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
+        *with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
+        *with_and_without_v1("/models", api.models),
+        *with_and_without_v1("/models/{name:path}", api.model),
+        *with_and_without_v1("/health", api.health),
         *Embeddings(driver).routes(),
         *Tokens(driver).routes(),
         Route("/ping", api.health),  # vLLM's other name of /health
@@ -64,8 +64,8 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
     errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
     return Starlette(
         routes=routes,
-        middleware=[*_cors(config), Middleware(Guard, config=config, errors=shapes)],
-        exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: _no_response},
+        middleware=[*cors(config), Middleware(Guard, config=config, errors=shapes)],
+        exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: no_response},
     )
 
 
@@ -74,7 +74,7 @@ def error_shapes() -> ErrorShapes:
     return ErrorShapes({first: dialect.error_body for dialect in dialects() for first in dialect.PATHS})
 
 
-def _with_and_without_v1(path: str, endpoint: Callable[[Request], Awaitable[Response]], **more: Any) -> list[Route]:
+def with_and_without_v1(path: str, endpoint: Callable[[Request], Awaitable[Response]], **more: Any) -> list[Route]:
     """The routes of one of OpenAI's endpoints, with and without /v1: users configure base URLs of both kinds."""
     return [Route(prefix + path, endpoint, **more) for prefix in ("/v1", "")]
 
@@ -87,7 +87,7 @@ def _blocks(driver: Driver, config: ServerConfig) -> list[Route]:
     return Blocks(engine.kept_blocks, Payloads(engine.cache_shape).most_bytes()).routes()
 
 
-def _cors(config: ServerConfig) -> list[Middleware]:
+def cors(config: ServerConfig) -> list[Middleware]:
     """The middleware that lets web pages from other origins use the API; none without --cors-origin."""
     if not config.cors_origin:
         return []
@@ -103,10 +103,10 @@ def _cors(config: ServerConfig) -> list[Middleware]:
     ]
 
 
-_VERSION = "anthropic-version"  # the header of Anthropic's clients
+ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
 
 
-async def _no_response(_request: Request, _error: Exception) -> Any:
+async def no_response(_request: Request, _error: Exception) -> Any:
     """Returns None: the client is gone."""
 
 
@@ -119,7 +119,7 @@ class _Api:
     async def models(self, request: Request) -> Response:
         """The one model, in OpenAI's shape, or in Anthropic's for its clients."""
         model = self._model(request)
-        if _VERSION in request.headers:
+        if ANTHROPIC in request.headers:
             return JSONResponse({"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -130,7 +130,7 @@ class _Api:
 
     def _model(self, request: Request) -> dict[str, Any]:
         engine = self._driver.engine
-        if _VERSION in request.headers:
+        if ANTHROPIC in request.headers:
             created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
             return {"type": "model", "id": (name := engine.model.name), "display_name": name, "created_at": created}
         return {

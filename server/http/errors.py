@@ -36,6 +36,7 @@ _REFUSED_STATUS = {
     "internal": 500,
     "sessions_off": 501,
     "unknown_session": 404,
+    "model_not_found": 404,
 }
 
 
@@ -101,12 +102,16 @@ class ErrorShapes:
         """bodies: first part of a path, such as "/api" → shape of errors; other paths have OpenAI's."""
         self._bodies = bodies or {}
 
-    def response(self, path: str, error: ApiError) -> Response:
-        """The response with an error to a request for `path`."""
+    def body(self, path: str, error: ApiError) -> dict[str, Any]:
+        """The body of the response with an error to a request for `path`."""
         for first, body in self._bodies.items():
             if path == first or path.startswith(f"{first}/"):
-                return JSONResponse(body(error), error.status, error.headers)
-        return error.response()
+                return body(error)
+        return error.body()
+
+    def response(self, path: str, error: ApiError) -> Response:
+        """The response with an error to a request for `path`."""
+        return JSONResponse(self.body(path, error), error.status, error.headers)
 
     async def handle(self, request: Request, error: Exception) -> Response:
         """The response to an exception, as an exception handler of Starlette's."""

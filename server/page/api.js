@@ -53,6 +53,7 @@ async function* events(response) {
     const frames = (rest + value).split("\n\n");
     rest = frames.pop();
     for (const frame of frames) {
+      if (frame.startsWith(":")) continue; // a sign of life
       const data = frame.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

@@ -38,6 +38,7 @@ class Entry:
     prompt: Prompt | None = None  # None unless prompts are logged
     answer: str | None = None
     _routine: bool = False  # whether it gets no line
+    _elsewhere: bool = False  # whether another process writes it
     _started: float = field(default_factory=time.monotonic)
 
     def count(self, chunk: Chunk) -> None:
@@ -47,6 +48,10 @@ class Entry:
             self.cached_tokens += chunk.usage.cached_tokens
         if self.prompt is not None:
             self.answer = (self.answer or "") + chunk.text
+
+    def leave(self) -> None:
+        """Write no line: the process that answers the request does."""
+        self._elsewhere = True
 
     def line(self) -> dict[str, Any]:
         """The fields of the line that apply, by name."""
@@ -71,7 +76,7 @@ def entry(client: str, route: str) -> Iterator[Entry]:
         yield new
     finally:
         _CURRENT.reset(token)
-        if not new._routine:
+        if not new._routine and not new._elsewhere:
             _REQUESTS.info("request", extra={"line": new.line()})
 
 
@@ -98,8 +103,13 @@ class Journaled:
 
 
 class _Json(logging.Formatter):
+    def __init__(self, model: str | None = None) -> None:
+        super().__init__()
+        self._model = {} if model is None else {"model": model}
+
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")}
+        line |= self._model
         line |= getattr(record, "line", None) or {"level": record.levelname, "message": record.getMessage()}
         if record.exc_info and record.exc_info[1] is not None:
             line["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
@@ -109,10 +119,14 @@ class _Json(logging.Formatter):
 class _ForPeople(logging.Formatter):
     """`12:00:01 POST /v1/completions 200 stop: 59 of 76 prompt tokens cached, 40 new, 2.1 s, for 127.0.0.1:40000`"""
 
+    def __init__(self, model: str | None = None) -> None:
+        super().__init__()
+        self._model = "" if model is None else f"{model}: "
+
     def format(self, record: logging.LogRecord) -> str:
         line = getattr(record, "line", None)
         text = f"{record.levelname.lower()}: {record.getMessage()}" if line is None else _in_words(line)
-        lines = [f"{datetime.fromtimestamp(record.created):%H:%M:%S} {text}"]
+        lines = [f"{datetime.fromtimestamp(record.created):%H:%M:%S} {self._model}{text}"]
         if record.exc_info and record.exc_info[1] is not None:
             lines += "".join(traceback.format_exception(record.exc_info[1])).splitlines()
         return "\n".join(map(_visible, lines))
@@ -136,9 +150,9 @@ def _in_words(line: Mapping[str, Any]) -> str:
     return f"{' '.join(heads)}: {', '.join([*facts, *texts])}"
 
 
-def set_up() -> None:
-    """Log requests, and warnings of libraries, to standard error."""
+def set_up(model: str | None = None) -> None:
+    """Log requests, and warnings of libraries, to standard error. model: a name for each line."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_ForPeople() if sys.stderr.isatty() else _Json())
+    handler.setFormatter(_ForPeople(model) if sys.stderr.isatty() else _Json(model))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     _REQUESTS.setLevel(logging.INFO)

@@ -15,7 +15,8 @@ class Refused(Exception):
     """The server refuses a request or ends it early. The message is a sentence for the client.
 
     `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal",
-    "sessions_off" (the server has no folder for sessions), "unknown_session".
+    "sessions_off" (the server has no folder for sessions), "unknown_session", "model_not_found",
+    "model_not_loaded", "model_ended" (its process; the next request starts it again).
     """
 
     def __init__(self, code: str, message: str, retry_after: int | None = None) -> None:
@@ -27,6 +28,10 @@ class Refused(Exception):
 
 def unknown_session(name: str) -> Refused:
     return Refused("unknown_session", f"There is no session called {name}")
+
+
+def unknown_model(name: str, known: str) -> Refused:
+    return Refused("model_not_found", f"There is no model called {name[:100]}; there are: {known}")
 
 
 def closing() -> Refused:

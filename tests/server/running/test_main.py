@@ -149,7 +149,8 @@ def test_the_addresses_of_a_server_that_still_loads_are_in_use(tmp_path: Path, c
 
 
 def test_packages_that_are_missing(capsys, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "polarlm.server.http.uvicorn_server", raising=False)
+    for name in ("polarlm.server.serving", "polarlm.server.http.uvicorn_server"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["--weights", "/no/such/model"]) == 1
     assert "pip install 'polarlm[serve]'" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""What Ollama's clients are told about a model: its files, its shape, what it can do."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import datetime, timezone
+from math import prod
+from typing import Any
+
+from polarlm.model_loaders import Model
+from polarlm.model_loaders.config import Experts, ModelConfig
+from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.server.reading.infill import infill_of
+
+
+def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is_folder: bool) -> dict[str, Any]:
+    """A model as an entry of a list. Its digest identifies it, but is not computed from its bytes."""
+    status = [file.stat() for file in weights.files()]
+    size = sum(one.st_size for one in status)
+    modified = datetime.fromtimestamp(max((one.st_mtime for one in status), default=0), timezone.utc)
+    named = f"{name} {size} {modified.timestamp()}"
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": modified.isoformat().replace("+00:00", "Z"),
+        "size": size,
+        "digest": hashlib.sha256(named.encode(errors="surrogatepass")).hexdigest(),
+        "details": {
+            "parent_model": "",
+            "format": "safetensors" if is_folder else "gguf",
+            "family": config.family,
+            "families": [config.family],
+            "parameter_size": _in_short(_parameters(weights)),
+            "quantization_level": dtype,
+        },
+    }
+
+
+def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
+    """A model with its template, its shape and what it can do. entry: that of a list."""
+    inserts = infill_of(model.tokenizer) is not None
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": model.template.source,
+        "modified_at": entry["modified_at"],
+        "details": entry["details"],
+        "model_info": _shape(model, context),
+        # "insert" is writing text before a suffix
+        "capabilities": ["completion", "tools", "embedding", *(["insert"] if inserts else [])],
+    }
+
+
+def _parameters(weights: WeightSource) -> int:
+    """The number of parameters in a model's matrices."""
+    shapes = map(weights.shape, weights.names())
+    return sum(prod(shape) for shape in shapes if len(shape) > 1)
+
+
+def _in_short(count: int) -> str:
+    """A number of parameters as Ollama writes it, such as 134.5M."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.1f}{letter}"
+    return str(count)
+
+
+def _shape(model: Model, context: int) -> dict[str, Any]:
+    """The shape of a model under the names of GGUF files."""
+    config = model.config
+    shape = {
+        "context_length": context,
+        "embedding_length": config.hidden_size,
+        "block_count": len(config.layers),
+        "feed_forward_length": config.ffn.size,
+        "attention.head_count": config.attention.heads,
+        "attention.head_count_kv": config.attention.kv_heads,
+        "vocab_size": len(model.vocabulary),
+    }
+    if isinstance(config.ffn, Experts):
+        shape |= {"expert_count": config.ffn.count, "expert_used_count": config.ffn.top_k}
+    general = {"general.architecture": config.family, "general.parameter_count": _parameters(model.weights)}
+    return general | {f"{config.family}.{name}": value for name, value in shape.items()}

@@ -1,0 +1,222 @@
+"""The HTTP application of several models: lists, loading and unloading; all else is passed on to a model's process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from polarlm.engine import EngineError
+from polarlm.engine.cli.flags import release
+from polarlm.model_loaders import LoadError
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.app import ANTHROPIC, cors, error_shapes, no_response, with_and_without_v1
+from polarlm.server.http.bodies import read_body
+from polarlm.server.http.errors import ApiError, api_error
+from polarlm.server.http.guard import Guard
+from polarlm.server.http.page import page
+from polarlm.server.http.streams import LINES, EventStream
+from polarlm.server.http.uvicorn_server import Web
+from polarlm.server.models.lists import Lists
+from polarlm.server.models.proxy import Proxy
+from polarlm.server.models.pulling import hub_name, pulled
+from polarlm.server.models.registry import Registry, listed
+from polarlm.server.models.served import LOADING, READY, Served
+from polarlm.server.models.supervisor import Supervisor
+from polarlm.server.reading.values import BadRequest, flag, text
+from polarlm.server.running import journal
+from polarlm.server.running.refused import Refused
+from polarlm.server.serving import until_signalled
+
+__all__ = ["Registry", "create_models_app", "listed", "serve"]
+
+# Paths that a model's process answers, by method; those with * also without /v1.
+POSTED = (
+    *("*/chat/completions", "*/completions", "*/embeddings", "*/chat/completions/input_tokens"),
+    *("*/responses", "*/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+    *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
+    *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}"),
+)
+ASKED = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions")
+
+
+def create_models_app(supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> Starlette:
+    """The ASGI application over the models' processes."""
+    api, shapes = _Api(supervisor, proxy, config), error_shapes()
+    routes = [
+        *with_and_without_v1("/models", api.models),
+        Route("/models/load", api.load, methods=["POST"]),
+        Route("/models/unload", api.unload, methods=["POST"]),
+        *with_and_without_v1("/models/{name:path}", api.model),
+        *with_and_without_v1("/health", api.health),
+        Route("/ping", api.health),
+        Route("/version", api.version),
+        Route("/metrics", api.metrics),
+        Route("/api/tags", api.tags),
+        Route("/api/ps", api.running),
+        Route("/api/show", api.show, methods=["POST"]),
+        Route("/api/pull", api.pull, methods=["POST"]),
+        Route("/api/version", api.version),
+        Route("/", page),
+        *(Route(path, proxy.serve, methods=["POST"]) for path in spelt(POSTED)),
+        *(Route(path, proxy.serve) for path in spelt(ASKED)),
+        Route("/sessions/{name}", proxy.serve, methods=["DELETE"]),
+    ]
+    errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
+    return Starlette(
+        routes=routes,
+        middleware=[*cors(config), Middleware(Guard, config=config, errors=shapes)],
+        exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: no_response},
+    )
+
+
+def spelt(paths: tuple[str, ...]) -> list[str]:
+    """The paths, those with * twice: with /v1 and without."""
+    return [path.replace("*", prefix) for path in paths for prefix in (("/v1", "") if path[0] == "*" else ("",))]
+
+
+async def serve(registry: Registry, config: ServerConfig, http: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve the models at a listening socket until a signal arrives. ready: is called when requests are taken."""
+    supervisor = Supervisor(registry, config)
+    proxy = Proxy(supervisor, config, error_shapes())
+    web = Web(journal.Journaled(create_models_app(supervisor, proxy, config)), config, http)
+    try:
+        await web.start()
+        await until_signalled([web], ready, supervisor.close)
+    finally:
+        await supervisor.close()
+        await proxy.close()
+
+
+class _Api:
+    """The endpoints that no model's process answers."""
+
+    def __init__(self, supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> None:
+        self._supervisor, self._proxy, self._config = supervisor, proxy, config
+        self._lists = Lists(supervisor)
+
+    # -- OpenAI's, Anthropic's and llama-server's --------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """The models, in OpenAI's shape with llama-server's fields, or in Anthropic's for its clients."""
+        models = self._supervisor.all()
+        if ANTHROPIC in request.headers:
+            data = [self._lists.anthropic(one) for one in models]
+            ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+            return JSONResponse({"data": data, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": [self._lists.openai(one) for one in models]})
+
+    async def model(self, request: Request) -> Response:
+        """One model. Raises Refused."""
+        served = self._supervisor.find(request.path_params["name"])
+        written = self._lists.anthropic(served) if ANTHROPIC in request.headers else self._lists.openai(served)
+        return JSONResponse(written)
+
+    async def load(self, request: Request) -> Response:
+        """POST /models/load: begins to load a model; /models tells when it is. Raises ApiError or Refused."""
+        served = await self._named(request)
+        if served.state in (LOADING, READY):
+            raise ApiError(400, f"{served.model.name} is {served.state} already", "invalid_request", "model")
+        self._supervisor.begin(served)
+        return JSONResponse({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        """POST /models/unload: ends a model's process once it has answered its requests. Raises ApiError or Refused."""
+        served = await self._named(request)
+        if served.state != READY:
+            raise ApiError(400, f"{served.model.name} is {served.state}, not loaded", "invalid_request", "model")
+        self._supervisor.unload(served)
+        return JSONResponse({"success": True})
+
+    async def _named(self, request: Request) -> Served:
+        body = await read_body(request, self._config.max_body)
+        name = text("model", body.get("model") or body.get("name") or "")
+        if not name:
+            raise BadRequest("model", f"model must name one of {listed(self._supervisor.registry.models())}")
+        return self._supervisor.find(name)
+
+    # -- Ollama's ----------------------------------------------------------------------------------------------
+
+    async def tags(self, _request: Request) -> Response:
+        """GET /api/tags: the models."""
+        return JSONResponse({"models": [await self._lists.ollama(one) for one in self._supervisor.all()]})
+
+    async def running(self, _request: Request) -> Response:
+        """GET /api/ps: the models that are in memory."""
+        return JSONResponse({"models": await self._lists.ollama_loaded()})
+
+    async def show(self, request: Request) -> Response:
+        """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refused."""
+        served = await self._named(request)
+        try:
+            found = await self._lists.ollama_shown(served.model)
+        except LoadError as error:
+            raise ApiError(500, str(error), "model_unavailable") from None
+        if found is None:
+            sentence = f"{served.model.name} has to be fetched first: pull it, or ask it something"
+            raise Refused("model_not_loaded", sentence)
+        return JSONResponse(found)
+
+    async def pull(self, request: Request) -> Response:
+        """POST /api/pull: downloads a model of the hub, and adds it. Raises ApiError or BadRequest."""
+        body = await read_body(request, self._config.max_body)
+        asked = text("model", body.get("model") or body.get("name") or "")
+        streams = flag("stream", True if body.get("stream") is None else body["stream"])
+        lines = self._pulled(asked)
+        if streams:
+            return EventStream(await anext(lines), lines, LINES)
+        last = [line async for line in lines][-1] or {}
+        if "error" in last:
+            raise ApiError(500, str(last["error"]), "model_unavailable")
+        return JSONResponse(last)
+
+    async def _pulled(self, asked: str) -> AsyncGenerator[dict[str, Any] | None, None]:
+        """Lines of progress; an error after the first is the last line. Raises ApiError before that."""
+        registry = self._supervisor.registry
+        known = registry.find(asked) if asked else None
+        if known is not None and known.path is not None:
+            yield {"status": "success"}
+            return
+        if not self._config.allow_pull:
+            raise ApiError(501, "This server pulls no models: start it with --allow-pull", "not_supported", "model")
+        name = hub_name(asked)
+        try:
+            async for line in pulled(registry, name):
+                yield line
+        except (EngineError, Refused) as error:
+            yield {"error": api_error(error).message}
+
+    # -- for monitors ------------------------------------------------------------------------------------------
+
+    async def health(self, _request: Request) -> Response:
+        """200 while the server accepts requests, 503 while it closes."""
+        closing = self._supervisor.closing
+        return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
+
+    async def version(self, _request: Request) -> Response:
+        return JSONResponse({"version": release() or "0.0.0"})
+
+    async def metrics(self, request: Request) -> Response:
+        """The models' states; with ?model=NAME, the metrics of a loaded one."""
+        if request.query_params.get("model"):
+            return await self._proxy.serve(request)
+        found = CollectorRegistry()
+        gauges = {
+            "loaded": Gauge("polarlm_model_loaded", "Whether a model is in memory", ["model"], registry=found),
+            "starts": Gauge("polarlm_model_starts", "How often its process was started", ["model"], registry=found),
+            "active": Gauge("polarlm_model_requests", "Requests that it has", ["model"], registry=found),
+        }
+        for one in self._supervisor.all():
+            values = {"loaded": one.state == READY, "starts": one.starts, "active": one.active}
+            for name, value in values.items():
+                gauges[name].labels(one.model.name).set(value)
+        return Response(generate_latest(found), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,0 +1,165 @@
+"""The process of one model: `python -m polarlm.server.models.child NAME`, started by a server of several models.
+
+It speaks JSON lines with its parent, over standard input and output:
+
+    parent → child  {"name", "engine": settings, "server": settings, "reserved", "most"}
+    child → parent  {"fetching": {"done", "total"}}, any number of times; then {"fetched": {"path"}}
+    child → parent  {"fit": a Need, as an object}
+    parent → child  {"load": false, "reserved", "most"}: look again; or {"load": true}
+    child → parent  {"loaded": {"port"}}
+    child → parent  {"failed": {"message", "code"}}, and the process ends
+
+Without settings of a server, the process only fetches the model. Otherwise it then is the HTTP server of this model, on
+the loopback interface, with a key that only the parent knows. It ends when its parent does: its standard input is then
+closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from polarlm.engine import Engine, EngineError
+from polarlm.engine.cli.flags import in_flags
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.loading.fit import Need, fetched, need
+from polarlm.engine.state.plan import parse_size
+from polarlm.server.config import ServerConfig
+from polarlm.server.running import journal
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.early import EarlyClients
+from polarlm.server.running.listening import ListenError, tcp_socket
+from polarlm.server.running.sessions import SessionFolder
+from polarlm.server.serving import serve_engine
+
+CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
+_TOLD_SECONDS = 0.2  # between two messages about a download
+_LAST_SECONDS = 10.0  # to end in order when the parent is gone
+
+
+class _Parent:
+    """The other end of the pipes."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._told = 0.0
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)  # what else is printed is no line of the protocol
+        threading.Thread(target=self._read, name="parent", daemon=True).start()
+
+    def hear(self) -> dict[str, Any]:
+        return self._lines.get()
+
+    def tell(self, **said: Any) -> None:
+        with suppress(BrokenPipeError):  # `_read` ends this process
+            self._out.write(json.dumps(said) + "\n")
+            self._out.flush()
+
+    def fetching(self, done: int, total: int) -> None:
+        """Tell how much of the model has arrived, now and then."""
+        if time.monotonic() - self._told >= _TOLD_SECONDS:
+            self._told = time.monotonic()
+            self.tell(fetching={"done": done, "total": total})
+
+    def _read(self) -> None:
+        # Not sys.stdin: the interpreter cannot end while a thread waits in it.
+        rest = b""
+        while data := os.read(0, 1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._lines.put(json.loads(line))
+        os.kill(os.getpid(), signal.SIGTERM)  # as the parent's own way of ending this process
+        time.sleep(_LAST_SECONDS)
+        os._exit(1)
+
+
+class _FromParent:
+    """ASGI middleware that puts the parent's client in the place of the parent."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for name, value in scope.get("headers", ()):
+            if name == CLIENT.encode():
+                host, _, port = value.decode("latin-1").rpartition(":")
+                scope["client"] = (host, int(port) if port.isdecimal() else 0)
+        await self._app(scope, receive, send)
+
+
+def main() -> int:
+    """Serves the model until a signal arrives, or until the parent is gone, and returns the exit code."""
+    parent = _Parent()
+    try:
+        _run(parent)
+        return 0
+    except EngineError as error:
+        parent.tell(failed={"message": in_flags(error), "code": error.code})
+    except ListenError as error:
+        parent.tell(failed={"message": str(error), "code": "internal"})
+    return 2
+
+
+def _run(parent: _Parent) -> None:
+    first = parent.hear()
+    model = fetched(EngineConfig(**first["engine"]), _note, parent.fetching)
+    parent.tell(fetched={"path": model.weights})
+    if first["server"] is None:
+        return
+    config = ServerConfig(**first["server"])
+    model = _asked(parent, model, first)
+    sessions = None
+    if config.sessions is not None:
+        sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
+    with ExitStack() as bound:
+        http = bound.enter_context(tcp_socket(config.host, 0))
+        early = bound.enter_context(EarlyClients(http))
+        with Engine.load(model.weights, config=model, verbose=_note) as engine:
+            _note(engine.fit_line())
+            engine.model = replace(engine.model, name=first["name"])  # what answers and lists call it
+            journal.set_up(first["name"])
+            port = http.getsockname()[1]
+            ready = serve_engine(
+                Driver(engine, config, sessions),
+                http,
+                None,
+                early,
+                lambda: parent.tell(loaded={"port": port}),
+                _FromParent,
+            )
+            asyncio.run(ready)
+
+
+def _asked(parent: _Parent, model: EngineConfig, said: dict[str, Any]) -> EngineConfig:
+    """The settings to load the model with, once the parent says so. Raises EngineError."""
+    while True:
+        found = need(model, said["reserved"], said["most"])
+        parent.tell(fit=asdict(found))
+        limits = said["reserved"] or said["most"] is not None
+        said = parent.hear()
+        if said["load"]:
+            return _within(model, found) if limits and found.fits else model
+
+
+def _within(model: EngineConfig, found: Need) -> EngineConfig:
+    """The settings for a KV store no larger than the one that fits beside other models."""
+    return model if model.kv_memory is not None else replace(model, kv_memory=str(found.store))
+
+
+def _note(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Passes a request on to the process of the model that it names, and the answer back, piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.bodies import read_bytes
+from polarlm.server.http.errors import ErrorShapes, api_error
+from polarlm.server.http.streams import DATA, LINES, NAMED, Framing, send_soon, while_there
+from polarlm.server.models import waiting
+from polarlm.server.models.child import CLIENT
+from polarlm.server.models.process import ModelProcess
+from polarlm.server.models.served import READY, Served, ended
+from polarlm.server.models.supervisor import Supervisor
+from polarlm.server.reading.values import read_json, text
+from polarlm.server.running import journal
+from polarlm.server.running.refused import Refused
+
+# Paths of what is asked all the time: none of them loads a model, nor counts as its use.
+MONITORED = ("/stats", "/metrics", "/slots")
+
+SILENT_SECONDS = 2.0  # for which a stream may wait for its model before the first sign of life
+SIGN_SECONDS = 5.0  # between two such signs
+
+_SENT_ON = ("content-type", "accept", "anthropic-version")  # headers of requests
+_RESPONSES = ("/v1/responses", "/responses")
+_KEPT_BACK = {b"date", b"connection", b"keep-alive", b"transfer-encoding"}  # headers of answers, for one connection
+_NO_LIMIT = httpx.Timeout(10.0, read=None)  # the process has the limits
+_CRASH_SECONDS = 5.0  # from the end of a process's connections to its own
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for a model. Its body has been read."""
+
+    path: str
+    body: bytes
+    fields: Mapping[str, Any]
+    keep: float | None  # seconds that the model is kept afterwards
+
+    @property
+    def streams(self) -> bool:
+        return waiting.streams(self.path, self.fields)
+
+
+class Proxy:
+    """The endpoint of every path that a model's process answers."""
+
+    def __init__(self, supervisor: Supervisor, config: ServerConfig, errors: ErrorShapes) -> None:
+        self._supervisor, self._config, self._errors = supervisor, config, errors
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=20)
+        # Without the proxies of the environment: the processes are on this machine.
+        self._client = httpx.AsyncClient(timeout=_NO_LIMIT, limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def serve(self, request: Request) -> Response:
+        """The answer. Raises ApiError, BadRequest, Refused, or ClientDisconnect."""
+        path, data, fields = request.url.path, b"", dict[str, Any]()
+        if request.method == "POST":
+            data = await read_bytes(request, self._config.max_body)
+            fields = read_json(data)
+        name = fields.get("model") or request.query_params.get("model") or ""
+        served = self._supervisor.find(text("model", name))
+        if path in MONITORED and served.state != READY:
+            raise Refused("model_not_loaded", f"{served.model.name} is {served.state}: it is loaded by a request")
+        keep = self._supervisor.usual_keep(served)
+        if path.startswith("/api/") and fields.get("keep_alive") is not None:
+            keep = waiting.keep_alive(fields["keep_alive"])
+            if keep == 0 and waiting.is_without_prompt(path, fields):
+                return self._unload(served, path)
+        return _Passed(self, request, served, Asked(path, data, fields, keep))
+
+    def _unload(self, served: Served, path: str) -> Response:
+        """The answer to a request to unload a model, in Ollama's API."""
+        if served.state == READY and not served.model.pinned:
+            self._supervisor.unload(served)
+        written = waiting.empty_piece(path, served.model.name) | {"done": True, "done_reason": "unload"}
+        return Response(json.dumps(written), media_type="application/json")
+
+
+class _Passed(Response):
+    """The answer of a model's process, for which the model is loaded first.
+
+    A stream that has to wait shows life: comments, or pieces without text. After these, an error is its last event.
+    """
+
+    def __init__(self, proxy: Proxy, request: Request, served: Served, asked: Asked) -> None:
+        self._proxy, self._request, self._served, self._asked = proxy, request, served, asked
+        self._framing = _framing(asked.path)
+        self._began = False  # whether the client has the status and the headers
+        self._type = b""  # the Content-Type that they have
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ClientDisconnect."""
+        try:
+            with suppress(ClientDisconnect):
+                await while_there(receive, self._answer(send))
+        except Exception as error:  # EngineError, Refused: as the API writes errors
+            shown = api_error(error)
+            if not self._began:
+                await self._proxy._errors.response(self._asked.path, shown)(scope, receive, send)
+            elif self._type.startswith((b"text/event-stream", b"application/x-ndjson")):
+                event = self._proxy._errors.body(self._asked.path, shown)
+                await self._send_error(send, event)
+            # Otherwise the connection is closed, since the body has not all of its announced bytes.
+
+    async def _answer(self, send: Send) -> None:
+        await self._load(send)
+        served = self._served
+        with self._proxy._supervisor.using(served, self._asked.keep) as process:
+            entry = journal.current()
+            try:
+                await self._pass_on(process, send)
+                if entry:
+                    entry.leave()  # the process has written the line
+            except asyncio.CancelledError:
+                if entry:
+                    entry.leave()
+                raise
+            except httpx.HTTPError as error:
+                if entry:
+                    entry.outcome = "model_ended"
+                with suppress(asyncio.TimeoutError):
+                    code = await asyncio.wait_for(process.ended(), _CRASH_SECONDS)
+                    raise ended(served.model.name, code) from None
+                raise Refused("model_ended", f"The connection to {served.model.name} was lost: {error}") from None
+
+    async def _load(self, send: Send) -> None:
+        """Wait for the model, with signs of life on a stream. Raises EngineError or Refused."""
+        since, limit = time.monotonic(), self._proxy._config.request_seconds
+        loading = asyncio.ensure_future(self._proxy._supervisor.ready(self._served))
+        try:
+            while not loading.done():
+                await asyncio.wait([loading], timeout=SIGN_SECONDS if self._began else SILENT_SECONDS)
+                if not loading.done() and time.monotonic() - since > limit:
+                    raise Refused("timeout", f"{self._served.model.name} was not loaded within {limit} seconds")
+                if not loading.done() and self._asked.streams:
+                    await self._show_life(send, time.monotonic() - since)
+            loading.result()
+        except BaseException:
+            if not loading.cancel() and not loading.cancelled() and loading.exception() is None:
+                self._proxy._supervisor.release(self._served)
+            raise
+
+    async def _show_life(self, send: Send, seconds: float) -> None:
+        name, path = self._served.model.name, self._asked.path
+        if not self._began:
+            begun = Response(headers={"Cache-Control": "no-store"}, media_type=self._framing.media_type)
+            del begun.headers["content-length"]
+            await self._begin(send, 200, begun.raw_headers)
+        if self._framing is LINES:
+            await send_soon(send, LINES.frame(waiting.empty_piece(path, name) | {"done": False}))
+        else:
+            plain = name.encode("ascii", "replace").decode()
+            await send_soon(send, f": {plain}: {self._served.progress()}, {seconds:.0f} s\n\n".encode())
+
+    async def _pass_on(self, process: ModelProcess, send: Send) -> None:
+        asked, request = self._asked, self._request
+        headers = {name: request.headers[name] for name in _SENT_ON if name in request.headers}
+        headers |= {"authorization": f"Bearer {process.key}", "accept-encoding": "identity"}
+        client = request.client
+        headers[CLIENT] = "unknown:0" if client is None else f"{client.host}:{client.port}"
+        if request.method == "POST":
+            headers["content-type"] = "application/json"  # which some of Ollama's clients leave out
+        url = f"http://127.0.0.1:{process.port}{request.scope['raw_path'].decode('ascii')}"
+        if query := request.url.query:
+            url += f"?{query}"
+        async with self._proxy._client.stream(request.method, url, headers=headers, content=asked.body) as answer:
+            if self._began and answer.status_code != 200:  # too late for the status
+                await self._send_error(send, json.loads(await answer.aread()))
+                return
+            if not self._began:
+                kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _KEPT_BACK]
+                await self._begin(send, answer.status_code, kept)
+            async for piece in answer.aiter_raw():
+                await send_soon(send, piece)
+        await send_soon(send, b"", last=True)
+
+    async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._began, self._type = True, dict(headers).get(b"content-type", b"")
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send_error(self, send: Send, body: dict[str, Any]) -> None:
+        """End a stream with an error in the API's shape."""
+        error = body.get("error")
+        if self._asked.path.startswith(_RESPONSES) and isinstance(error, dict):
+            told = {name: error.get(name) for name in ("code", "message", "param")}
+            body = {"type": "error", **told, "sequence_number": 0}
+        with suppress(ClientDisconnect):
+            await send_soon(send, self._framing.frame(body), last=True)
+
+
+def _framing(path: str) -> Framing:
+    """How events of a path's streams are written."""
+    if path.startswith("/api/"):
+        return LINES
+    return NAMED if path.startswith(("/v1/messages", *_RESPONSES)) else DATA

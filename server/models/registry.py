@@ -1,0 +1,189 @@
+"""The models that a server has by name: from a folder, a TOML file, or names on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from polarlm.engine import EngineError
+from polarlm.engine.cli.flags import FlagError, close_to, in_flags
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.loading.checks import settle
+from polarlm.model_loaders import LoadError, hub
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_LATEST = ":latest"  # the tag that Ollama's clients add to a name
+_PART = re.compile(r"-(\d{5})-of-\d{5}$")
+_NOT_A_MODEL = "mmproj"  # the beginning of the name of a file for images
+_SETTINGS = {field.name.replace("_", "-"): field.name for field in fields(EngineConfig) if field.metadata["flags"]}
+_SOURCES = {"weights", "hf-repo"}  # which `path` and `hf` say
+_KEYS = ("path", "hf", "aliases", "pinned", "idle-unload")
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that can be started."""
+
+    name: str
+    config: EngineConfig  # settled
+    aliases: tuple[str, ...] = ()
+    pinned: bool = False  # whether it stays in memory once it is loaded
+    idle_minutes: float | None = None  # in place of --idle-unload
+
+    @property
+    def path(self) -> Path | None:
+        """Its folder or file; None if that has to be fetched from the hub."""
+        path = str(self.config.weights)
+        return None if path.startswith(hub.PREFIX) else Path(path)
+
+
+class Registry:
+    """Models by name. The folder is looked at again when a name is unknown, and for lists."""
+
+    def __init__(self, common: EngineConfig, place: Path | None, names: Sequence[str], pinned: Sequence[str]) -> None:
+        """common: settings of all models. place: a folder of models or a TOML file. names: those on the hub. pinned:
+        names of models that stay in memory. Raises FlagError or EngineError."""
+        self._common = common
+        self._folder = place if place is not None and place.is_dir() else None
+        self._pinned: set[str] = set()
+        self._fixed: dict[str, NamedModel] = {}
+        self._found: dict[str, NamedModel] = {}
+        if place is not None and self._folder is None:
+            for model in _written(place, common):
+                self.add(model)
+        for name in names:
+            self.add(self.on_hub(name))
+        models = self.models()
+        if self._folder is not None and not self._found:
+            raise FlagError(f"--models {place}: there is no .gguf file and no folder of a model in it")
+        for name in pinned:
+            found = self.find(name)
+            if found is None:
+                raise FlagError(f"--pin {name}: there is no such model; there are {listed(models)}")
+            self._pinned.add(found.name)
+
+    def models(self) -> list[NamedModel]:
+        """All models: those of the folder by their names, those of the TOML file, and those of the hub."""
+        if self._folder is not None:
+            self._found = {model.name: model for model in _in_folder(self._folder, self._common)}
+        return self._known()
+
+    def find(self, name: str) -> NamedModel | None:
+        """The model of this name or alias; None if there is none. A name on the hub may lack its quantization."""
+        name = name.removesuffix(_LATEST)
+        return _named(name, self._known()) or _named(name, self.models())
+
+    def _known(self) -> list[NamedModel]:
+        every = {**self._found, **self._fixed}
+        return [replace(one, pinned=True) if one.name in self._pinned else one for one in every.values()]
+
+    def on_hub(self, name: str) -> NamedModel:
+        """The model of this name on the hub, which is not added. Raises EngineError."""
+        try:
+            parsed = hub.parse(name)
+        except LoadError as error:
+            raise EngineError(str(error), "model_unavailable") from None
+        return NamedModel(str(parsed), settle(f"{hub.PREFIX}{parsed}", self._common, {}))
+
+    def add(self, model: NamedModel) -> None:
+        """Add a model, unless it is there. Raises FlagError if another one has its name."""
+        taken = {name: one.name for one in self._fixed.values() for name in (one.name, *one.aliases)}
+        for name in (model.name, *model.aliases):
+            if taken.get(name, model.name) != model.name:
+                raise FlagError(f"Two models are called {name}: {taken[name]} and {model.name}; rename one of them")
+        self._fixed.setdefault(model.name, model)
+
+
+def _named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
+    found = next((one for one in models if name == one.name or name in one.aliases), None)
+    if found is None and ":" not in name:
+        of_repo = [one for one in models if one.name.startswith(f"{name}:")]
+        found = of_repo[0] if len(of_repo) == 1 else None
+    return found
+
+
+def listed(models: Sequence[NamedModel], most: int = 20) -> str:
+    """The names of models in a sentence."""
+    names = [model.name for model in models]
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest if names else "none"
+
+
+def _in_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
+    """The models in a folder: .gguf files, of which the parts of one model count once, and folders of safetensors."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith((".", _NOT_A_MODEL)):
+            continue
+        if path.is_dir() and (path / "config.json").is_file():
+            found[path.name] = path
+        elif path.suffix == ".gguf" and path.is_file():
+            part = _PART.search(path.stem)
+            if part is None or int(part[1]) == 1:
+                found.setdefault(_PART.sub("", path.stem), path)
+    return [NamedModel(name, settle(path, common, {})) for name, path in found.items()]
+
+
+def _written(file: Path, common: EngineConfig) -> list[NamedModel]:
+    """The models in a TOML file, one for each table. Raises FlagError."""
+    at = f"--models {file}"
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FlagError(f"{at}: cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise FlagError(f"{at}: is neither a folder of models nor a TOML file: {error}") from None
+    models = [_model(at, file.parent, name, table, common) for name, table in tables.items()]
+    if not models:
+        raise FlagError(f'{at}: has no models; write a table for each, as in [qwen3] with path = "qwen3.gguf"')
+    return models
+
+
+def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -> NamedModel:
+    at = f"{at}: [{name}]"
+    if not isinstance(table, Mapping):
+        raise FlagError(f'{at}: a model is a table, as in [{name}] with path = "FILE.gguf"')
+    known = [*_KEYS, *(key for key in _SETTINGS if key not in _SOURCES)]
+    for key in table:
+        if key not in known:
+            meant = close_to(key, known)
+            raise FlagError(f"{at}: there is no setting {key}" + (f"; did you mean {meant}?" if meant else ""))
+    path, on_hub = _value(at, table, "path", str), _value(at, table, "hf", str)
+    if (path is None) == (on_hub is None):
+        raise FlagError(f"{at}: needs either path, a file or folder, or hf, a name on the hub")
+    if path is not None:
+        source = str(where := folder / Path(path).expanduser())
+        if not where.exists():
+            raise FlagError(f"{at}: path = {path!r}: there is no such file or folder")
+    else:
+        source = f"{hub.PREFIX}{on_hub}"
+    aliases = _value(at, table, "aliases", list) or []
+    if not all(isinstance(alias, str) for alias in aliases):
+        raise FlagError(f"{at}: aliases must be an array of names")
+    idle = _value(at, table, "idle-unload", (int, float))
+    own = {_SETTINGS[key]: value for key, value in table.items() if key not in _KEYS}
+    try:
+        if path is None:
+            hub.parse(source)
+        config = settle(source, common, own)
+    except LoadError as error:
+        raise FlagError(f"{at}: {error}") from None
+    except EngineError as error:
+        raise FlagError(f"{at}: {in_flags(error)}") from None
+    return NamedModel(name, config, tuple(aliases), bool(_value(at, table, "pinned", bool)), idle)
+
+
+def _value(at: str, table: Mapping[str, Any], key: str, kind: Any) -> Any:
+    value = table.get(key)
+    if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+        return value
+    words = {str: "text", list: "an array of names", bool: "true or false"}
+    raise FlagError(f"{at}: {key} must be {words.get(kind, 'a number')}, not {value!r}")

@@ -1,0 +1,81 @@
+"""One of several models: whether it is in memory, its process, and the requests that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from polarlm.engine import EngineError
+from polarlm.engine.loading.fit import Need
+from polarlm.engine.state.plan import format_bytes
+from polarlm.server.models.process import ModelProcess, how
+from polarlm.server.models.registry import NamedModel
+from polarlm.server.running.refused import Refused
+
+UNLOADED, LOADING, READY, STOPPING, FAILED = "unloaded", "loading", "loaded", "stopping", "failed"
+
+
+@dataclass(eq=False)
+class Place:
+    """A request that waits for its model."""
+
+    granted: bool = False
+
+
+@dataclass(eq=False)
+class Served:
+    """A model and its process. `state` is one of the five above; a failed model is started again when asked for."""
+
+    model: NamedModel
+    state: str = UNLOADED
+    process: ModelProcess | None = None
+    need: Need | None = None  # of the loaded model
+    error: Exception | None = None  # of a failed one
+    starts: int = 0
+    active: int = 0  # requests that the process has
+    used: float = field(default_factory=time.monotonic)  # when a request last began or ended
+    keep: float | None = None  # seconds without requests until it is unloaded; None: as long as there is room
+    waiting: list[Place] = field(default_factory=list)
+    free: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request or the process ends
+    loading: asyncio.Task[None] | None = None
+    stopping: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.state == READY and self.active == 0
+
+    @property
+    def expires(self) -> datetime | None:
+        """When it will be unloaded if nobody uses it; None if it stays."""
+        if self.keep is None or self.model.pinned:
+            return None
+        return datetime.now(timezone.utc) + timedelta(seconds=self.used + self.keep - time.monotonic())
+
+    def progress(self) -> str:
+        """What it is doing, for users who wait."""
+        if self.state != LOADING or self.process is None or self.process.fetching is None:
+            return self.state
+        done, total = self.process.fetching
+        return f"downloading, {format_bytes(done)} of {format_bytes(total)}" if done < total else self.state
+
+    def touch(self) -> None:
+        self.used = time.monotonic()
+
+
+def ended(name: str, code: int) -> Refused:
+    """The error of requests whose model's process has ended."""
+    return Refused(
+        "model_ended",
+        f"The process of {name} ended {how(code)} while it answered: send the request again, which starts it",
+    )
+
+
+def without_folder(error: EngineError | Refused, path: Path | None) -> EngineError | Refused:
+    """`error` for clients, who need not know where the files are."""
+    if path is None or isinstance(error, Refused):
+        return error
+    return EngineError(str(error).replace(f"{path.parent}{os.sep}", ""), error.code)

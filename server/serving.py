@@ -1,0 +1,100 @@
+"""Serves an application until a signal arrives: an engine's, or that of several models."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+from starlette.types import ASGIApp
+
+from polarlm.server.http.app import create_app
+from polarlm.server.http.uvicorn_server import Web
+from polarlm.server.running import journal
+from polarlm.server.running.driver import Driver
+from polarlm.server.running.early import EarlyClients
+from polarlm.server.running.listening import quiet_accept_errors
+from polarlm.server.socket.socket_server import SocketServer
+
+_DRAIN_SECONDS = 30.0
+SIGNALLED = 128  # and the signal's number: the exit code after a second signal
+
+
+class Accepting(Protocol):
+    """A server at a listening socket."""
+
+    async def start(self) -> None: ...
+
+    def refuse(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def serve_engine(
+    driver: Driver,
+    http: socket.socket,
+    lines: socket.socket | None,
+    early: EarlyClients,
+    ready: Callable[[], None],
+    outer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> None:
+    """Serve the driver's engine over HTTP at `http`, and JSON lines at `lines`, until a signal arrives.
+
+    early: has accepted clients at `http` until now. ready: is called when requests are taken. outer: wraps the
+    application.
+    """
+    asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
+    await driver.start()
+    try:
+        app = outer(journal.Journaled(create_app(driver, driver.config)))
+        web = Web(app, driver.config, http)
+        servers: list[Accepting] = [web] if lines is None else [web, SocketServer(driver, lines)]
+        waiting = early.hand_over()
+        for server in servers:
+            await server.start()
+        await web.adopt(waiting)
+        await until_signalled(servers, ready, lambda: driver.drain(_DRAIN_SECONDS))
+    finally:
+        await driver.stop()
+
+
+async def until_signalled(
+    servers: Sequence[Accepting], ready: Callable[[], None], drain: Callable[[], Awaitable[None]]
+) -> None:
+    """Wait for SIGTERM or SIGINT, accept no more connections, `drain`, and close the servers, which have been started.
+
+    ready: is called when signals are handled. A second signal ends the process.
+    """
+    with _signals() as signalled:
+        ready()
+        await signalled.wait()
+        for server in servers:
+            server.refuse()
+        await drain()
+        await asyncio.gather(*(server.close() for server in servers))
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """Yields an event that the first SIGTERM or SIGINT sets; a second signal ends the process."""
+    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+    count = 0
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            os._exit(SIGNALLED + number)
+        loop.call_soon_threadsafe(signalled.set)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield signalled
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,268 @@
+"""Several models over HTTP: real processes, asked by name in the shape of each API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import ollama
+import openai
+import pytest
+
+from polarlm.engine.loading.fit import need
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.app import create_app
+from polarlm.server.models import proxy
+from polarlm.server.models.app import ASKED, POSTED, spelt
+from polarlm.server.models.served import FAILED, READY, UNLOADED
+from polarlm.server.running.driver import Driver
+from tests.server.http_server import eventually
+from tests.server.models.running import KEY, Front, common, front, two_models
+
+LONG: dict[str, Any] = {"max_tokens": -1, "ignore_eos": True, "n": 8, "temperature": 1, "stream": True}
+OWN = {"/v1/models", "/models", "/v1/models/{name:path}", "/models/{name:path}", "/health", "/v1/health", "/ping"}
+OWN |= {
+    "/version",
+    "/metrics",
+    "/api/tags",
+    "/api/ps",
+    "/api/show",
+    "/api/pull",
+    "/api/version",
+    "/",
+    "/sessions/{name}",
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """The models `big` and `small`, each loaded once in this module; streams show life at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proxy, "SILENT_SECONDS", 0.05)
+        patch.setattr(proxy, "SIGN_SECONDS", 0.2)
+        with front(two_models(tmp_path_factory.mktemp("models"))) as server:
+            yield server
+
+
+def said(answer: Any) -> str:
+    return answer.json()["choices"][0]["text"]
+
+
+def test_a_stream_shows_life_while_its_model_is_loaded(running: Front) -> None:
+    body = {"model": "big", "prompt": "Once", "max_tokens": 4, "temperature": 0, "stream": True}
+    with running.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        frames = answer.read().decode().split("\n\n")
+    signs = [frame for frame in frames if frame.startswith(":")]
+    assert signs
+    assert all(sign.startswith(": big: loading, ") for sign in signs)
+    *events, end, nothing = frames[len(signs) :]
+    assert (end, nothing) == ("data: [DONE]", "")
+    text = "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events)
+    assert text == said(running.ask("big"))
+
+
+def test_a_stream_of_ollamas_shows_life_in_pieces_without_text(running: Front) -> None:
+    client = ollama.Client(running.url, headers={"Authorization": f"Bearer {KEY}"})
+    options = {"num_predict": 4, "temperature": 0}
+    first, *pieces = client.generate("small:latest", "Once", stream=True, options=options, raw=True)
+    assert (first.model, first.response, first.done) == ("small", "", False)
+    assert "".join(piece.response for piece in pieces) == said(running.ask("small"))
+    assert pieces[-1].done_reason == "length"
+
+
+def test_the_name_decides_which_model_answers(running: Front) -> None:
+    answers = {name: running.ask(name).json() for name in ("big", "small")}
+    assert {name: answer["model"] for name, answer in answers.items()} == {"big": "big", "small": "small"}
+    texts = {answer["choices"][0]["text"] for answer in answers.values()}
+    assert len(texts) == 2
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY) as client:
+        assert [model.id for model in client.models.list()] == ["big", "small"]
+        assert client.models.retrieve("small").id == "small"
+        for name in ("big", "small"):
+            chunks = client.chat.completions.create(
+                model=name, messages=[{"role": "user", "content": "Hi"}], max_tokens=3, stream=True
+            )
+            assert {chunk.model for chunk in chunks} == {name}
+    with anthropic.Anthropic(base_url=running.url, api_key=KEY) as other:
+        message = other.messages.create(model="small", max_tokens=3, messages=[{"role": "user", "content": "Hi"}])
+        assert message.model == "small"
+        assert [model.id for model in other.models.list()] == ["big", "small"]
+
+
+def test_lists_tell_what_is_loaded(running: Front) -> None:
+    listed = running.http.get("/models").json()["data"]
+    assert [(one["id"], one["status"]["value"], one["context_length"]) for one in listed] == [
+        ("big", "loaded", 256),
+        ("small", "loaded", 256),
+    ]
+    tags = running.http.get("/api/tags").json()["models"]
+    assert [(one["name"], one["details"]["family"], one["size"] > 0) for one in tags] == [
+        ("big", "llama", True),
+        ("small", "llama", True),
+    ]
+    loaded = running.http.get("/api/ps").json()["models"]
+    assert [(one["name"], one["expires_at"][:4], one["context_length"]) for one in loaded] == [
+        ("big", "9999", 256),
+        ("small", "9999", 256),
+    ]
+    shown = running.http.post("/api/show", json={"model": "big"}).json()
+    assert shown["details"]["family"] == "llama"
+    assert 'polarlm_model_loaded{model="big"} 1.0' in running.http.get("/metrics").text
+    assert running.http.get("/metrics", params={"model": "big"}).text.count("polarlm_requests_total") > 1
+    assert running.http.get("/props", params={"model": "small"}).json()["model_alias"] == "small"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/completions", lambda body: body["error"]["message"]),
+        ("/v1/messages", lambda body: body["error"]["message"]),
+        ("/api/chat", lambda body: body["error"]),
+        ("/completion", lambda body: body["error"]["message"]),
+    ],
+)
+def test_an_unknown_model_is_a_404_in_the_shape_of_the_api(running: Front, path: str, message: Any) -> None:
+    answer = running.http.post(path, json={"model": "other", "messages": []})
+    assert (answer.status_code, message(answer.json())) == (
+        404,
+        "There is no model called other; there are: big, small",
+    )
+
+
+def test_the_front_asks_for_the_key_and_knows_the_paths(running: Front) -> None:
+    assert running.http.get("/v1/models", headers={"Authorization": "Bearer other"}).status_code == 401
+    assert running.http.post("/v1/nothing", json={"model": "big"}).status_code == 404
+    assert running.http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}).is_error
+    assert running.http.post("/v1/completions", json={"model": 5}).json()["error"]["param"] == "model"
+    wrong = running.http.post("/api/chat", json={"model": "big", "keep_alive": "soon", "messages": []})
+    assert (wrong.status_code, wrong.json()["error"][:10]) == (400, "keep_alive")
+    refusal = running.http.post("/api/pull", json={"model": "user/repo"})
+    assert (refusal.status_code, "--allow-pull" in refusal.json()["error"]) == (501, True)
+    assert running.http.post("/api/pull", json={"model": "big", "stream": False}).json() == {"status": "success"}
+
+
+def test_every_path_of_one_model_is_one_of_several(engine: Any) -> None:
+    """A new endpoint has to be named among those that are passed on, or be the front's own."""
+    paths = {getattr(route, "path", "") for route in create_app(Driver(engine, ServerConfig()), ServerConfig()).routes}
+    assert paths == {*spelt(POSTED), *spelt(ASKED)} | OWN
+
+
+def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(running: Front) -> None:
+    """Last: nothing waits for the model to be loaded again."""
+    with running.http.stream("POST", "/v1/completions", json={"model": "big", "prompt": "a"} | LONG) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        running.kill("big")
+        *_, last = [line for line in lines if line]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == "model_ended"
+    assert error["message"].startswith("The process of big ended by signal 9 while it answered")
+    assert (running.state("big"), running.state("small")) == (FAILED, READY)
+    assert running.http.get("/v1/models/big").json()["status"]["failed"] is True
+    assert said(running.ask("small"))
+    assert running.served("big").active == 0
+
+
+# -- processes that are started again and again ----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_next_request_starts_a_killed_model_again(tmp_path: Path) -> None:
+    with front(two_models(tmp_path)) as server:
+        before = said(server.ask("big"))
+        pid = server.pid("big")
+        server.kill("big")
+        server.becomes("big", FAILED)
+        assert said(server.ask("big")) == before
+        assert server.pid("big") != pid
+
+
+@pytest.mark.slow
+def test_an_idle_model_is_unloaded_and_loaded_when_it_is_asked_for(tmp_path: Path) -> None:
+    with front(two_models(tmp_path), idle_unload=0.01) as server:
+        before = said(server.ask("big"))
+        server.becomes("big", UNLOADED)
+        assert server.http.get("/stats", params={"model": "big"}).json()["error"]["code"] == "model_not_loaded"
+        assert said(server.ask("big")) == before
+
+
+@pytest.mark.slow
+def test_memory_for_one_model_is_had_by_turns(tmp_path: Path) -> None:
+    two_models(tmp_path)
+    # What the larger model needs at least: beside it there is no room for the other one.
+    most = max(need(common(weights=str(tmp_path / name)), reserved=1 << 60).bytes for name in ("big", "small"))
+    with front(tmp_path, models_memory=str(most)) as server:
+        for name, other in (("big", "small"), ("small", "big"), ("big", "small")):
+            assert said(server.ask(name))
+            assert (server.state(name), server.state(other)) == (READY, UNLOADED)
+
+
+@pytest.mark.slow
+def test_what_a_client_says_about_keeping_a_model_holds(tmp_path: Path) -> None:
+    with front(two_models(tmp_path)) as server:
+        client = ollama.Client(server.url, headers={"Authorization": f"Bearer {KEY}"})
+        assert client.generate("big", keep_alive="10m").done_reason == "load"
+        (entry,) = client.ps().models
+        assert entry.expires_at is not None
+        assert 590 < (entry.expires_at - entry.expires_at.now(entry.expires_at.tzinfo)).total_seconds() <= 600
+        assert client.generate("big", keep_alive=0).done_reason == "unload"
+        server.becomes("big", UNLOADED)
+        client.generate("small", "Hi", keep_alive=0, options={"num_predict": 2})
+        server.becomes("small", UNLOADED)
+        assert client.generate("small", keep_alive=0).done_reason == "unload"  # without loading it
+        assert server.served("small").starts == 1
+
+
+@pytest.mark.slow
+def test_llama_servers_way_of_loading_and_unloading(tmp_path: Path) -> None:
+    with front(two_models(tmp_path)) as server:
+        assert server.http.post("/models/load", json={"model": "big"}).json() == {"success": True}
+        again = server.http.post("/models/load", json={"model": "big"})
+        assert (again.status_code, again.json()["error"]["message"]) == (400, "big is loading already")
+        server.becomes("big", READY)
+        assert server.http.post("/models/unload", json={"model": "big"}).json() == {"success": True}
+        server.becomes("big", UNLOADED)
+        assert server.http.post("/models/unload", json={"model": "big"}).status_code == 400
+        assert server.http.post("/models/load", json={}).json()["error"]["param"] == "model"
+
+
+@pytest.mark.slow
+def test_a_client_that_hangs_up_cancels_its_request_in_the_process(tmp_path: Path) -> None:
+    with front(two_models(tmp_path)) as server:
+        server.ask("big")
+        with server.http.stream("POST", "/v1/completions", json={"model": "big", "prompt": "a"} | LONG) as answer:
+            next(answer.iter_lines())
+        eventually(lambda: server.served("big").active == 0)
+
+        def cancelled() -> bool:
+            return 'outcome="cancelled"' in server.http.get("/metrics", params={"model": "big"}).text
+
+        eventually(cancelled)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_says_why_in_a_stream_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "SILENT_SECONDS", 0.05)
+    (tmp_path / "torn.gguf").write_bytes(b"GGUF" + bytes(20))
+    with front(tmp_path) as server:
+        whole = server.ask("torn")
+        assert (whole.status_code, whole.json()["error"]["code"]) == (400, "model_unavailable")
+        sentence = whole.json()["error"]["message"]
+        assert "torn.gguf" in sentence
+        assert str(tmp_path) not in sentence
+        for path, read in (
+            ("/v1/completions", lambda line: json.loads(line.removeprefix("data: "))["error"]["message"]),
+            ("/v1/messages", lambda line: json.loads(line.removeprefix("data: "))["error"]["message"]),
+            ("/v1/responses", lambda line: json.loads(line.removeprefix("data: "))["message"]),
+            ("/api/generate", lambda line: json.loads(line)["error"]),
+        ):
+            answer = server.ask("torn", path, stream=True)
+            assert answer.status_code == 200
+            assert read([line for line in answer.text.splitlines() if line][-1]) == sentence, path
+        assert server.served("torn").error is not None

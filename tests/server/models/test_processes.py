@@ -1,0 +1,128 @@
+"""`polarlm serve --models` as a process: how it ends, and what becomes of the models' processes then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
+from polarlm.server.__main__ import main
+from tests.compiled import share_kernels
+from tests.server.http_server import eventually
+from tests.server.models.running import two_models
+from tests.server.process import ROOT
+
+FLAGS = ("--device", "cpu", "--no-calibration", "--cache-type", "f16", "--port", "0")
+
+
+class Server:
+    """A server of the models `big` and `small`, of which `big` is loaded."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.errors = folder / "stderr"
+        (folder / "models").mkdir()
+        place = two_models(folder / "models")
+        surroundings = {CACHE_VARIABLE: str(share_kernels(folder / "cache")), "OMP_NUM_THREADS": "1"}
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "polarlm", "serve", "--models", str(place), *FLAGS, *flags],
+                cwd=ROOT,
+                env={**os.environ, **surroundings},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("Listening at "), self.errors.read_text()
+        self.url = line.split()[-1]
+        self.ask("big")
+        self.children = psutil.Process(self.process.pid).children()
+        assert len(self.children) == 1
+
+    def ask(self, model: str, tokens: int = 3) -> httpx.Response:
+        body = {"model": model, "prompt": "Once", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def no_process_is_left(self) -> bool:
+        """The model's process is gone, and so is what it had started."""
+        return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.children)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    started = Server(tmp_path)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate()
+        for child in started.children:
+            if child.is_running():
+                child.kill()
+
+
+@pytest.mark.slow
+def test_a_signal_lets_answers_end_and_ends_the_models_processes(server: Server) -> None:
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(server.ask("big", 200)))
+    asking.start()
+    eventually(lambda: 'requests{model="big"} 1.0' in httpx.get(f"{server.url}/metrics").text)
+    server.process.send_signal(signal.SIGTERM)
+    asking.join(60)
+    assert answers[0].json()["usage"]["completion_tokens"] == 200
+    assert server.process.wait(60) == 0
+    assert server.no_process_is_left()
+    assert "Traceback" not in (told := server.errors.read_text())
+    assert "Fatal Python error" not in told
+
+
+@pytest.mark.slow
+def test_processes_notice_that_their_parent_was_killed(server: Server) -> None:
+    server.process.kill()
+    eventually(server.no_process_is_left)
+    assert "Traceback" not in (told := server.errors.read_text())
+    assert "Fatal Python error" not in told
+
+
+@pytest.mark.slow
+def test_a_process_that_loads_notices_that_its_parent_was_killed(server: Server) -> None:
+    def asking() -> None:
+        with suppress(httpx.HTTPError):
+            server.ask("small")
+
+    threading.Thread(target=asking).start()
+    parent = psutil.Process(server.process.pid)
+    eventually(lambda: len(parent.children()) == 2)
+    server.children = parent.children()
+    server.process.kill()
+    eventually(server.no_process_is_left)
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ({}, "there is no .gguf file and no folder of a model in it"),
+        ({"models.toml": "[a]"}, "[a]: needs either path"),
+    ],
+)
+def test_a_place_without_models_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: dict[str, str], sentence: str
+) -> None:
+    for name, text in place.items():
+        (tmp_path / name).write_text(text)
+    assert main(["--models", str(next(tmp_path.iterdir(), tmp_path)), "--port", "0"]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert told.err.startswith("error: --models ")
+    assert sentence in told.err

@@ -1,0 +1,130 @@
+"""Which models a server has, and what they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.config import EngineConfig
+from polarlm.server.config import read_command_line
+from polarlm.server.models.registry import Registry
+from tests.server.models.running import common
+
+PARTS = ("huge-Q4_K_M-00001-of-00002.gguf", "huge-Q4_K_M-00002-of-00002.gguf")
+
+
+def names(registry: Registry) -> list[str]:
+    return [model.name for model in registry.models()]
+
+
+def in_folder(folder: Path, *files: str) -> Registry:
+    for name in files:
+        (folder / name).touch()
+    (folder / "safe").mkdir()
+    (folder / "safe" / "config.json").touch()
+    return Registry(common(), folder, (), ())
+
+
+def test_models_of_a_folder_are_called_as_their_files(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    registry = in_folder(tmp_path, "a-Q8_0.gguf", *PARTS, "mmproj-a.gguf", ".b.gguf", "notes.txt")
+    assert names(registry) == ["a-Q8_0", "huge-Q4_K_M", "safe"]
+    found = registry.find("huge-Q4_K_M")
+    assert found is not None
+    assert found.path == tmp_path / PARTS[0]
+
+
+def test_a_file_that_comes_later_is_found(tmp_path: Path) -> None:
+    registry = in_folder(tmp_path, "a.gguf")
+    assert registry.find("b") is None
+    (tmp_path / "b.gguf").touch()
+    assert registry.find("b") is not None
+
+
+def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match=r"no \.gguf file"):
+        Registry(common(), tmp_path, (), ())
+
+
+def test_models_of_the_hub_are_found_without_their_quantization_if_there_is_one_alone() -> None:
+    registry = Registry(common(), None, ["user/one:Q4_K_M", "user/two:Q4_0", "user/two:Q8_0"], ["user/one"])
+    one = registry.find("user/one")
+    assert one is not None
+    assert (one.name, one.path, one.config.weights, one.pinned) == (
+        "user/one:Q4_K_M",
+        None,
+        "hf:user/one:Q4_K_M",
+        True,
+    )
+    assert registry.find("user/two") is None
+    assert registry.find("user/two:Q8_0:latest") is not None
+
+
+def test_a_toml_file_names_models_and_their_settings(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "models.toml").write_text(
+        '[chat]\npath = "a.gguf"\naliases = ["gpt", "default"]\npinned = true\nctx-size = 128\ncalibration = false\n'
+        '["user/repo:Q8_0"]\nhf = "user/repo:Q8_0"\nidle-unload = 0.5\n'
+    )
+    registry = Registry(common(ctx_size=64), tmp_path / "models.toml", (), ())
+    chat, other = registry.models()
+    assert (chat.name, chat.path, chat.pinned, chat.config.ctx_size) == ("chat", tmp_path / "a.gguf", True, 128)
+    assert registry.find("gpt") == registry.find("default:latest") == chat
+    assert (other.name, other.idle_minutes, other.config.ctx_size) == ("user/repo:Q8_0", 0.5, 64)
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("", "has no models"),
+        ("a = 1", r"\[a\]: a model is a table"),
+        ("[a", "neither a folder of models nor a TOML file"),
+        ("[a]", "needs either path"),
+        ('[a]\npath = "a.gguf"\nhf = "x/y"', "needs either path"),
+        ('[a]\npath = "b.gguf"', "no such file"),
+        ('[a]\nhf = "nobody"', "does not name a model on the hub"),
+        ('[a]\npath = "a.gguf"\nctx-sise = 1', "there is no setting ctx-sise; did you mean ctx-size"),
+        ('[a]\npath = "a.gguf"\nctx-size = "many"', "--ctx-size|ctx_size"),
+        ('[a]\npath = "a.gguf"\npinned = 1', "pinned must be true or false"),
+        ('[a]\npath = "a.gguf"\naliases = "b"', "aliases must be an array"),
+        ('[a]\npath = "a.gguf"\n[b]\npath = "a.gguf"\naliases = ["a"]', "Two models are called a"),
+    ],
+)
+def test_a_wrong_toml_file_is_one_sentence(tmp_path: Path, written: str, sentence: str) -> None:
+    (tmp_path / "a.gguf").touch()
+    (file := tmp_path / "models.toml").write_text(written)
+    with pytest.raises(FlagError, match=sentence):
+        Registry(common(), file, (), ())
+
+
+def test_the_flags_of_several_models(tmp_path: Path) -> None:
+    where = str(tmp_path)
+    engine, server = read_command_line(["--models", where, "-hf", "a/b", "--pin", "c", "--idle-unload", "0.5"], {})
+    assert (server.several, server.models, server.hub_models, server.pin) == (True, where, ("a/b",), ("c",))
+    assert (server.idle_unload, engine.hf_repo) == (0.5, None)
+    engine, server = read_command_line(["-hf", "a/b", "--hf-repo=c/d", "-c", "64"], {})
+    assert (server.several, server.hub_models, engine) == (True, ("a/b", "c/d"), EngineConfig(ctx_size=64))
+    engine, server = read_command_line(["-hf", "a/b"], {})
+    assert (server.several, engine.hf_repo) == (False, "a/b")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--models", "/no/such/folder"],
+        ["--models", ".", "--weights", "a"],
+        ["--models", ".", "--unix", "/tmp/s"],
+        ["-hf", "a/b", "-hf", "c/d", "--socket-port", "0"],
+        ["--models", ".", "--cache-disk", "1G", "--share-blocks"],
+        ["--models", ".", "--idle-unload", "0"],
+        ["--models", ".", "--models-memory", "much"],
+        ["--idle-unload", "5"],
+        ["--allow-pull"],
+        ["--pin", "a"],
+    ],
+)
+def test_flags_that_contradict_each_other(words: list[str]) -> None:
+    with pytest.raises(FlagError):
+        read_command_line(words, {})

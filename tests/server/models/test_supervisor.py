@@ -1,0 +1,320 @@
+"""Which models are in memory: with processes that only say what they need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.engine import EngineError
+from polarlm.engine.loading.fit import Need
+from polarlm.server.config import ServerConfig
+from polarlm.server.models import supervisor as module
+from polarlm.server.models.registry import Registry
+from polarlm.server.models.served import FAILED, LOADING, READY, STOPPING, UNLOADED, Served
+from polarlm.server.models.supervisor import Supervisor
+from polarlm.server.running.refused import Refused
+from tests.server.models.running import common
+
+GIB = 1 << 30
+
+
+class Machine:
+    """What the processes of a test see: a memory, in which loaded models take a GiB each."""
+
+    def __init__(self) -> None:
+        self.free = 100 * GIB
+        self.running: list[FakeProcess] = []
+        self.let = asyncio.Event()  # models are loaded once it is set
+        self.let.set()
+        self.fails: Exception | None = None
+
+
+class FakeProcess:
+    """As `ModelProcess`."""
+
+    pid = 0  # of no process
+
+    def __init__(self, machine: Machine, name: str, ended: Callable[[int], None], most: int | None) -> None:
+        self.machine, self.name, self._ended, self._most = machine, name, ended, most
+        machine.running.append(self)
+
+    async def fetched(self) -> Path:
+        return Path(self.name)
+
+    async def need(self) -> Need:
+        loaded = sum(one is not self for one in self.machine.running) * GIB
+        fits = loaded + GIB <= self.machine.free and (self._most is None or self._most >= GIB)
+        return Need("cuda", GIB, 0, 64 if fits else 0, fits, self.machine.free - loaded)
+
+    def look_again(self, reserved: int, most: int | None) -> None:
+        self._most = most
+
+    async def load(self) -> None:
+        await self.machine.let.wait()
+        if self.machine.fails is not None:
+            raise self.machine.fails
+
+    async def end(self) -> None:
+        self.kill()
+
+    def kill(self, code: int = -9) -> None:
+        if self in self.machine.running:
+            self.machine.running.remove(self)
+            self._ended(code)
+
+    async def ended(self) -> int:
+        return -9
+
+
+Scenario = Callable[[Supervisor, Machine], Coroutine[Any, Any, None]]
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """run(scenario, **settings of ServerConfig): runs it with the models a, b and c."""
+
+    def running(scenario: Scenario, **settings: Any) -> None:
+        async def main() -> None:
+            machine = Machine()
+
+            async def start(model: Any, config: Any, ended: Any, reserved: int, most: int | None) -> FakeProcess:
+                return FakeProcess(machine, model.name, ended, most)
+
+            monkeypatch.setattr(module.ModelProcess, "start", start)
+            config = ServerConfig(models=str(tmp_path), **settings)
+            supervisor = Supervisor(Registry(common(), tmp_path, (), config.pin), config)
+            await asyncio.wait_for(scenario(supervisor, machine), 30)
+            await supervisor.close()
+            assert not machine.running
+
+        for name in "abc":
+            (tmp_path / f"{name}.gguf").touch()
+        asyncio.run(main())
+
+    return running
+
+
+async def use(supervisor: Supervisor, name: str, keep: float | None = None) -> Served:
+    served = supervisor.find(name)
+    await supervisor.ready(served)
+    with supervisor.using(served, keep):
+        pass
+    return served
+
+
+@asynccontextmanager
+async def busy(supervisor: Supervisor, served: Served, keep: float | None = None) -> AsyncGenerator[None, None]:
+    await supervisor.ready(served)
+    with supervisor.using(served, keep):
+        yield
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def loaded(supervisor: Supervisor) -> str:
+    return "".join(one.model.name for one in supervisor.all() if one.state == READY)
+
+
+def test_requests_at_the_same_time_start_one_process(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        await asyncio.gather(*(use(supervisor, "a") for _ in range(5)))
+        assert [one.name for one in machine.running] == ["a"]
+        assert supervisor.find("a").starts == 1
+
+    run(scenario)
+
+
+def test_the_model_that_was_not_used_for_longest_makes_room(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        machine.free = 2 * GIB
+        for name in "aba":
+            await use(supervisor, name)
+        await use(supervisor, "c")
+        assert loaded(supervisor) == "ac"
+
+    run(scenario)
+
+
+def test_a_limit_of_memory_holds_however_much_is_free(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        for name in "abc":
+            await use(supervisor, name)
+            assert loaded(supervisor) == name
+
+    run(scenario, models_memory="1.5G")
+
+
+def test_a_model_that_no_limit_allows_is_refused_with_numbers(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        with pytest.raises(EngineError, match=r"no room for a: it needs 1\.0 GiB.*512\.0 MiB of 512\.0 MiB") as caught:
+            await use(supervisor, "a")
+        assert caught.value.code == "out_of_memory"
+        assert supervisor.find("a").state == FAILED
+
+    run(scenario, models_memory="512M")
+
+
+def test_a_pinned_model_stays(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        await use(supervisor, "a")
+        with pytest.raises(EngineError, match="a stay, being pinned"):
+            await use(supervisor, "b")
+        assert loaded(supervisor) == "a"
+
+    run(scenario, models_memory="1G", pin=("a",))
+
+
+def test_a_busy_model_answers_before_it_makes_room(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        served = await use(supervisor, "a")
+        async with busy(supervisor, served):
+            other = asyncio.create_task(use(supervisor, "b"))
+            await until(lambda: served.state == STOPPING)
+            again = asyncio.create_task(use(supervisor, "a"))  # waits: it may not keep b from being loaded
+            await asyncio.sleep(0.02)
+            assert [one.name for one in machine.running] == ["a", "b"]
+            assert not other.done()
+        await asyncio.gather(other, again)
+        assert loaded(supervisor) == "a"
+
+    run(scenario, models_memory="1G")
+
+
+def test_an_idle_model_makes_room_before_a_busy_one(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        served = await use(supervisor, "a")
+        async with busy(supervisor, served):
+            await use(supervisor, "b")  # later than a
+            await use(supervisor, "c")
+            assert loaded(supervisor) == "ac"
+
+    run(scenario, models_memory="2G")
+
+
+def test_without_others_to_unload_a_model_tries_what_there_is(run: Run) -> None:
+    """The engine takes a shorter context, or says what it lacks."""
+
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        machine.free = GIB // 2
+        await use(supervisor, "a")
+        assert loaded(supervisor) == "a"
+
+    run(scenario)
+
+
+def test_idle_models_are_unloaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        served = await use(supervisor, "a", supervisor.usual_keep(supervisor.find("a")))
+        await use(supervisor, "b", None)  # as long as there is room
+        await use(supervisor, "c", 0)
+        assert served.expires is not None
+        async with busy(supervisor, served, 0.02):
+            await asyncio.sleep(0.05)
+            assert served.state == READY
+        await until(lambda: loaded(supervisor) == "b")
+
+    monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
+    run(scenario, idle_unload=0.001)
+
+
+def test_a_pinned_model_is_never_idle(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        served = await use(supervisor, "a", 0.0)
+        await use(supervisor, "b", 0.001)
+        await until(lambda: supervisor.find("b").state == UNLOADED)
+        assert (served.state, served.expires) == (READY, None)
+
+    monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
+    run(scenario, pin=("a",))
+
+
+def test_a_crash_is_that_of_one_model_and_the_next_request_starts_it_again(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        served, other = await use(supervisor, "a"), await use(supervisor, "b")
+        machine.running[0].kill()
+        assert (served.state, other.state) == (FAILED, READY)
+        assert "signal 9" in str(served.error)
+        await use(supervisor, "a")
+        assert (served.state, served.error, served.starts) == (READY, None, 2)
+
+    run(scenario)
+
+
+def test_a_crash_ends_the_wait_for_a_busy_model(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        served = await use(supervisor, "a")
+        async with busy(supervisor, served):
+            other = asyncio.create_task(use(supervisor, "b"))
+            await until(lambda: served.state == STOPPING)
+            machine.running[0].kill()
+            await other
+        assert (loaded(supervisor), served.state) == ("b", FAILED)
+
+    run(scenario, models_memory="1G")
+
+
+def test_everybody_who_waits_hears_why_a_model_cannot_be_loaded(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        machine.fails = EngineError("a.gguf is cut off", "model_unavailable")
+        heard = await asyncio.gather(*(use(supervisor, "a") for _ in range(3)), return_exceptions=True)
+        assert [str(error) for error in heard] == ["a.gguf is cut off"] * 3
+        assert not machine.running
+        machine.fails = None
+        await use(supervisor, "a")
+
+    run(scenario)
+
+
+def test_a_client_that_goes_while_its_model_is_loaded_holds_nothing(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        machine.let.clear()
+        served = supervisor.find("a")
+        one, other = (asyncio.create_task(supervisor.ready(served)) for _ in range(2))
+        await until(lambda: served.state == LOADING and len(machine.running) == 1)
+        one.cancel()
+        machine.let.set()
+        await other
+        assert (served.state, served.active) == (READY, 1)
+        supervisor.release(served)
+
+    run(scenario)
+
+
+def test_closing_ends_those_who_wait_and_all_processes(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        await use(supervisor, "a")
+        machine.let.clear()
+        waits = asyncio.create_task(use(supervisor, "b"))
+        await until(lambda: supervisor.find("b").state == LOADING and len(machine.running) == 2)
+        closing = asyncio.create_task(supervisor.close())
+        await asyncio.sleep(0)
+        machine.fails = Refused("model_ended", "killed")
+        machine.let.set()
+        await closing
+        with pytest.raises(Refused, match=r"killed|about to end"):
+            await waits
+        with pytest.raises(Refused, match="about to end"):
+            await use(supervisor, "c")
+
+    run(scenario)
+
+
+def test_without_a_name_the_model_that_was_used_last_is_meant(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        assert supervisor.find("").model.name == "a"
+        for name in "cb":
+            await use(supervisor, name)
+        assert supervisor.find("").model.name == "b"
+        with pytest.raises(Refused, match="no model called d; there are: a, b, c"):
+            supervisor.find("d")
+
+    run(scenario)
