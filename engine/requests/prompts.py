@@ -27,17 +27,23 @@ def prompt_ids(
     context: int | None = None,
 ) -> list[int]:
     """Return the token ids of a prompt: of text, with BOS if the model has one; of messages; or given ids, unchecked.
+    A text whose vector is asked for gets the token that closes such texts, if there is one.
 
     In a sequence of ids and texts, a text at the beginning gets BOS, and the others are tokenized as continuations. A
     message with "token_ids" becomes these ids. Raises EngineError for anything that is not a prompt, and, before
     tokenizing, for text that cannot fit into `context`.
     """
     tokenizer = model.tokenizer
-    check = partial(_check_fits, model, context)
+    check = partial(_check_fits, model, None if options.truncate else context)
     if isinstance(prompt, str):
         check(prompt)
         ids = tokenizer.tokenize(prompt, control=options.parse_special)
-        return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
+        if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+            ids = [tokenizer.bos_id, *ids]
+        closing = tokenizer.closing_id if options.pooling is not None else None
+        if context is not None and options.truncate:
+            ids = ids[: context - (closing is not None)]
+        return ids if closing is None else [*ids, closing]
     if is_chat(prompt):
         check_roles(prompt)
         try:

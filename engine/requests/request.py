@@ -28,6 +28,10 @@ from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
+NO_ANSWERS = (
+    "{name} is an embedding model: it gives texts a vector (Engine.embed, /v1/embeddings) and cannot continue or "
+    "answer them; for that, load a generative model"
+)
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,20 @@ class Request:
         """Return a request to continue `prompt`. Raises EngineError if it cannot be served."""
         if options.pooling is not None and params.prompt_logprobs is not None:
             raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
+        if model.config.is_encoder and (options.pooling is None or is_chat(prompt)):
+            raise EngineError(NO_ANSWERS.format(name=model.name))
+        if options.pooling is not None and (options.dimensions or 0) > model.config.hidden_size:
+            raise EngineError(
+                f"dimensions is {options.dimensions}, but vectors of {model.name} have {model.config.hidden_size}"
+            )
+        if options.pooling is None and (options.truncate or options.dimensions is not None):
+            raise EngineError("truncate and dimensions are for embeddings: leave them out, or give pooling")
         sampling = resolve(params, model.generation, model.vocabulary.stop)
         conversation = answers.conversation(prompt, options.cache_salt)
-        ids = checked_ids(prompt_ids(conversation.prompt, model, options, context=context), model, context, room=1)
+        room = 0 if model.config.is_encoder else 1
+        longest = context - room
+        ids = prompt_ids(conversation.prompt, model, options, context=longest if options.truncate else context)
+        ids = checked_ids(ids[:longest] if options.truncate else ids, model, context, room)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
@@ -181,7 +196,7 @@ class Request:
         if not self.reads_prompt or self.sequence.generated:
             return None
         if self.options.pooling is not None:
-            return Pooling(self.options.pooling)
+            return Pooling(self.options.pooling, self.options.dimensions)
         assert self.params.prompt_logprobs is not None
         return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
 

@@ -31,6 +31,7 @@ T = TypeVar("T")
 Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
 _TOKENIZERS = 4  # threads that tokenize prompts, and as many for texts; a template may be slow
+_TOGETHER = 256  # most requests of a job that wait in the engine's queue together
 _LAST_SECONDS = 5.0  # time for a session that is being saved when the server ends
 
 
@@ -40,6 +41,16 @@ class _Queue:
 
     room: int
     jobs: set[Job] = field(default_factory=set)
+
+
+class _Place:
+    """The outbox of one of several requests of a job: its chunks come to the job with its number."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self._job, self._number = job, number
+
+    def append(self, item: Chunk | Exception) -> None:
+        self._job.append(item if isinstance(item, Exception) else (self._number, item))
 
 
 class Driver:
@@ -151,24 +162,47 @@ class Driver:
     async def embed(
         self, prompts: Sequence[Prompt], options: PromptOptions, write: Callable[[Embedding], T]
     ) -> list[T]:
-        """What `write`, called in a thread, returns for each prompt's embedding. They are computed one by one.
+        """What `write`, called in a thread, returns for each prompt's embedding. Some wait in the queue together.
 
         Raises Refused or EngineError. Cancelling the task that waits for it cancels the request.
         """
+        jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
+
+        def written(chunks: Sequence[Chunk]) -> T:
+            vector = embedding(chunks)
+            if vector is None:
+                raise refused.closing()
+            return write(vector)
+
+        return await self.each(jobs, written, "embedded")
+
+    async def each(
+        self,
+        jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]],
+        write: Callable[[Sequence[Chunk]], T],
+        outcome: str,
+    ) -> list[T]:
+        """What `write`, called in a thread, returns for the chunks of each job, which are parts of one request.
+
+        Raises and ends as `embed`. outcome: what the request counts as.
+        """
         found: list[T] = []
         with self._job(self._answers) as (entry, job):
-            for prompt in prompts:
-                start = partial(self.engine.submit, prompt, SamplingParams(max_tokens=0), options)
-                await self._submitted(entry, job, prompt, start)
-                chunks: list[Chunk] = []
-                while not chunks or chunks[-1].finish_reason is None:
-                    chunks.append(await self._next(job))
-                    self._totals.count(chunks[-1], job)
-                vector = embedding(chunks)
-                if vector is None:
-                    raise refused.closing()
-                found.append(await self._aside(partial(write, vector), self._pool))
-            job.outcome = "embedded"
+            # A decoder takes them one by one, between which the answers of others go on.
+            together = _TOGETHER if self.engine.model.config.is_encoder else 1
+            for first in range(0, len(jobs), together):
+                part = jobs[first : first + together]
+                places = [_Place(job, number) for number in range(len(part))]
+                for (prompt, params, options), place in zip(part, places, strict=True):
+                    start = partial(self.engine.submit, prompt, params, options)
+                    await self._submitted(entry, job, prompt, start, place)
+                chunks: list[list[Chunk]] = [[] for _ in part]
+                while not all(own and own[-1].finish_reason is not None for own in chunks):
+                    number, chunk = await self._next(job)
+                    self._totals.count(chunk, job)
+                    chunks[number].append(chunk)
+                found += await self._aside(lambda: [write(own) for own in chunks], self._pool)  # noqa: B023
+            job.outcome = outcome
         return found
 
     async def _next(self, job: Job) -> Any:
@@ -232,12 +266,22 @@ class Driver:
         return replace(params, max_tokens=limit)
 
     async def _submitted(
-        self, entry: journal.Entry, job: Job, prompt: Prompt, start: Submit, *, compiles: bool = False
+        self,
+        entry: journal.Entry,
+        job: Job,
+        prompt: Prompt,
+        start: Submit,
+        into: _Place | None = None,
+        *,
+        compiles: bool = False,
     ) -> Ticket:
-        """Submit a request with `start`, in a thread of a pool; the engine accepts it between two units of work."""
+        """Submit a request with `start`, in a thread of a pool; the engine accepts it between two units of work.
+
+        into: what gets its chunks in place of the job.
+        """
 
         def submit() -> Ticket:
-            ticket = start(into=job, gone=lambda: job.closed)
+            ticket = start(into=into or job, gone=lambda: job.closed)
             job.queued(ticket)
             self._thread.wake()
             return ticket

@@ -76,6 +76,8 @@ class ModelFacts:
     @cached_property
     def _capabilities(self) -> list[str]:
         """What the model can do; "insert" is writing text before a suffix."""
+        if self._driver.engine.model.config.is_encoder:
+            return ["embedding"]
         inserts = infill_of(self._driver.engine.model.tokenizer) is not None
         return ["completion", "tools", "embedding", *(["insert"] if inserts else [])]
 
