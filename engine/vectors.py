@@ -10,10 +10,20 @@ from typing import Any
 
 from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
+from polarlm.engine.limits import RANK
 from polarlm.engine.outputs import Chunk, Embedding, Outbox, embedding
-from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.requests.prompts import Prompt, yes_and_no
 from polarlm.engine.requests.request import Ticket
 from polarlm.model_loaders import Model
+
+Job = tuple[Prompt, SamplingParams, PromptOptions]
+
+# The messages that Qwen3-Reranker was trained with.
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 class Vectors(ABC):
@@ -41,19 +51,47 @@ class Vectors(ABC):
     ) -> list[Embedding]:
         """The embedding of each prompt, as `embed`. An encoder computes several together."""
         options = self.embedding_options(pooling, options)
-        jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
-        found = [embedding(chunks) for chunks in _answers(self, jobs)]
-        embeddings = [one for one in found if one is not None]
-        if len(embeddings) < len(found):
-            raise EngineError("The request for an embedding was cancelled", "closed")
-        return embeddings
+        return _embeddings(self, [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts])
+
+    def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Embedding]:
+        """How relevant each document is for `query`: vectors of one number from 0 to 1.
+
+        A generative model is asked whether a document is relevant; the number is the probability of yes beside no
+        (Qwen3-Reranker, 2506.05176, section 2). instruction: what makes a document relevant. Raises EngineError.
+        """
+        return _embeddings(self, self.rank_jobs(query, documents, instruction))
+
+    def rank_jobs(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Job]:
+        """The requests of `rerank`, for servers. Raises EngineError for a model that cannot rank."""
+        if self.model.config.is_encoder:
+            raise EngineError(
+                f"{self.model.name} is an embedding model, which cannot rank documents: load a model such as "
+                "Qwen3-Reranker, or compare the vectors of query and documents"
+            )
+        yes_and_no(self.model.tokenizer)
+        options = PromptOptions(pooling=RANK, template_variables={"enable_thinking": False})
+        asked = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        prompts = [
+            [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked + document}]
+            for document in documents
+        ]
+        return [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
 
     def embedding_options(self, pooling: str | None, options: PromptOptions | None = None) -> PromptOptions:
         """`options` of a request for an embedding: with `pooling`, or with that of the model."""
         return replace(options or PromptOptions(), pooling=pooling or self.model.pooling or "mean")
 
 
-def _answers(engine: Vectors, jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]]) -> list[list[Chunk]]:
+def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
+    """Return the embedding that each request gives. Raises EngineError."""
+    found = [embedding(chunks) for chunks in _answers(engine, jobs)]
+    embeddings = [one for one in found if one is not None]
+    if len(embeddings) < len(found):
+        raise EngineError("The request for an embedding was cancelled", "closed")
+    return embeddings
+
+
+def _answers(engine: Vectors, jobs: Sequence[Job]) -> list[list[Chunk]]:
     """Return the chunks of each request. All of them wait together, and this thread runs units of work meanwhile.
 
     An error of one of them ends the others. Raises EngineError.

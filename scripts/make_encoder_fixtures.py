@@ -1,4 +1,5 @@
-"""Makes the tiny encoders under tests/fixtures/encoders with transformers, the reference of the tests.
+"""Makes the tiny embedding models of the tests with transformers, the reference: encoders under
+tests/fixtures/encoders, and decoders under tests/fixtures/embedding_decoders.
 
     python -m venv reference && reference/bin/pip install torch transformers
     reference/bin/python scripts/make_encoder_fixtures.py [NAME ...]
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 
-FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "encoders"
+FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
 SEED = 20_261_124
 LENGTHS = (1, 2, 17, 64)  # of texts; the longest is the whole context of some models
 COMMON = {
@@ -42,6 +43,13 @@ MODELS = {
     ),
     "nomic_bert_new": ("nomic_bert", "float32", {"hidden_size": 64, "rope_parameters": {"rope_theta": 700.0}}),
     "nomic_bert": ("nomic_bert", "float32", {"hidden_size": 64, "rope_parameters": {"rope_theta": 500.0}}),
+}
+DECODERS = {  # as MODELS
+    "qwen3_embedding": (
+        "qwen3",
+        "bfloat16",
+        {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": True},
+    ),
 }
 NOMIC_KEYS = {
     "hidden_size": "n_embd",
@@ -89,14 +97,14 @@ def spell_as_published(folder: Path) -> None:
 
 
 def make_model(name: str, model_type: str, dtype: str, changes: dict) -> None:
-    folder = FIXTURES / name
+    folder = FIXTURES / ("embedding_decoders" if name in DECODERS else "encoders") / name
     shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(SEED)
     config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **changes})
     model = transformers.AutoModel.from_config(config)
     randomize(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    stored = model.float().eval()  # `to` has rounded the weights
+    stored = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if name == "nomic_bert":
         spell_as_published(folder)
     generator, found = torch.Generator().manual_seed(SEED), {}
@@ -111,5 +119,5 @@ def make_model(name: str, model_type: str, dtype: str, changes: dict) -> None:
 
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
-    for name in sys.argv[1:] or MODELS:
-        make_model(name, *MODELS[name])
+    for name in sys.argv[1:] or MODELS | DECODERS:
+        make_model(name, *(MODELS | DECODERS)[name])

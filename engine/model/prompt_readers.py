@@ -60,6 +60,20 @@ class PromptLogprobs:
         return Chunk("", (), prompt_ids=tuple(self._ids), prompt_logprobs=tuple(self._found))
 
 
+class Ranking:
+    """Reads how likely a model is to answer a prompt with one token, and not with another."""
+
+    def __init__(self, yes: int, no: int) -> None:
+        self._tokens, self._score = [yes, no], 0.0
+
+    def read(self, model: Transformer, hidden: Array, first: int) -> None:
+        yes, no = model.logits(hidden[-1:])[0, self._tokens].astype(np.float64)
+        self._score = 1 / (1 + np.exp(no - yes))
+
+    def chunk(self) -> Chunk:
+        return Chunk("", (), embedding=np.array([self._score], np.float32))
+
+
 class Pooling:
     """Reads the embedding of a prompt: the mean of its tokens' final hidden states, or one of them, of length 1."""
 

@@ -13,6 +13,7 @@ from polarlm.engine.config import PromptOptions
 from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.limits import check_roles
 from polarlm.model_loaders.chat.prompt import chat_ids
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
 
@@ -134,6 +135,14 @@ def _too_long(problem: str, tokens: int, model: model_loaders.Model, context: in
         n_prompt_tokens=tokens,
         n_ctx=context,
     )
+
+
+def yes_and_no(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return the tokens of the answers yes and no. Raises EngineError if they are no tokens of their own."""
+    yes, no = (tokenizer.tokenize(answer, continued=True) for answer in ("yes", "no"))
+    if len(yes) != 1 or len(no) != 1:
+        raise EngineError("This model cannot rank documents: its vocabulary has no tokens for yes and no")
+    return yes[0], no[0]
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:

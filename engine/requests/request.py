@@ -12,11 +12,12 @@ from typing import Any
 from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
-from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader
+from polarlm.engine.limits import RANK
+from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
-from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
+from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids, yes_and_no
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
@@ -195,6 +196,8 @@ class Request:
         """Return a reader of the prompt's hidden states; None if none is needed, or after the first token."""
         if not self.reads_prompt or self.sequence.generated:
             return None
+        if self.options.pooling == RANK:
+            return Ranking(*yes_and_no(self.tokenizer))
         if self.options.pooling is not None:
             return Pooling(self.options.pooling, self.options.dimensions)
         assert self.params.prompt_logprobs is not None

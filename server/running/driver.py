@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
-from polarlm.engine.outputs import Status, embedding
+from polarlm.engine.outputs import Outbox, Status
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
@@ -25,13 +25,13 @@ from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job
 from polarlm.server.running.refused import Refused, for_clients
 from polarlm.server.running.sessions import Saved, SessionFolder
+from polarlm.server.running.several import Several
 from polarlm.server.running.worker import Worker
 
 T = TypeVar("T")
 Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
 _TOKENIZERS = 4  # threads that tokenize prompts, and as many for texts; a template may be slow
-_TOGETHER = 256  # most requests of a job that wait in the engine's queue together
 _LAST_SECONDS = 5.0  # time for a session that is being saved when the server ends
 
 
@@ -43,17 +43,7 @@ class _Queue:
     jobs: set[Job] = field(default_factory=set)
 
 
-class _Place:
-    """The outbox of one of several requests of a job: its chunks come to the job with its number."""
-
-    def __init__(self, job: Job, number: int) -> None:
-        self._job, self._number = job, number
-
-    def append(self, item: Chunk | Exception) -> None:
-        self._job.append(item if isinstance(item, Exception) else (self._number, item))
-
-
-class Driver:
+class Driver(Several):
     """Lets coroutines of one event loop stream from an engine. All methods belong to that loop.
 
     The driver owns neither the loop nor the engine: `stop` leaves the engine open.
@@ -159,52 +149,6 @@ class Driver:
                 if not last:  # no chunk had the usage
                     entry.cached_tokens += ticket.cached_tokens()
 
-    async def embed(
-        self, prompts: Sequence[Prompt], options: PromptOptions, write: Callable[[Embedding], T]
-    ) -> list[T]:
-        """What `write`, called in a thread, returns for each prompt's embedding. Some wait in the queue together.
-
-        Raises Refused or EngineError. Cancelling the task that waits for it cancels the request.
-        """
-        jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
-
-        def written(chunks: Sequence[Chunk]) -> T:
-            vector = embedding(chunks)
-            if vector is None:
-                raise refused.closing()
-            return write(vector)
-
-        return await self.each(jobs, written, "embedded")
-
-    async def each(
-        self,
-        jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]],
-        write: Callable[[Sequence[Chunk]], T],
-        outcome: str,
-    ) -> list[T]:
-        """What `write`, called in a thread, returns for the chunks of each job, which are parts of one request.
-
-        Raises and ends as `embed`. outcome: what the request counts as.
-        """
-        found: list[T] = []
-        with self._job(self._answers) as (entry, job):
-            # A decoder takes them one by one, between which the answers of others go on.
-            together = _TOGETHER if self.engine.model.config.is_encoder else 1
-            for first in range(0, len(jobs), together):
-                part = jobs[first : first + together]
-                places = [_Place(job, number) for number in range(len(part))]
-                for (prompt, params, options), place in zip(part, places, strict=True):
-                    start = partial(self.engine.submit, prompt, params, options)
-                    await self._submitted(entry, job, prompt, start, place)
-                chunks: list[list[Chunk]] = [[] for _ in part]
-                while not all(own and own[-1].finish_reason is not None for own in chunks):
-                    number, chunk = await self._next(job)
-                    self._totals.count(chunk, job)
-                    chunks[number].append(chunk)
-                found += await self._aside(lambda: [write(own) for own in chunks], self._pool)  # noqa: B023
-            job.outcome = outcome
-        return found
-
     async def _next(self, job: Job) -> Any:
         """The next item that a thread appends to a job. Raises Refused or EngineError in place of one."""
         try:
@@ -271,7 +215,7 @@ class Driver:
         job: Job,
         prompt: Prompt,
         start: Submit,
-        into: _Place | None = None,
+        into: Outbox | None = None,
         *,
         compiles: bool = False,
     ) -> Ticket:
