@@ -61,8 +61,21 @@ def make_folder(folder: Path, name: str, pooling: str | None = "mean", **modules
     return folder
 
 
-def make_gguf(path: Path, name: str, dtype: str = "F32", pooling: int | None = 1, **changes: object) -> Path:
-    """The same model as a GGUF file, as llama.cpp's converter writes it, with matrices in a type."""
+UNIGRAM = [
+    *(("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)),
+    *(("▁", -2.0), ("▁rain", -5.0), ("▁r", -4.0), ("ain", -4.5), ("s", -3.0), ("▁the", -3.5)),
+    *((letter, -8.0 - at / 64) for at, letter in enumerate("abcdefghijklmnopqrtuvwxyz")),
+]
+"""Pieces of an XLM-R vocabulary, and their scores."""
+
+
+def make_gguf(
+    path: Path, name: str, dtype: str = "F32", pooling: int | None = 1, *, unigram: bool = False, **changes: object
+) -> Path:
+    """The same model as a GGUF file, as llama.cpp's converter writes it, with matrices in a type.
+
+    unigram: with an XLM-R vocabulary, not BERT's.
+    """
     config, source, _ = load_weights(ENCODERS / name)
     arch = "nomic-bert" if config.family == "nomic_bert" else "bert"
     writer = gguf.GGUFWriter(path, arch)
@@ -77,14 +90,10 @@ def make_gguf(path: Path, name: str, dtype: str = "F32", pooling: int | None = 1
         writer.add_rope_freq_base(config.attention.rope.theta)
     if pooling is not None:
         writer.add_pooling_type(gguf.PoolingType(pooling))
-    writer.add_tokenizer_model("bert")
-    writer.add_token_list(
-        [one if one[0] == "[" else one[2:] if one.startswith("##") else f"▁{one}" for one in pieces()]
-    )
-    writer.add_token_types([3 if one in CONTROL else 1 for one in pieces()])
-    writer.add_unk_token_id(1)
-    writer.add_bos_token_id(CLS)
-    writer.add_sep_token_id(SEP)
+    if unigram:
+        _write_unigram(writer)
+    else:
+        _write_word_piece(writer)
     for key, value in changes.items():
         writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
     for spec in tensors(config).specs():
@@ -102,6 +111,31 @@ def make_gguf(path: Path, name: str, dtype: str = "F32", pooling: int | None = 1
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _write_word_piece(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(
+        [one if one[0] == "[" else one[2:] if one.startswith("##") else f"▁{one}" for one in pieces()]
+    )
+    writer.add_token_types([3 if one in CONTROL else 1 for one in pieces()])
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(CLS)
+    writer.add_sep_token_id(SEP)
+
+
+def _write_unigram(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list([piece for piece, _ in UNIGRAM])
+    writer.add_token_scores([score for _, score in UNIGRAM])
+    writer.add_token_types([3, 3, 3, 2, *[1] * (len(UNIGRAM) - 4)])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+    writer.add_add_space_prefix(True)
+    writer.add_remove_extra_whitespaces(True)
 
 
 def reference(name: str) -> list[tuple[list[int], np.ndarray]]:

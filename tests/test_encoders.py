@@ -14,7 +14,7 @@ import tokenizers
 
 from polarlm.engine import Engine, EngineError, PromptOptions
 from polarlm.model_loaders import LoadError, load
-from tests.encoders import CLS, SEP, make_folder, make_gguf, pieces, pooled, reference, tokenizer_json
+from tests.encoders import CLS, SEP, UNIGRAM, make_folder, make_gguf, pieces, pooled, reference, tokenizer_json
 
 TEXT = "The rain falls on a sea."
 CLOSE = 2e-5  # of a vector of length 1: see tests/model/test_encoder.py
@@ -79,6 +79,15 @@ def test_texts_are_tokenized_as_the_library_does(tmp_path: Path, engine: Engine)
     assert engine.prompt_ids("x [SEP]", PromptOptions(pooling="mean", parse_special=True))[-2:] == [SEP, SEP]
     ids = engine.tokenize(TEXT)
     assert engine.detokenize(ids).strip() == "the rain falls on a sea ."
+
+
+def test_an_xlm_r_vocabulary_gives_the_most_likely_pieces(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram(UNIGRAM, unk_id=3))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    with Engine.load(make_gguf(tmp_path / "model.gguf", "xlm_roberta", unigram=True), device="cpu") as loaded:
+        for text in ("the rain", "rains", "stair", "the  rain!"):
+            wanted = library.encode(" ".join(text.split())).ids
+            assert loaded.prompt_ids(text, loaded.embedding_options(None)) == [0, *wanted, 2]
 
 
 def test_texts_that_wait_together_are_computed_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

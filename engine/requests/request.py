@@ -11,7 +11,7 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions, SamplingParams
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import EngineError, no_answers
 from polarlm.engine.limits import RANK
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
@@ -29,10 +29,6 @@ from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
-NO_ANSWERS = (
-    "{name} is an embedding model: it gives texts a vector (Engine.embed, /v1/embeddings) and cannot continue or "
-    "answer them; for that, load a generative model"
-)
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class Request:
         if options.pooling is not None and params.prompt_logprobs is not None:
             raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
         if model.config.is_encoder and (options.pooling is None or is_chat(prompt)):
-            raise EngineError(NO_ANSWERS.format(name=model.name))
+            raise no_answers(model.name)
         if options.pooling is not None and (options.dimensions or 0) > model.config.hidden_size:
             raise EngineError(
                 f"dimensions is {options.dimensions}, but vectors of {model.name} have {model.config.hidden_size}"

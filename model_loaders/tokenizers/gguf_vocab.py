@@ -204,7 +204,7 @@ def _unigram(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
     return _sentence_piece(vocabulary, protobuf.TrainerSpec.UNIGRAM)
 
 
-def _sentence_piece(vocabulary: _Vocabulary, kind: Any = None) -> SentencePieceTokenizer:
+def _sentence_piece(vocabulary: _Vocabulary, trained_as: Any = None) -> SentencePieceTokenizer:
     from polarlm.model_loaders.tokenizers.sentence_piece import (  # its libraries take memory
         SentencePieceTokenizer,
         protobuf,
@@ -218,7 +218,7 @@ def _sentence_piece(vocabulary: _Vocabulary, kind: Any = None) -> SentencePieceT
             token, kind = f"<unused {token_id}>", int(_Type.UNUSED)
         spellings.add(token)
         model.pieces.add(piece=token, type=kind, score=score)
-    _specify(model, vocabulary, kind or protobuf.TrainerSpec.BPE)
+    _specify(model, vocabulary, trained_as or protobuf.TrainerSpec.BPE)
     special = vocabulary.special(adds_bos=True)
     try:
         return SentencePieceTokenizer(model, special, space_after_control=True)
