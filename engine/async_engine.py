@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -123,9 +122,9 @@ class AsyncEngine:
         """The answer to a conversation; see `Engine.chat`."""
         return await self.generate(messages, params, options)
 
-    async def embed(self, prompt: Prompt, pooling: str = "mean", options: Options = None) -> Embedding:
-        """The embedding of `prompt`; see `Engine.embed`."""
-        options = replace(options or PromptOptions(), pooling=pooling)
+    async def embed(self, prompt: Prompt, pooling: str | None = None, options: Options = None) -> Embedding:
+        """The embedding of `prompt`; see `Engine.embed`. Those that wait together are computed together."""
+        options = self.engine.embedding_options(pooling, options)
         found = embedding(await self._chunks(prompt, SamplingParams(max_tokens=0), options))
         if found is None:
             raise EngineError("The request for an embedding was cancelled", "closed")

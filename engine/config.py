@@ -321,9 +321,12 @@ class PromptOptions:
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions that the model may call, in OpenAI's form
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # more variables of the chat template
     # Return the prompt's embedding: the "mean" of all tokens' final hidden states, which the model's head reads, or the
-    # state of the "last" token, scaled to length 1. A token's state depends on the token and those before it. The whole
-    # prompt is computed, and the prefix cache keeps none of it.
+    # state of the "last" token or of the first ("cls"), scaled to length 1. A token's state depends on the token and
+    # those before it, in an encoder on all. The whole prompt is computed, and the prefix cache keeps none of it. A text
+    # gets the token that its tokenizer closes such texts with, if there is one.
     pooling: str | None = None
+    dimensions: int | None = None  # of an embedding: keep the first ones, scaled to length 1 again; None keeps all
+    truncate: bool = False  # of an embedding: cut a prompt that is longer than the context, in place of an error
 
     def __post_init__(self) -> None:
         limits.check(limits.OPTIONS, vars(self))

@@ -6,7 +6,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -14,9 +13,11 @@ from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly, checks
 from polarlm.engine.model import score
-from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
+from polarlm.engine.model.encoder import Encoder
+from polarlm.engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
 from polarlm.engine.requests.answers import Answers, Known
 from polarlm.engine.requests.drafts import Drafting
+from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import Prompt, checked_ids, prompt_ids
 from polarlm.engine.requests.request import Outbox, Request, Ticket
@@ -29,13 +30,14 @@ from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
+from polarlm.engine.vectors import Vectors
 
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
 
 
-class Engine:
+class Engine(Vectors):
     """A loaded model with its KV store. May be shared by threads; requests are served in order of arrival."""
 
     def __init__(self, parts: assembly.Parts):
@@ -53,7 +55,8 @@ class Engine:
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         tiers, files = parts.tiers, sorted(parts.source.weights.files())
         self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
-        self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
+        kind = EncoderRunner if isinstance(self._model, Encoder) else Runner
+        self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
         self.kept_blocks = next((tier for tier in parts.tiers if tier.label == "disk"), None)  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
@@ -111,14 +114,6 @@ class Engine:
         """
         return fold(self.stream(messages, params, options))
 
-    def embed(self, prompt: Prompt, pooling: str = "mean", options: Options = None) -> Embedding:
-        """The embedding of `prompt`, a vector of the model's hidden size; see `PromptOptions.pooling`."""
-        options = replace(options or PromptOptions(), pooling=pooling)
-        found = embedding(self.stream(prompt, SamplingParams(max_tokens=0), options))
-        if found is None:
-            raise EngineError("The request for an embedding was cancelled", "closed")
-        return found
-
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2). Attention reads the cache as it does in steps.
 
@@ -126,6 +121,8 @@ class Engine:
         codes, including those of the current block: the figure to compare with engines that keep no recent tokens in
         full precision. With `logits`, the score has every position's logits, which take 4·T·V bytes.
         """
+        if self.model.config.is_encoder:
+            raise EngineError(f"{self.model.name} is an embedding model: it has no probabilities of tokens")
         ids = checked_ids(ids, self.model, self.context, room=0)
         if len(ids) < 2:
             raise EngineError(f"score needs at least 2 token ids, not {len(ids)}")

@@ -58,3 +58,11 @@ def shown(value: Any) -> str:
 def counted(count: int, noun: str) -> str:
     """A count and its noun: "1 token", "2 tokens"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def no_answers(model: str) -> EngineError:
+    """The error of a request for an answer to a model that only gives vectors."""
+    return EngineError(
+        f"{model} is an embedding model: it gives texts a vector (Engine.embed, /v1/embeddings) and cannot continue or "
+        "answer them; for that, load a generative model"
+    )

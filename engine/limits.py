@@ -14,6 +14,8 @@ DRAFTS = ("none", "ngram-simple", "draft-simple")  # kinds of drafts
 # Rows of a request in a step with drafts. Each number needs a recorded step and kernels of its own. A few suffice: the
 # neighbours of the fastest number are almost as fast.
 DRAFT_ROWS = (2, 4, 8, 16)
+POOLINGS = ("mean", "last", "cls")  # how the states of a text's tokens become its vector
+RANK = "rank"  # in the place of a pooling: the vector is one number, how likely the answer is yes and not no
 MOST_DRAFTED = 15  # tokens of a draft: one fewer than the most rows of a sequence in a step
 _ROLES = ("system", "user", "assistant", "tool")  # roles that templates know
 _MAX_BIAS = 1e6  # far below the overflow of float32 logits
@@ -114,7 +116,9 @@ OPTIONS: Limits = {
     "continue_final_message": (_is_flag, "True or False"),
     "tools": (_is_list_of_objects, "a tuple of functions in OpenAI's form"),
     "template_variables": (lambda value: isinstance(value, Mapping), "a dict"),
-    "pooling": (lambda value: value in (None, "mean", "last"), "None, mean or last"),
+    "pooling": (lambda value: value in (None, *POOLINGS, RANK), f"None, {', '.join(POOLINGS[:-1])} or {POOLINGS[-1]}"),
+    "dimensions": (lambda value: value is None or _whole(value, 1), "None, or a whole number from 1 up"),
+    "truncate": (_is_flag, "True or False"),
 }
 
 

@@ -18,6 +18,7 @@ from polarlm.model_loaders.fields import read_json
 from polarlm.model_loaders.files.folder import generation_defaults, open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
+from polarlm.model_loaders.files.pooling import pooling_of_folder, pooling_of_gguf
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 from polarlm.model_loaders.hub import Fits, HubName, fetch, parse
@@ -55,6 +56,7 @@ class Model:
     template: ChatTemplate  # the model's own or a default
     generation: GenerationDefaults
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
+    pooling: str | None = None  # how states become a vector, if the files say so: "mean", "cls" or "last"
 
     @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:
@@ -131,6 +133,7 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
             template=templates.for_folder(folder, read_json(folder / "tokenizer_config.json", required=False)),
             generation=generation_defaults(folder),
             dtype=main_dtype(weights),
+            pooling=pooling_of_folder(folder),
         )
     except BaseException:
         weights.close()
@@ -153,6 +156,7 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
             template=templates.for_gguf(gguf),
             generation=GenerationDefaults(),
             dtype=main_dtype(weights),
+            pooling=pooling_of_gguf(gguf),
         )
     except BaseException:
         gguf.close()

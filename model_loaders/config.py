@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
-# relu_squared: relu(up)², of networks without a gate.
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
+# relu_squared: relu(up)², and gelu: up · Φ(up), of networks without a gate.
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "gelu"]
 # RMSNorm of q and k before RoPE: of each head, with weights (D,) or without; or of all heads, with weights (H·D,) and
 # (K·D,).
 QKNorm = Literal["head", "unweighted", "all"] | None
-Norms = Literal["before", "after", "both"]  # RMSNorm of the inputs of mixer and ffn, of their outputs, or of both
+# RMSNorm of the inputs of mixer and ffn, of their outputs, or of both; or LayerNorm of the sums of input and output.
+Norms = Literal["before", "after", "both", "sums"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """Causal attention over keys and values: the mixer of a layer."""
+    """Attention over keys and values: the mixer of a layer."""
 
     heads: int  # H
     kv_heads: int  # K, divides H
@@ -70,6 +71,7 @@ class Attention(Mixer):
     output_gate: bool = False  # the result is multiplied by σ of a projection of the input
     qkv_bias: bool = False
     out_bias: bool = False
+    is_causal: bool = True  # otherwise a token sees the later ones as well, and no keys and values are kept
 
     @property
     def score_scale(self) -> float:
@@ -134,7 +136,7 @@ class Mamba2(Recurrent):
 
 def is_gated(activation: str) -> bool:
     """Whether networks with this activation have a gate. Without one they compute down(activation(up(x)))."""
-    return activation != "relu_squared"
+    return activation not in ("relu_squared", "gelu")
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: its layers, and what they have in common.
+    """A decoder or an encoder: its layers, and what they have in common.
 
     Letters used everywhere: E hidden size, F feed-forward size, H query heads, K KV heads, D head dim, L layers,
     V vocabulary size.
@@ -204,6 +206,14 @@ class ModelConfig:
     logit_scale: float = 1.0  # of logits, before their soft cap
     layer_embedding: int = 0  # P: numbers of the input that each layer has of each token; 0: none
     logit_softcap: float | None = None  # c: logits l become c · tanh(l / c)
+    positions: int = 0  # rows of a table of positions, which are added to embeddings; 0: there is none
+    first_position: int = 0  # the row of the first token
+    token_types: int = 0  # rows of a table of types of tokens, the first of which is added; 0: there is none
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether its tokens see later ones, so that it gives texts a vector and generates none."""
+        return any(not attention.is_causal for attention in self.attentions.values())
 
     @property
     def attentions(self) -> dict[int, Attention]:
@@ -213,7 +223,7 @@ class ModelConfig:
     @property
     def kv_attentions(self) -> dict[int, Attention]:
         """Layer number → attention, for each layer that has K/V of its own."""
-        return {number: mixer for number, mixer in self.attentions.items() if not mixer.shares_kv}
+        return {number: mixer for number, mixer in self.attentions.items() if mixer.is_causal and not mixer.shares_kv}
 
     @property
     def attention(self) -> Attention:

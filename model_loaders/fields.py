@@ -10,7 +10,7 @@ from polarlm.model_loaders.errors import LoadError
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e12
-_SMALLEST_POSITIVE = 1e-12
+_SMALLEST_POSITIVE = 1e-15  # below the least epsilon of files, 1e-12, rounded to float32
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
@@ -44,6 +44,10 @@ class Fields:
 
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
+
+    def given(self) -> list[str]:
+        """The keys that are not absent."""
+        return [key for key, value in self._values.items() if value is not None]
 
     def is_text(self, key: str) -> bool:
         return isinstance(self._values.get(key), str)
@@ -95,6 +99,11 @@ class Fields:
         if not isinstance(value, bool):
             raise self.refuse(key, "but must be true or false")
         return value
+
+    def require(self, key: str, wanted: object) -> None:
+        """Raises LoadError unless the key is absent or has the value `wanted`, the only one that is supported."""
+        if self._values.get(key) not in (None, wanted):
+            raise self.refuse(key, f"but only {wanted!r} is supported")
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._values.get(key)

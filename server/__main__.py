@@ -99,8 +99,9 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
             sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
         early = bound.enter_context(EarlyClients(http))
         with Engine.load(model.weights, config=model, verbose=_note) as engine:
-            if sentence := engine.model.template.missing(engine.model.name):
-                _note(sentence)
+            missing = engine.model.template.missing(engine.model.name)
+            if missing and not engine.model.config.is_encoder:
+                _note(missing)
             _note(engine.fit_line())
             if events is not None:
                 events.watch(engine)

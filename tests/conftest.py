@@ -43,6 +43,8 @@ settings.load_profile("tests")
 _CASES = 4  # of a test, in `make test`
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
+ENCODERS = FIXTURES.with_name("encoders")  # of scripts/make_encoder_fixtures.py
+EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
 TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # of scripts/train_hybrid.py
 
 

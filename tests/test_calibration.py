@@ -19,8 +19,9 @@ from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import calibration
 from polarlm.engine.loading.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
+from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
-from polarlm.engine.model.weights import fingerprint, load_weights
+from polarlm.engine.model.weights import load_weights
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import Layer, ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer

@@ -65,7 +65,16 @@ ROOMS: dict[str, set[str]] = {
         "sampling",
     }
     | TOLD,
-    "model": {"backends.delta", "backends.kv", "backends.ops", "state", "quantization", "sampling", "weight_formats"}
+    "model": {
+        "backends.delta",
+        "backends.encoder_ops",
+        "backends.kv",
+        "backends.ops",
+        "state",
+        "quantization",
+        "sampling",
+        "weight_formats",
+    }
     | TOLD,
     "requests": {"state", "model", "sampling", "storage.copies", "storage.tiers"} | TOLD,
 }
@@ -109,7 +118,9 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "loading.tile_cache",
     "storage.tiers",
 }
+ROOMS["vectors"] = {"requests"} | TOLD
 ROOMS["engine"] = {
+    "vectors",
     "loading.assembly",
     "loading.checks",
     "state",

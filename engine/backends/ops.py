@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from polarlm.engine.backends.encoder_ops import EncoderOps
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, PreparedTransform
 from polarlm.engine.backends.kv_ops import KVOps
 from polarlm.engine.backends.recurrent_ops import RecurrentOps
@@ -108,6 +109,10 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def host(self) -> Ops | None:
         """The ops of a GPU's host, for experts that stay in the computer's memory; None if these are not needed, and
         on a CPU."""
+
+    @property
+    def of_encoders(self) -> EncoderOps | None:
+        """The ops that only encoders need; None if the backend has none."""
 
     def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
         """`rows` cut into consecutive slices, for `map_parts`. among_experts: whether each row goes to few of many

@@ -21,7 +21,7 @@ from polarlm.engine.cli.commands import BROKEN_PIPE, discard_output
 from polarlm.engine.cli.flags import FlagError, close_to, in_flags, use_utf8
 from polarlm.engine.config import EngineConfig, SamplingParams
 from polarlm.engine.engine import Engine
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import EngineError, no_answers
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
 
@@ -79,6 +79,8 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
     if chat.verbose and config.device == "auto" and driver_version() is None:
         console.note(f"{NO_DRIVER}: running on the CPU.")
     with load(config.weights, config=config, verbose=console.note) as engine:
+        if engine.model.config.is_encoder:
+            raise no_answers(engine.model.name)
         if chat.conversation and (missing := engine.model.template.missing(engine.model.name)):
             console.note(missing)
         console.note(engine.fit_line())

@@ -38,6 +38,7 @@ from polarlm.engine.loading.sizes import (
     weight_format,
 )
 from polarlm.engine.loading.tile_cache import TileCache, tile_cache
+from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.sampling.sample import NOT_FINITE
@@ -118,6 +119,11 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         bar = loading(Path(config.weights).name) if config.weights is not None and is_here else None
         source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose, fits=fits)
         source = replace(source, config=source.config.for_context(config.ctx_size))
+        if source.config.is_encoder and ops.of_encoders is None:
+            source.weights.close()
+            bars.close()
+            say(f"{source.name} is an embedding model, which runs on the CPU.")
+            return _assemble(config, select("cpu", config.threads)[0], verbose, encoding)
         if bar is None:  # the files were fetched first, which shows its own
             bar = loading(source.name)
         if bar is not None:
@@ -156,7 +162,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             weights = load(progress=progress, cache=held) if mapped is None else load(kept=mapped)
             source.read_tokenizer()  # what is wrong with it is an error of loading
             bars.close()
-            ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
+            if not source.config.is_encoder:
+                ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
             store = _store(config, encoding, ops, source, weights, plan, verbose)
             for clause in store.in_numpy():
                 say(f"{clause}.")
@@ -174,7 +181,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             source.weights.close()
             raise
     _give_back_freed_memory()
-    model = Transformer(ops, source.config, weights, store)
+    model = (Encoder if source.config.is_encoder else Transformer)(ops, source.config, weights, store)
     parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None, experts=experts or on_host)
     parts.rehearsal = None if warm is None else rehearse(later)
     if config.model_draft is not None:
@@ -253,6 +260,8 @@ def _store(
     verbose: Say | None,
 ) -> KVStore:
     """Return the KV store, fitted to the model."""
+    if source.config.is_encoder:
+        return KVStore(ops, plan, [])
     tokenizer = source.tokenizer if is_calibrated(config, plan.shape) else None
     say = verbose or (lambda sentence: None)
     is_shown = verbose is not None and tokenizer is not None
@@ -282,6 +291,11 @@ def fit_line(parts: Parts) -> str:
     where = ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:
         where += f" ({parts.experts})"
+    if model.config.is_encoder:
+        return (
+            f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; embedding "
+            f"model: vectors of {model.config.hidden_size}, texts of up to {plan.tokens:,} tokens"
+        )
     snapshots = plan.snapshot_bytes if shape.has_host else 0
     beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
     line = (

@@ -16,10 +16,10 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import kept_arrays
+from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import scale, variances
 from polarlm.engine.model.layers.kinds import MIXERS
-from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second, smoothing
 from polarlm.engine.sampling.sample import NOT_FINITE

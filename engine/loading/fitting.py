@@ -13,9 +13,9 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.calibration import TOKENS, Progress, can_calibrate, load_or_calibrate, text_ids
 from polarlm.engine.loading.encoding import NOT_STORED, Encoding, Stored, stored_layers
+from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.kv_scales import variances
-from polarlm.engine.model.weights import fingerprint
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.quantization.statistics import LayerStatistics

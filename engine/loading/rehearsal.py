@@ -17,6 +17,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.loading.encoding import NOT_STORED, Encoding, stored
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
+from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_codes, warm_up_drafts, warm_up_rows
@@ -25,8 +26,10 @@ from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore, Metrics
+from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders.config import ModelConfig
 
+ENCODED_ROWS = 48  # rows of a text of a warm-up: kernels for many rows take 6, 4, 3 or 2 at a time
 _SECONDS = 2.0  # after loading: a process that ends before need not map a compiler
 
 
@@ -43,6 +46,8 @@ def warm_up_first(
     on_host: as in `load_weights`.
     """
     ops, wanted = warm.ops, weight_format(config)
+    if source.config.is_encoder:
+        return _warm_up_encoder(warm, source, shape, wanted)
     formats = [*enumerate(layer_formats(ops, source.config, source.weights, wanted))]
     numbers = _different_layers(source.config, shape, [(number < on_host, of) for number, of in formats])
     model = replace(source.config, layers=tuple(source.config.layers[number] for number in numbers))
@@ -70,6 +75,18 @@ def warm_up_first(
             for fewer, rows in itertools.pairwise((1, *warm.rows))
         ),
     ]
+
+
+def _warm_up_encoder(
+    warm: WarmUp, source: model_loaders.Model, shape: CacheShape, wanted: WeightFormat | None
+) -> list[Callable[[], None]]:
+    """As `warm_up_first`, for an encoder: texts of a few lengths, one at a time."""
+    weights = load_weights(warm.ops, source.config, source.weights, None, wanted)
+    store = KVStore(warm.ops, least_plan(shape, 0), [])
+    model = Encoder(warm.ops, source.config, weights, store)
+    for rows in (ENCODED_ROWS, *warm.short):
+        model.encode([[0] * rows])
+    return []
 
 
 def rehearse(later: Sequence[Callable[[], None]]) -> threading.Timer | None:

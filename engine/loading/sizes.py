@@ -75,6 +75,8 @@ def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) 
 
 def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
     """Return the shape of all layers' caches. Raises EngineError for a cache type that does not suit the model."""
+    if model.is_encoder:
+        return CacheShape(config.block_size, ())
     mean_bits, attentions = 8 if encoding.small_means else 16, model.kv_attentions
     head_dims = [attentions[layer].head_dim if layer in attentions else None for layer in range(len(model.layers))]
     layers: list[LayerShape | SharedShape | OwnShape] = []
@@ -120,6 +122,8 @@ def is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
 
 def work_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape) -> Callable[[int], int]:
     """Return a function from the tokens of a prompt to the bytes that it needs in addition to the KV store."""
+    if model.is_encoder:
+        return lambda tokens: 0  # texts are computed a few at a time
     return lambda tokens: ops.work_bytes(Load(model, shape.widest, tokens, config.parallel))
 
 

@@ -17,6 +17,7 @@ from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, ExpertCache, Ops, SamplerInputs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.layers import Eps, Norm
+from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.prefill import Prefill, Taps
@@ -34,12 +35,13 @@ class ModelWeights:
 
     embedding: Matrix  # (V, E)
     layers: Sequence[LayerWeights]
-    norm: Array  # (E,)
+    norm: Array | None  # (E,); None: the last layer has normed its sums
     head: Linear  # (V, E); the embedding itself if they are tied
     bytes: int
     layer_inputs: TokenInputs | None = None
     expert_cache: ExpertCache | None = None  # None: all experts are in memory
     host_bytes: int = 0  # of experts in the memory of a GPU's host
+    encoder_inputs: EncoderInputs | None = None  # None for a decoder
 
 
 class Transformer:
@@ -52,17 +54,7 @@ class Transformer:
         # Called in prompts of one span that begin after it is set; never in steps, which may be recorded.
         self.taps: Taps | None = None
         self._ropes = RopeTables(config)
-        transforms = [
-            HeadTransform(
-                0 if attention.shares_kv else attention.kv_heads,
-                _scales(stored := store.conditioning[layer], attention),
-                stored.key_rotation,
-                stored.value_rotation,
-                stored.scales_back(attention.heads),
-                config.norm_eps if attention.v_norm else None,
-            )
-            for layer, attention in config.attentions.items()
-        ]
+        transforms = [self._transform_of(layer, attention) for layer, attention in config.attentions.items()]
         self._embedding_norm: Norm = None
         if config.embedding_norm:
             self._embedding_norm = ops.to_device(np.ones(config.hidden_size, np.float32)), config.norm_eps
@@ -77,6 +69,10 @@ class Transformer:
     @weights.setter
     def weights(self, weights: ModelWeights) -> None:
         self._weights = weights
+        self._make_layers(weights)
+
+    def _make_layers(self, weights: ModelWeights) -> None:
+        """Make the objects that compute the layers."""
         config = self.config
         layers, after = zip(config.layers, weights.layers, strict=True), config.post_norm_eps
         eps = Eps(config.norm_eps, config.norm_eps if after is None else after)
@@ -84,6 +80,18 @@ class Transformer:
             decoder_layer(self.ops, layer, eps, w, self.store.cache(number), self._transforms.get(number), number)
             for number, (layer, w) in enumerate(layers)
         ]
+
+    def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
+        """The transform of a layer's heads into the stored space."""
+        stored = self.store.conditioning[layer]
+        return HeadTransform(
+            0 if attention.shares_kv else attention.kv_heads,
+            _scales(stored, attention),
+            stored.key_rotation,
+            stored.value_rotation,
+            stored.scales_back(attention.heads),
+            self.config.norm_eps if attention.v_norm else None,
+        )
 
     # -- prefill ------------------------------------------------------------------------------------------------
 

@@ -60,20 +60,36 @@ class PromptLogprobs:
         return Chunk("", (), prompt_ids=tuple(self._ids), prompt_logprobs=tuple(self._found))
 
 
-class Pooling:
-    """Reads the embedding of a prompt: the mean of its tokens' final hidden states, or the last one, of length 1."""
+class Ranking:
+    """Reads how likely a model is to answer a prompt with one token, and not with another."""
 
-    def __init__(self, kind: str) -> None:
-        """kind: "mean" or "last"."""
-        self._sums = kind == "mean"
+    def __init__(self, yes: int, no: int) -> None:
+        self._tokens, self._score = [yes, no], 0.0
+
+    def read(self, model: Transformer, hidden: Array, first: int) -> None:
+        yes, no = model.logits(hidden[-1:])[0, self._tokens].astype(np.float64)
+        self._score = 1 / (1 + np.exp(no - yes))
+
+    def chunk(self) -> Chunk:
+        return Chunk("", (), embedding=np.array([self._score], np.float32))
+
+
+class Pooling:
+    """Reads the embedding of a prompt: the mean of its tokens' final hidden states, or one of them, of length 1."""
+
+    def __init__(self, kind: str, dimensions: int | None = None) -> None:
+        """kind: "mean", "last", or "cls" for the first state. dimensions: the number of first ones to keep."""
+        self._kind, self._dimensions = kind, dimensions
         self._total: np.ndarray | None = None  # (E,) float64
 
     def read(self, model: Transformer, hidden: Array, first: int) -> None:
-        states = model.final_states(hidden).astype(np.float64)
-        if not self._sums:
-            self._total = states[-1]
-        else:
+        states = model.final_states(hidden)[:, : self._dimensions].astype(np.float64)
+        if self._kind == "mean":
             self._total = states.sum(axis=0) + (0 if self._total is None else self._total)
+        elif self._kind == "last":
+            self._total = states[-1]
+        elif first == 0:
+            self._total = states[0]
 
     def chunk(self) -> Chunk:
         assert self._total is not None

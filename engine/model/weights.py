@@ -1,19 +1,18 @@
-"""Loads the tensors of files as the weights of the forward pass, reading each once, and computes fingerprints."""
+"""Loads the tensors of files as the weights of the forward pass, reading each once."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.state.plan import format_bytes
@@ -25,7 +24,6 @@ from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
 
 EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # of a layer: the matrices of its experts
-_SAMPLE = 1024  # values from each end of a weight that the fingerprint covers
 
 
 class _Reader:
@@ -137,15 +135,23 @@ def load_weights(
             LayerEmbeddingWeights.read(own),
         )
         layers.append(LayerWeights(*whole))
-    norm = read.vector(top["norm"], config.logit_scale)
+    norm = read.vector(top["norm"], config.logit_scale) if "norm" in top else None
     head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
     inputs = None
     if "layer_embedding" in top:
         (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
         inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
     host_bytes = 0 if of_host is None else of_host.bytes
+    of_encoder = _encoder_inputs(read, top) if config.is_encoder else None
     ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
-    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes)
+    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes, of_encoder)
+
+
+def _encoder_inputs(read: _Reader, top: Mapping[str, Sequence[str]]) -> EncoderInputs:
+    """Load what an encoder adds to its embeddings."""
+    norm, bias = (read.vector(top[slot]) for slot in ("embedding_norm", "embedding_norm_bias"))
+    tables = [read.matrices(top[slot])[0] if slot in top else None for slot in ("positions", "token_types")]
+    return EncoderInputs(norm, bias, *tables)
 
 
 def layer_formats(
@@ -250,65 +256,6 @@ def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
 def _format(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat | None) -> WeightFormat:
     """Return the format in which the device gets a matrix."""
     return format_for(ops, source.stored_dtype(name), source.shape(name)[1], weight_type)
-
-
-def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
-    """Return a digest of the model: of its configuration, and of samples of its weights.
-
-    The weights are sampled on the device. If they are narrower there than in the file, the digest is different.
-    """
-    digest = hashlib.sha256(repr(_described(config)).encode())
-    for name, shape, ends in _samples(ops, weights):
-        digest.update(repr((name, shape)).encode())
-        for sample in ends:
-            digest.update(np.asarray(sample, np.float32).tobytes())
-    return digest.hexdigest()
-
-
-def _described(value: Any) -> Any:
-    """Return a configuration as names and values, without those that are defaults: a new field changes no digest."""
-    if isinstance(value, tuple):
-        return [_described(one) for one in value]
-    if not is_dataclass(value):
-        return value
-    given = {field.name: getattr(value, field.name) for field in fields(value) if field.default is MISSING}
-    changed = {
-        field.name: one
-        for field in fields(value)
-        if field.default is not MISSING and (one := getattr(value, field.name)) != field.default
-    }
-    return type(value).__name__, {name: _described(one) for name, one in (given | changed).items()}
-
-
-def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
-    """Yield (name, shape, values from each end) of every weight."""
-    for name, tensor in _tensors(weights):
-        if isinstance(tensor, ExpertLinear):
-            of = ops.host if tensor.on_host and ops.host is not None else ops
-            tensor = tensor.parts[0]
-            first = last = of.rows(tensor, slice(0, 1))
-        elif isinstance(tensor, Matrix | Linear):
-            count, width = tensor.shape
-            rows = -(-_SAMPLE // width)
-            first, last = (ops.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
-        else:
-            first = last = tensor if isinstance(tensor, np.ndarray) else ops.to_host(tensor)
-        yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]
-
-
-def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear | ExpertLinear]]:
-    yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
-    if (inputs := weights.layer_inputs) is not None:
-        yield from (("inputs.table", inputs.table), ("inputs.projection", inputs.projection))
-    for number, layer in enumerate(weights.layers):
-        if layer.scale is not None:
-            yield f"{number}.scale", layer.scale
-        for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn), ("embedding", layer.embedding)):
-            for field in () if of_part is None else fields(of_part):
-                if (tensor := getattr(of_part, field.name)) is not None:
-                    yield f"{number}.{part}.{field.name}", tensor
-                    if isinstance(tensor, Linear | ExpertLinear) and tensor.bias is not None:
-                        yield f"{number}.{part}.{field.name}_bias", tensor.bias
 
 
 @dataclass(frozen=True)

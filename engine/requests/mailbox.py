@@ -13,13 +13,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Mailbox:
-    """Threads append items; one coroutine of `loop` reads them. Closing the mailbox cancels its request."""
+    """Threads append items; one coroutine of `loop` reads them. Closing the mailbox cancels its requests."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._items: asyncio.Queue[Any] = asyncio.Queue()
         self._lock = threading.Lock()
-        self._ticket: Ticket | None = None
+        self._tickets: list[Ticket] = []
         self._closed = False
 
     def append(self, item: Any, /) -> None:
@@ -37,17 +37,18 @@ class Mailbox:
         return item
 
     def queued(self, ticket: Ticket) -> None:
-        """Store the engine's ticket; cancel the request if the mailbox is closed already."""
+        """Store a ticket of the engine's; cancel its request if the mailbox is closed already."""
         with self._lock:
-            self._ticket, closed = ticket, self._closed
+            self._tickets.append(ticket)
+            closed = self._closed
         if closed:
             ticket.cancel()
 
     def close(self) -> None:
-        """Cancel the request, now or as soon as the engine has it."""
+        """Cancel the requests, now or as soon as the engine has them."""
         with self._lock:
-            self._closed, ticket = True, self._ticket
-        if ticket is not None:
+            self._closed, tickets = True, self._tickets[:]
+        for ticket in tickets:
             ticket.cancel()
 
     @property
@@ -57,6 +58,6 @@ class Mailbox:
             return self._closed
 
     def end(self, reason: Exception) -> None:
-        """Cancel the request and raise `reason` in the coroutine that reads; called in the event loop."""
+        """Cancel the requests and raise `reason` in the coroutine that reads; called in the event loop."""
         self.close()
         self._items.put_nowait(reason)

@@ -13,6 +13,7 @@ from polarlm.engine.config import PromptOptions
 from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.limits import check_roles
 from polarlm.model_loaders.chat.prompt import chat_ids
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
 
@@ -27,17 +28,23 @@ def prompt_ids(
     context: int | None = None,
 ) -> list[int]:
     """Return the token ids of a prompt: of text, with BOS if the model has one; of messages; or given ids, unchecked.
+    A text whose vector is asked for gets the token that closes such texts, if there is one.
 
     In a sequence of ids and texts, a text at the beginning gets BOS, and the others are tokenized as continuations. A
     message with "token_ids" becomes these ids. Raises EngineError for anything that is not a prompt, and, before
     tokenizing, for text that cannot fit into `context`.
     """
     tokenizer = model.tokenizer
-    check = partial(_check_fits, model, context)
+    check = partial(_check_fits, model, None if options.truncate else context)
     if isinstance(prompt, str):
         check(prompt)
         ids = tokenizer.tokenize(prompt, control=options.parse_special)
-        return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
+        if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+            ids = [tokenizer.bos_id, *ids]
+        closing = tokenizer.closing_id if options.pooling is not None else None
+        if context is not None and options.truncate:
+            ids = ids[: context - (closing is not None)]
+        return ids if closing is None else [*ids, closing]
     if is_chat(prompt):
         check_roles(prompt)
         try:
@@ -128,6 +135,14 @@ def _too_long(problem: str, tokens: int, model: model_loaders.Model, context: in
         n_prompt_tokens=tokens,
         n_ctx=context,
     )
+
+
+def yes_and_no(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return the tokens of the answers yes and no. Raises EngineError if they are no tokens of their own."""
+    yes, no = (tokenizer.tokenize(answer, continued=True) for answer in ("yes", "no"))
+    if len(yes) != 1 or len(no) != 1:
+        raise EngineError("This model cannot rank documents: its vocabulary has no tokens for yes and no")
+    return yes[0], no[0]
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:

@@ -11,12 +11,13 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions, SamplingParams
-from polarlm.engine.errors import EngineError
-from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader
+from polarlm.engine.errors import EngineError, no_answers
+from polarlm.engine.limits import RANK
+from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
-from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
+from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids, yes_and_no
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
@@ -113,9 +114,20 @@ class Request:
         """Return a request to continue `prompt`. Raises EngineError if it cannot be served."""
         if options.pooling is not None and params.prompt_logprobs is not None:
             raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
+        if model.config.is_encoder and (options.pooling is None or is_chat(prompt)):
+            raise no_answers(model.name)
+        if options.pooling is not None and (options.dimensions or 0) > model.config.hidden_size:
+            raise EngineError(
+                f"dimensions is {options.dimensions}, but vectors of {model.name} have {model.config.hidden_size}"
+            )
+        if options.pooling is None and (options.truncate or options.dimensions is not None):
+            raise EngineError("truncate and dimensions are for embeddings: leave them out, or give pooling")
         sampling = resolve(params, model.generation, model.vocabulary.stop)
         conversation = answers.conversation(prompt, options.cache_salt)
-        ids = checked_ids(prompt_ids(conversation.prompt, model, options, context=context), model, context, room=1)
+        room = 0 if model.config.is_encoder else 1
+        longest = context - room
+        ids = prompt_ids(conversation.prompt, model, options, context=longest if options.truncate else context)
+        ids = checked_ids(ids[:longest] if options.truncate else ids, model, context, room)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
@@ -180,8 +192,10 @@ class Request:
         """Return a reader of the prompt's hidden states; None if none is needed, or after the first token."""
         if not self.reads_prompt or self.sequence.generated:
             return None
+        if self.options.pooling == RANK:
+            return Ranking(*yes_and_no(self.tokenizer))
         if self.options.pooling is not None:
-            return Pooling(self.options.pooling)
+            return Pooling(self.options.pooling, self.options.dimensions)
         assert self.params.prompt_logprobs is not None
         return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
 

@@ -275,7 +275,7 @@ class CacheShape:
     def bits_per_value(self) -> float:
         """Bits of a quantized block of K/V per value, over all layers that have K/V, without a backend's padding."""
         values = self.block_size * sum(layer.values for layer in self.kv_layers.values())
-        return 8 * sum(self._quantized_bytes[layer] for layer in self.kv_layers) / values
+        return 8 * sum(self._quantized_bytes[layer] for layer in self.kv_layers) / max(1, values)
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
         """Return how many quantized blocks a sequence needs until it has `tokens`, per group."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.weights import fingerprint
 
 # What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {

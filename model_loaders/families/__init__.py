@@ -37,7 +37,7 @@ def families() -> tuple[str, ...]:
 def configure(fields: Fields) -> ModelConfig:
     """The ModelConfig of a configuration with Hugging Face's keys.
 
-    Raises LoadError for a model type without a family file, for a class other than the family's causal language model,
+    Raises LoadError for a model type without a family file, for a class other than those of the family,
     and for values that the family does not support.
     """
     name = fields.text("model_type")

@@ -35,9 +35,9 @@ PRE_NORMS: Names = {
     "attention_norm": (("input_layernorm", "attn_norm"),),
     "ffn_norm": (("post_attention_layernorm", "ffn_norm"),),
 }
-_MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
+MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
 _MAX_LAYERS = 4096
-_MAX_HEADS = 65536
+MAX_HEADS = 65536
 
 
 def decoder(
@@ -69,14 +69,14 @@ def decoder(
     from the hidden size. windows, ropes, ffns: one per layer; empty: no windows, `rope` in all layers, and a gated
     network of `intermediate_size` in all layers.
     """
-    hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
-    heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
-    kv_heads = fields.integer("num_key_value_heads", heads, maximum=_MAX_HEADS)
+    hidden_size = fields.integer("hidden_size", maximum=MAX_SIZE)
+    heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = fields.integer("num_key_value_heads", heads, maximum=MAX_HEADS)
     if heads % kv_heads:
         raise fields.refuse("num_attention_heads", f"which is not a multiple of the {kv_heads} key/value heads")
     if head_dim is None and not fields.has("head_dim") and hidden_size % heads:
         raise fields.refuse("hidden_size", f"which {heads} attention heads do not divide, and no head_dim is given")
-    head_dim = fields.integer("head_dim", head_dim or hidden_size // heads, maximum=_MAX_SIZE)
+    head_dim = fields.integer("head_dim", head_dim or hidden_size // heads, maximum=MAX_SIZE)
     if head_dim % 2:
         key = "head_dim" if fields.has("head_dim") else "hidden_size"
         raise fields.refuse(key, f"but RoPE needs an even number of channels per head, not {head_dim}")
@@ -107,7 +107,7 @@ def decoder(
         family=family,
         layers=tuple(Layer(mixer, ffn, norms) for mixer, ffn in zip(mixers, ffns, strict=True)),
         hidden_size=hidden_size,
-        vocab_size=fields.integer("vocab_size", maximum=_MAX_SIZE),
+        vocab_size=fields.integer("vocab_size", maximum=MAX_SIZE),
         max_context=max_context,
         norm_eps=fields.positive("rms_norm_eps"),
         tied_head=fields.flag("tie_word_embeddings", False),
@@ -129,7 +129,7 @@ def gated_mlp(
     activation = fields.text(activation_key, next(iter(activations)))
     if activation not in activations:
         raise fields.refuse(activation_key, f"but only {next(iter(activations))} is supported")
-    return GatedMLP(fields.integer(size_key, maximum=_MAX_SIZE), activations[activation], bias)
+    return GatedMLP(fields.integer(size_key, maximum=MAX_SIZE), activations[activation], bias)
 
 
 def plain_tensors(config: ModelConfig) -> TensorTable:
@@ -137,8 +137,8 @@ def plain_tensors(config: ModelConfig) -> TensorTable:
     return tensor_table(config, {**PRE_NORMS, **(QK_NORMS if config.attention.qk_norm else {}), **PROJECTIONS})
 
 
-def layer_count(fields: Fields) -> int:
-    return fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+def layer_count(fields: Fields, key: str = "num_hidden_layers") -> int:
+    return fields.integer(key, maximum=_MAX_LAYERS)
 
 
 def qwen_windows(fields: Fields) -> tuple[int | None, ...]:

@@ -10,7 +10,10 @@ _HYBRID = (
     "model with attention in all layers"
 )
 _IMAGES = "a model for images or sound, which is not supported: use a text-only model"
-_ENCODER = "which has an encoder and is not supported: use a decoder-only model"
+_ENCODER = (
+    "which has an encoder of a kind that is not supported: use a decoder-only model, or for embeddings BERT, XLM-R or "
+    "nomic-embed"
+)
 _WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts
     _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "mistral3", "phi4mm", "smolvlm"),
     _EXPERTS: ("moe", "mixtral", "deepseek2", "deepseekv2", "deepseekv3", "dbrx", "llama4", "grok", "arctic"),

@@ -5,8 +5,9 @@ from polarlm.model_loaders.families._decoder import decoder, plain_tensors, qwen
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model")
 GGUF = GgufLayout("qwen3")
+PREFIXES = {one: f"model.{one}" for one in ("embed_tokens.", "layers.", "norm.")}  # of Qwen3-Embedding's files
 tensors = plain_tensors
 
 

@@ -118,7 +118,7 @@ def _refuse_unsupported(
 
     if given(prefix + "expert_count") and "expert_count" not in keys.values() and prefix != "llama.":
         raise LoadError(f"{where} holds a mixture of experts, which {prefix[:-1]} models have not; use another file.")
-    if metadata.get(prefix + "attention.causal") is False:
+    if metadata.get(prefix + "attention.causal") is False and "layer_norm_eps" not in keys:
         raise LoadError(
             f"{where} holds an embedding model, whose tokens attend to later ones ({prefix}attention.causal is "
             "false): it cannot generate text; use a generative model."
@@ -149,6 +149,8 @@ def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout
     if embedding is None or len(embedding.shape) != 2:
         raise LoadError(f"{gguf.path} holds no token embedding, so it is not a whole model; use another file.")
     values["vocab_size"] = embedding.shape[0]
+    types = gguf.tensors.get("token_types.weight")
+    values["type_vocab_size"] = 0 if types is None else types.shape[0]
     if family == "llama":  # the architecture of other families, too
         names |= {key: prefix + theirs for key, theirs in _MISTRAL.items()}
         values |= {key: metadata.get(names[key]) or None for key in _MISTRAL}

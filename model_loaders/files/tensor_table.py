@@ -86,7 +86,8 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 @dataclass(frozen=True)
 class TensorTable:
     """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head; with embeddings of
-    layers also layer_embedding, layer_projection and layer_projection_norm.
+    layers also layer_embedding, layer_projection and layer_projection_norm. Where sums are normed, it has
+    embedding_norm in the place of norm, and positions and token_types if there are such tables.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
     attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out; or, if it is a
@@ -125,11 +126,30 @@ def tensor_table(
     e = config.hidden_size
     top: dict[str, tuple[TensorSpec, ...]] = {
         "embedding": (TensorSpec("model.embed_tokens.weight", "token_embd.weight", (config.vocab_size, e)),),
-        "norm": (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),),
     }
+    if config.layers[0].norms == "sums":
+        top |= _input_slots(config)
+    else:
+        top["norm"] = (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),)
     if not config.tied_head:
         top["head"] = (TensorSpec("lm_head.weight", "output.weight", (config.vocab_size, e)),)
     return TensorTable(top, tuple(_layer(config, names, norm_offset, layer) for layer in range(len(config.layers))))
+
+
+def _input_slots(config: ModelConfig) -> dict[str, tuple[TensorSpec, ...]]:
+    """What is added to the embeddings of an encoder, and the norm of the sum."""
+    e = config.hidden_size
+    slots: dict[str, tuple[TensorSpec, ...]] = {
+        f"embedding_norm{slot}": (TensorSpec(f"model.embedding_norm{kind}", f"token_embd_norm{kind}", (e,)),)
+        for slot, kind in (("", ".weight"), ("_bias", ".bias"))
+    }
+    for slot, name, rows in (
+        ("positions", "position_embd", config.positions),
+        ("token_types", "token_types", config.token_types),
+    ):
+        if rows:
+            slots[slot] = (TensorSpec(f"model.{slot}.weight", f"{name}.weight", (rows, e)),)
+    return slots
 
 
 def unused(config: ModelConfig) -> set[str]:
@@ -147,6 +167,8 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
     shapes_of = _mixer_shapes(e, mixer)
     if ffn is not None:
         shapes_of |= {**_ffn_shapes(e, ffn), **dict.fromkeys(("ffn_norm", "ffn_post_norm"), (_one(e), False))}
+    if config.layers[layer].norms == "sums":
+        shapes_of |= dict.fromkeys(("attention_post_norm", "ffn_post_norm"), (_one(e), True))
     shares_kv = isinstance(mixer, Attention) and mixer.shares_kv
     if inputs:
         shapes_of |= {"layer_gate": (_one(inputs, e), False), "layer_out": (_one(e, inputs), False)}

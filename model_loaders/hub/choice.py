@@ -18,6 +18,8 @@ BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the confi
     "tokenizer.json",
     "tokenizer.model",
     "chat_template.jinja",
+    "modules.json",  # of an embedding model, as the next one
+    "1_Pooling/config.json",
 )
 # The best first. Others, such as Q4_1 or UD-Q4_K_XL, follow, the largest first; weights of 16 bits or more are last.
 _PREFERRED = (

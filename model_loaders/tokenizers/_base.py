@@ -16,10 +16,14 @@ _SPACES = re.compile(f"[{_SPACE}]*")
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """The ids that a sequence begins with (None: nothing) and that end a generation."""
+    """The ids that a sequence begins with (None: nothing) and that end a generation.
+
+    closing_id: the id that follows a text whose vector is asked for; None: nothing.
+    """
 
     bos_id: int | None
     eos_ids: frozenset[int]
+    closing_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class BaseTokenizer(ABC):
         self.vocab_size = vocab_size
         self.bos_id = special.bos_id
         self.eos_ids = special.eos_ids
+        self.closing_id = special.closing_id
         self.strips_leading_space = space.at_start
         self.adds_space_after_control = space.after_control
         self._space = space

@@ -16,6 +16,7 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 .. vocab_size-1; the embedding may have more rows, as padding
     bos_id: int | None  # the first id of a sequence; None if the model wants none
     eos_ids: frozenset[int]  # every id that ends a generation
+    closing_id: int | None  # the id that follows a text whose vector is asked for; None if the model wants none
     strips_leading_space: bool  # tokenizing adds a space to the first text of a sequence, and detokenizing removes it
     adds_space_after_control: bool  # tokenizing adds a space to a text that follows a control token
 

@@ -46,6 +46,7 @@ def for_folder(
     *,
     adds_bos: bool,
     default_bos: int | None = None,
+    closing_id: int | None = None,
 ) -> SpecialIds:
     """The special ids of a folder; tokenizer_config.json overrides the vocabulary's `adds_bos` and `default_bos`."""
     named = token_string(settings.tokenizer.get("bos_token"))
@@ -60,7 +61,7 @@ def for_folder(
         ends |= ids_in(source.get("eos_token_id"))
     named = token_string(settings.tokenizer.get("eos_token"))
     end = lookup(named) if named else None
-    return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}))
+    return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}), closing_id)
 
 
 def well_known_ends(control: Mapping[str, int]) -> set[int]:

@@ -5,7 +5,7 @@ Keys and token types are those of ggml's docs/gguf.md, defaults of absent keys t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordPiece
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.tokenizers import patterns
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
 from polarlm.model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
-from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer
+from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer, WordPieceTokenizer
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.files.gguf_file import GgufFile
@@ -63,7 +63,9 @@ class _Vocabulary:
         ends = well_known_ends(self.control)
         for name in ("eos", "eot", "eom"):
             ends |= ids_in(self.metadata.get(f"tokenizer.ggml.{name}_token_id"))
-        return SpecialIds(min(bos) if bos and asked else None, frozenset(ends))
+        closes = self.metadata.get("tokenizer.ggml.add_eos_token", False) is True
+        closing = ids_in(self.metadata.get("tokenizer.ggml.eos_token_id")) if closes else None
+        return SpecialIds(min(bos) if bos and asked else None, frozenset(ends), min(closing) if closing else None)
 
     def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> Sequence[Any]:
         """A list in the metadata. Raises LoadError if it is missing, of another type or not `length` long."""
@@ -98,7 +100,13 @@ class _Merges(Sequence[Any]):
 def load(gguf: GgufFile) -> BaseTokenizer:
     """Rebuilds the tokenizer of a GGUF file. Raises LoadError for an unknown kind or an incomplete vocabulary."""
     kind = gguf.metadata.get("tokenizer.ggml.model")
-    builders = {"gpt2": _byte_level_bpe, "llama": _sentence_piece, "gemma4": _spaced_bpe}
+    builders: dict[str, Callable[[_Vocabulary], BaseTokenizer]] = {
+        "gpt2": _byte_level_bpe,
+        "llama": _sentence_piece,
+        "gemma4": _spaced_bpe,
+        "bert": _word_piece,
+        "t5": _unigram,
+    }
     if not isinstance(kind, str) or kind not in builders:
         raise LoadError(
             f"{gguf.path} has a vocabulary of the kind {kind!r} (tokenizer.ggml.model); "
@@ -163,7 +171,40 @@ def _add_own(library: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     library.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in own if token])
 
 
-def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
+def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
+    """Words, which such files mark with "▁", and parts of words, which BERT marks with "##".
+
+    Files do not say whether text is lower-cased first: it is if no word has a capital letter.
+    """
+    control = vocabulary.control
+    ids = {
+        token if token in control else token[1:] if token.startswith("▁") else f"##{token}": i
+        for i, token in enumerate(vocabulary.tokens)
+    }
+    unknown = min(ids_in(vocabulary.metadata.get("tokenizer.ggml.unknown_token_id")) or {100})
+    if unknown >= len(vocabulary.tokens):
+        raise LoadError(f"{vocabulary.path} has no token {unknown} for unknown words: convert it again.")
+    name = vocabulary.tokens[unknown]
+    library = tokenizers.Tokenizer(WordPiece(ids, unk_token=name if name in ids else f"##{name}"))
+    lowers = not any(token != token.lower() for token in ids if token not in control)
+    library.normalizer = normalizers.BertNormalizer(lowercase=lowers)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    bos, sep = (
+        ids_in(vocabulary.metadata.get(f"tokenizer.ggml.{key}_token_id")) or ids_in(control.get(default))
+        for key, default in (("cls", "[CLS]"), ("seperator", "[SEP]"))  # the key is spelt like this
+    )
+    bos = bos or ids_in(vocabulary.metadata.get("tokenizer.ggml.bos_token_id"))
+    special = SpecialIds(min(bos) if bos else None, frozenset(sep), min(sep) if sep else None)
+    return WordPieceTokenizer(library, control, special, byte_level=False, vocab_size=len(vocabulary.tokens))
+
+
+def _unigram(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
+    from polarlm.model_loaders.tokenizers.sentence_piece import protobuf
+
+    return _sentence_piece(vocabulary, protobuf.TrainerSpec.UNIGRAM)
+
+
+def _sentence_piece(vocabulary: _Vocabulary, trained_as: Any = None) -> SentencePieceTokenizer:
     from polarlm.model_loaders.tokenizers.sentence_piece import (  # its libraries take memory
         SentencePieceTokenizer,
         protobuf,
@@ -177,7 +218,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
             token, kind = f"<unused {token_id}>", int(_Type.UNUSED)
         spellings.add(token)
         model.pieces.add(piece=token, type=kind, score=score)
-    _specify(model, vocabulary, protobuf.TrainerSpec.BPE)
+    _specify(model, vocabulary, trained_as or protobuf.TrainerSpec.BPE)
     special = vocabulary.special(adds_bos=True)
     try:
         return SentencePieceTokenizer(model, special, space_after_control=True)

@@ -70,8 +70,16 @@ class LibraryTokenizer(BaseTokenizer):
         return text_of(piece) if byte is None else byte
 
 
+class WordPieceTokenizer(LibraryTokenizer):
+    """Words, and parts of words that begin with "##", as BERT has them. Spaces and case may be lost."""
+
+    def _piece_bytes(self, token_id: int) -> bytes:
+        piece = self._library.id_to_token(token_id) or ""
+        return piece[2:].encode() if piece.startswith("##") else b" " + piece.encode() if piece else b""
+
+
 def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
-    """Reads a tokenizer.json. Raises LoadError if it is damaged or of a kind without exact bytes (WordPiece)."""
+    """Reads a tokenizer.json. Raises LoadError if it is damaged or of an unknown kind."""
     try:
         text = file.read_text(encoding="utf-8")
         description = json.loads(text)
@@ -83,17 +91,22 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
     except Exception as error:  # the library raises bare Exception
         raise LoadError(f"{file} is not a valid tokenizer.json ({error}): download it again.") from error
     kinds = {step["type"] for step in steps}
-    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
-        kind = description["model"].get("type", "unknown")
-        raise LoadError(f"{file} holds a {kind} vocabulary; byte-level BPE and SentencePiece ones are supported.")
-    first = _first_control_token(steps)
+    kind = description["model"].get("type", "unknown")
+    if kind != "WordPiece" and not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        raise LoadError(
+            f"{file} holds a {kind} vocabulary; byte-level BPE, SentencePiece and WordPiece ones are supported."
+        )
+    first, last = _outer_control_tokens(steps)
     special = for_folder(
         settings,
         control,
         library.token_to_id,
         adds_bos=first is not None or _is_known_to_begin_with_bos(settings),
         default_bos=library.token_to_id(first) if first else None,
+        closing_id=library.token_to_id(last) if last else None,
     )
+    if kind == "WordPiece":
+        return WordPieceTokenizer(library, control, special, byte_level=False)
     return LibraryTokenizer(library, control, special, byte_level="ByteLevel" in kinds, space=_leading_space(steps))
 
 
@@ -148,12 +161,15 @@ def _leading_space(steps: list[dict]) -> LeadingSpace:
     return LeadingSpace()
 
 
-def _first_control_token(steps: list[dict]) -> str | None:
-    """The control token that the post-processor puts in front of a sequence."""
+def _outer_control_tokens(steps: list[dict]) -> tuple[str | None, str | None]:
+    """The control tokens that the post-processor puts in front of a sequence and behind it."""
     for step in steps:
         if step["type"] == "TemplateProcessing" and step["single"]:
-            return step["single"][0].get("SpecialToken", {}).get("id")
-    return None
+            first, last = (step["single"][end].get("SpecialToken", {}).get("id") for end in (0, -1))
+            return first, last if len(step["single"]) > 1 else None
+        if step["type"] in ("BertProcessing", "RobertaProcessing"):
+            return step["cls"][0], step["sep"][0]
+    return None, None
 
 
 def _is_known_to_begin_with_bos(settings: FolderSettings) -> bool:

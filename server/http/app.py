@@ -27,6 +27,7 @@ from polarlm.server.http.guard import Guard
 from polarlm.server.http.openai.chat import OpenAI
 from polarlm.server.http.openai.completions import Completions
 from polarlm.server.http.openai.embeddings import Embeddings
+from polarlm.server.http.openai.rerank import Rerank
 from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.http.page import page
 from polarlm.server.http.plain.blocks import Blocks
@@ -50,6 +51,7 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         *with_and_without_v1("/models/{name:path}", api.model),
         *with_and_without_v1("/health", api.health),
         *Embeddings(driver).routes(),
+        *Rerank(driver).routes(),
         *Tokens(driver).routes(),
         Route("/ping", api.health),  # vLLM's other name of /health
         Route("/version", api.version),

@@ -38,7 +38,6 @@ def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is
 
 def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
     """A model with its template, its shape and what it can do. entry: that of a list."""
-    inserts = infill_of(model.tokenizer) is not None
     return {
         "modelfile": "",
         "parameters": "",
@@ -46,9 +45,16 @@ def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
         "modified_at": entry["modified_at"],
         "details": entry["details"],
         "model_info": _shape(model, context),
-        # "insert" is writing text before a suffix
-        "capabilities": ["completion", "tools", "embedding", *(["insert"] if inserts else [])],
+        "capabilities": _capabilities(model),
     }
+
+
+def _capabilities(model: Model) -> list[str]:
+    """What a model can do; "insert" is writing text before a suffix."""
+    if model.config.is_encoder:
+        return ["embedding"]
+    inserts = infill_of(model.tokenizer) is not None
+    return ["completion", "tools", "embedding", *(["insert"] if inserts else [])]
 
 
 def _parameters(weights: WeightSource) -> int:

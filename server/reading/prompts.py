@@ -47,6 +47,15 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
     )
 
 
+def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> dict[str, Any]:
+    """The options of an embedding: `dimensions`, and `truncate` with its default `truncates`. Raises BadRequest."""
+    dimensions, truncate = body.get("dimensions"), body.get("truncate")
+    return {
+        "dimensions": None if dimensions is None else count("dimensions", dimensions, 1, LARGEST),
+        "truncate": truncates if truncate is None else flag("truncate", truncate),
+    }
+
+
 def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
     """Whether the answer continues with the last message, which is the assistant's. Raises BadRequest.
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
-from polarlm.engine.outputs import Status, embedding
+from polarlm.engine.outputs import Outbox, Status
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
@@ -25,6 +25,7 @@ from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job
 from polarlm.server.running.refused import Refused, for_clients
 from polarlm.server.running.sessions import Saved, SessionFolder
+from polarlm.server.running.several import Several
 from polarlm.server.running.worker import Worker
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class _Queue:
     jobs: set[Job] = field(default_factory=set)
 
 
-class Driver:
+class Driver(Several):
     """Lets coroutines of one event loop stream from an engine. All methods belong to that loop.
 
     The driver owns neither the loop nor the engine: `stop` leaves the engine open.
@@ -148,29 +149,6 @@ class Driver:
                 if not last:  # no chunk had the usage
                     entry.cached_tokens += ticket.cached_tokens()
 
-    async def embed(
-        self, prompts: Sequence[Prompt], options: PromptOptions, write: Callable[[Embedding], T]
-    ) -> list[T]:
-        """What `write`, called in a thread, returns for each prompt's embedding. They are computed one by one.
-
-        Raises Refused or EngineError. Cancelling the task that waits for it cancels the request.
-        """
-        found: list[T] = []
-        with self._job(self._answers) as (entry, job):
-            for prompt in prompts:
-                start = partial(self.engine.submit, prompt, SamplingParams(max_tokens=0), options)
-                await self._submitted(entry, job, prompt, start)
-                chunks: list[Chunk] = []
-                while not chunks or chunks[-1].finish_reason is None:
-                    chunks.append(await self._next(job))
-                    self._totals.count(chunks[-1], job)
-                vector = embedding(chunks)
-                if vector is None:
-                    raise refused.closing()
-                found.append(await self._aside(partial(write, vector), self._pool))
-            job.outcome = "embedded"
-        return found
-
     async def _next(self, job: Job) -> Any:
         """The next item that a thread appends to a job. Raises Refused or EngineError in place of one."""
         try:
@@ -232,12 +210,22 @@ class Driver:
         return replace(params, max_tokens=limit)
 
     async def _submitted(
-        self, entry: journal.Entry, job: Job, prompt: Prompt, start: Submit, *, compiles: bool = False
+        self,
+        entry: journal.Entry,
+        job: Job,
+        prompt: Prompt,
+        start: Submit,
+        into: Outbox | None = None,
+        *,
+        compiles: bool = False,
     ) -> Ticket:
-        """Submit a request with `start`, in a thread of a pool; the engine accepts it between two units of work."""
+        """Submit a request with `start`, in a thread of a pool; the engine accepts it between two units of work.
+
+        into: what gets its chunks in place of the job.
+        """
 
         def submit() -> Ticket:
-            ticket = start(into=job, gone=lambda: job.closed)
+            ticket = start(into=into or job, gone=lambda: job.closed)
             job.queued(ticket)
             self._thread.wake()
             return ticket

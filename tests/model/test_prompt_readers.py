@@ -191,7 +191,7 @@ def test_an_answer_beside_an_embedding_is_the_same(tiny: Engine) -> None:
 
 
 def test_an_unknown_pooling_is_named(tiny: Engine) -> None:
-    with pytest.raises(EngineError, match="pooling is 'max', but must be None, mean or last"):
+    with pytest.raises(EngineError, match="pooling is 'max', but must be None, mean, last or cls"):
         tiny.embed("the rain", "max")
 
 

@@ -19,7 +19,8 @@ from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.file_matrix import FileMatrix, format_for
-from polarlm.engine.model.weights import fingerprint, in_words, kept, left_out, load_weights, weight_bytes
+from polarlm.engine.model.fingerprint import fingerprint
+from polarlm.engine.model.weights import in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import WeightFormat, find, get, writable
 from polarlm.model_loaders import load_weights as open_weights

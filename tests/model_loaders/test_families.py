@@ -18,6 +18,7 @@ from polarlm.model_loaders.families import configure, families, gguf_layouts, te
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.weights import as_stored
+from tests.conftest import ENCODERS
 from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, joined_experts, read, read_all
 from tests.shared_data import shared
 
@@ -54,7 +55,7 @@ def with_rope(config: ModelConfig, rope: RopeConfig) -> ModelConfig:
     return config.with_attention(lambda mixer: replace(mixer, rope=mixer.rope and rope))
 
 
-def stored(name: str) -> ModelConfig:
+def stored(name: str | Path) -> ModelConfig:
     config, weights, _ = load_weights(MODELS / name)
     weights.close()
     return config
@@ -63,7 +64,7 @@ def stored(name: str) -> ModelConfig:
 def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
     files = {file.stem for file in Path(families_package.__file__).parent.glob("*.py") if file.stem[0] != "_"}
     assert set(families()) == files
-    assert {stored(name).family for name in NAMES} == files
+    assert {stored(name).family for name in (*NAMES, *ENCODERS.iterdir())} == files
 
 
 @pytest.mark.parametrize(

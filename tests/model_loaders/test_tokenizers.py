@@ -434,15 +434,15 @@ class TestErrors:
             load_for_folder(tmp_path, {}, {})
 
     def test_a_vocabulary_without_exact_bytes_is_refused_by_name(self, tmp_path: Path) -> None:
-        library = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+        library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
         library.save(str(tmp_path / "tokenizer.json"))
-        with pytest.raises(LoadError, match="WordPiece"):
+        with pytest.raises(LoadError, match="WordLevel"):
             load_for_folder(tmp_path, {}, {})
 
     @pytest.mark.parametrize(
         ("key", "value", "complaint", "tiny"),
         [
-            ("model", "t5", "'t5'", vocab.tiny_bpe),
+            ("model", "rwkv", "'rwkv'", vocab.tiny_bpe),
             ("tokens", "text", r"tokenizer\.ggml\.tokens", vocab.tiny_spm),
             ("tokens", [1, 2], r"tokenizer\.ggml\.tokens", vocab.tiny_bpe),
             ("token_type", [1], r"1 entries in tokenizer\.ggml\.token_type", vocab.tiny_spm),

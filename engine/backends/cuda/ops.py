@@ -49,6 +49,7 @@ class CudaOps:
     forkable = False
     keeps_tiles = False
     cache_experts = None
+    of_encoders = None
     stored_as = transfer.RECORDS
 
     def __init__(self, device: Device, host: Ops | None = None):

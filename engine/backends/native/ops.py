@@ -10,6 +10,7 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.native.attention.heads import HeadOps
 from polarlm.engine.backends.native.attention.steps import AttentionOps
+from polarlm.engine.backends.native.attention.whole import EncoderOps
 from polarlm.engine.backends.native.experts import ExpertOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
@@ -93,6 +94,7 @@ class NativeOps:
         self.transform_heads = heads.transform_heads
         self.place_kv = heads.place_kv
         self.copy_full = heads.copy_full
+        self.of_encoders = EncoderOps(launch, heads)
 
         caches = CacheOps(plain)
         self.cache_bytes = caches.cache_bytes

@@ -19,6 +19,7 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, ScoreRule, Sides, attend_alone, rounded
 from polarlm.engine.backends.numpy.cores import cores
+from polarlm.engine.backends.numpy.encoders import EncoderOps
 from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
@@ -54,6 +55,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         if threads:
             self._cores.use(threads)
         self._is_set = threads > 0
+        self.of_encoders = EncoderOps(self.transform_heads)
 
     def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
         threads = self._cores.number

@@ -23,8 +23,9 @@ class AttentionWeights:
     k_norm: Array | None  # (D,), or (K·D,)
     sink_scores: Array | None  # (H,)
     out: Linear  # (E, H·D)
-    post_norm: Array | None  # (E,): norms the result before it is added to the residual
+    post_norm: Array | None  # (E,): norms the result before it is added to the residual, or in encoders the sum
     output_gate: Linear | None = None  # (H·D, E)
+    post_norm_bias: Array | None = None  # (E,)
 
     @classmethod
     def read(cls, read: ReadSlot) -> AttentionWeights:
@@ -38,6 +39,7 @@ class AttentionWeights:
             out=read.linear("out"),
             post_norm=read.vector("attention_post_norm"),
             output_gate=read.optional_linear("output_gate"),
+            post_norm_bias=read.vector("attention_post_norm_bias"),
         )
 
 

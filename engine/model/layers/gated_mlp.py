@@ -17,7 +17,8 @@ class GatedMLPWeights:
     norm: Array | None  # (E,)
     gate_up: Linear  # (2F, E)
     down: Linear  # (E, F)
-    post_norm: Array | None  # (E,): norms the result before it is added to the residual
+    post_norm: Array | None  # (E,): norms the result before it is added to the residual, or in encoders the sum
+    post_norm_bias: Array | None = None  # (E,)
 
     @classmethod
     def read(cls, read: ReadSlot) -> GatedMLPWeights:
@@ -27,6 +28,7 @@ class GatedMLPWeights:
             gate_up=read.linear("gate_up"),
             down=read.linear("down"),
             post_norm=read.vector("ffn_post_norm"),
+            post_norm_bias=read.vector("ffn_post_norm_bias"),
         )
 
 

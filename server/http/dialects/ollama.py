@@ -24,7 +24,7 @@ from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import LINES, Framing, while_there
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.parameters import ParsedRequest
-from polarlm.server.reading.prompts import read_options, read_prompts
+from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.values import BadRequest, flag, text, wrong
 from polarlm.server.running.driver import Driver
 
@@ -129,8 +129,6 @@ class _Embedded:
         """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
         since = time.monotonic()
         body = await read_body(request, self.driver.config.max_body)
-        if body.get("dimensions") is not None:
-            raise BadRequest("dimensions", "dimensions: embeddings have the model's own size; leave it out")
         found = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
         counts = {
             "model": self.driver.engine.model.name,
@@ -153,7 +151,9 @@ class _Embedded:
     ) -> Sequence[tuple[str, int]]:
         """(JSON of the vector, tokens of the text) for each prompt."""
         text("model", body.get("model") or "")
-        options = replace(read_options({}, parse_special=self.driver.config.parse_special), pooling="mean")
+        options = read_options({}, parse_special=self.driver.config.parse_special)
+        options = self.driver.engine.embedding_options(None, options)
+        options = replace(options, **read_vector_options(body, truncates=True))
 
         def written(found: Embedding) -> tuple[str, int]:
             return json.dumps(found.vector.tolist(), separators=(",", ":")), found.usage.prompt_tokens

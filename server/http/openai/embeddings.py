@@ -13,16 +13,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from polarlm.engine import Embedding, PromptOptions
+from polarlm.engine.limits import POOLINGS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.streams import while_there
-from polarlm.server.reading.prompts import read_options, read_prompts
+from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.values import BadRequest, text, wrong
 from polarlm.server.running.driver import Driver
 
 MOST_INPUTS = 2048  # as at OpenAI
 
-_POOLINGS = ("mean", "last")
 _ENCODINGS = ("float", "base64")
 
 
@@ -30,7 +30,6 @@ _ENCODINGS = ("float", "base64")
 class _Asked:
     prompts: list[Prompt]
     options: PromptOptions
-    pooling: str
     as_base64: bool
 
 
@@ -58,7 +57,7 @@ class Embeddings:
         )
         about = {
             "model": self._driver.engine.model.name,
-            "pooling": asked.pooling,
+            "pooling": asked.options.pooling,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
         return _json(f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(about)[1:]}')
@@ -74,20 +73,21 @@ class Embeddings:
         given = [name for name in ("input", "content") if body.get(name) is not None]
         if len(given) != 1:
             raise BadRequest("input", "give either input or content, not both" if given else "input is missing")
-        for name in ("dimensions", "truncate_prompt_tokens"):
-            if body.get(name) is not None:
-                raise BadRequest(
-                    name, f"{name}: embeddings have the model's own size, and no text is cut; leave it out"
-                )
+        if body.get("truncate_prompt_tokens") not in (None, -1):
+            name = "truncate_prompt_tokens"
+            raise BadRequest(name, f"{name}: a text is cut to the context alone, with truncate or -1; leave it out")
         if body.get("embd_normalize") not in (None, 2):
             raise BadRequest("embd_normalize", "embd_normalize: vectors have the Euclidean length 1 here; leave it out")
         if body.get("model") is not None:
             text("model", body["model"])
         prompts = read_prompts(given[0], body[given[0]], MOST_INPUTS)
-        pooling = _one_of("pooling", body.get("pooling"), _POOLINGS)
+        asked = None if body.get("pooling") is None else _one_of("pooling", body["pooling"], POOLINGS)
         options = read_options(body, parse_special=self._driver.config.parse_special)
+        options = self._driver.engine.embedding_options(asked, options)
+        truncates = body.get("truncate_prompt_tokens") == -1
+        options = replace(options, **read_vector_options(body, truncates=truncates))
         encoding = _one_of("encoding_format", body.get("encoding_format"), _ENCODINGS)
-        return _Asked(prompts, replace(options, pooling=pooling), pooling, encoding == "base64")
+        return _Asked(prompts, options, encoding == "base64")
 
     async def _embed(self, asked: _Asked) -> list[tuple[str, int]]:
         """(JSON of the vector, tokens of the text) for each prompt."""

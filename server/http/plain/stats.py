@@ -28,7 +28,7 @@ def asked_tokens(query: Mapping[str, str]) -> int | None:
 def _window(cache: CacheShape) -> int | None:
     """The largest window of a layer, in tokens; None if a layer sees all tokens."""
     windows = [layer.window for layer in cache.layers]
-    return None if None in windows else max(window for window in windows if window is not None)
+    return None if None in windows else max((window for window in windows if window is not None), default=None)
 
 
 def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:

@@ -105,7 +105,18 @@ class HeadOps:
             cache.store(span.current, (k.swapaxes(0, 1), v.swapaxes(0, 1)), first)
             return q
         k, v = (side[:, first:] for side in full)
-        return self._transform(qkv, rope, transform, norms, (k, v), (4 * qkv.shape[2], k.strides[0]))
+        return self.transform_into(qkv, rope, transform, norms, (k, v))
+
+    def transform_into(
+        self,
+        qkv: np.ndarray,
+        rope: Rope,
+        transform: PreparedTransform,
+        norms: Norms,
+        targets: tuple[np.ndarray, np.ndarray],
+    ) -> np.ndarray:
+        """`transform_heads`, whose keys and values go to `targets` (K, at least T, D) float32 → the queries."""
+        return self._transform(qkv, rope, transform, norms, targets, (4 * qkv.shape[2], targets[0].strides[0]))
 
     def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         """By NumPy, except where a prompt's float32 is rounded into a slot: NumPy is many times slower at that."""

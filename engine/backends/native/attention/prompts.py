@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -66,8 +66,40 @@ class PromptOps:
         transform: PreparedTransform | None,
     ) -> None:
         """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
-        (rows, heads, dim), kv_heads = q.shape, cache.format.kv_heads
-        group, window = heads // kv_heads, rule.window or NO_WINDOW
+        window = rule.window or NO_WINDOW
+        oldest = max(0, span.position - window + 1)
+        segments = list(_full(cache, span, oldest, span.position + len(q)))
+        parts = _parts(cache, span, oldest)
+        attend_to = self._launcher(q, out, cache.format.kv_heads, span.position, scale, rule, transform)
+        for number, (start, ids) in enumerate(parts):
+            is_last = number == len(parts) - 1
+            decoded = _segment(self._decoded(cache, ids), start, len(ids) * cache.format.block_size)
+            attend_to([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
+        if not parts:
+            attend_to(segments, is_first=True, is_last=True)
+
+    def attend_to_own(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, scale: float) -> None:
+        """Attention of q (T, H, D) to all of k, v (K, T, D) → out (T, H, D), all float32.
+
+        The rows have positions after those of the keys, so that none is masked.
+        """
+        tokens = len(q)
+        attend_to = self._launcher(q, out, len(k), tokens, scale, ScoreRule(), None)
+        attend_to([_segment((k, v), 0, tokens)], is_first=True, is_last=True)
+
+    def _launcher(
+        self,
+        q: np.ndarray,
+        out: np.ndarray,
+        kv_heads: int,
+        position: int,
+        scale: float,
+        rule: ScoreRule,
+        transform: PreparedTransform | None,
+    ) -> Callable[..., None]:
+        """A function that lets the rows of q (T, H, D), from `position` on, attend to segments."""
+        (rows, heads, dim), window = q.shape, rule.window or NO_WINDOW
+        group = heads // kv_heads
         tile = self._tile(rows, group, kv_heads)
         back = NO_ROTATION if transform is None else transform.back
         scale_back = None if transform is None else transform.scale_back
@@ -91,7 +123,7 @@ class PromptOps:
                 group=group,
                 kv_heads=kv_heads,
                 tile=tile,
-                position=span.position,
+                position=position,
                 count=len(segments),
                 window=window,
                 is_first=is_first,
@@ -101,15 +133,7 @@ class PromptOps:
             )
             self._launch(kernel, -(-rows // tile) * kv_heads, arguments, grain=1)
 
-        oldest = max(0, span.position - window + 1)
-        segments = list(_full(cache, span, oldest, span.position + rows))
-        parts = _parts(cache, span, oldest)
-        for number, (start, ids) in enumerate(parts):
-            is_last = number == len(parts) - 1
-            decoded = _segment(self._decoded(cache, ids), start, len(ids) * cache.format.block_size)
-            launch([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
-        if not parts:
-            launch(segments, is_first=True, is_last=True)
+        return launch
 
     def _decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""

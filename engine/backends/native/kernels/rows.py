@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polarlm.engine.backends.numpy.activations import ERF, ERF_P
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
@@ -71,6 +72,52 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
     return Kernel(f"norm_rows{'_add' * adds}", emit, NormArguments)
 
 
+class LayerNormArguments(NamedTuple):
+    """Arguments of `layer_norm_rows`."""
+
+    x: Pointer
+    weight: Pointer
+    bias: Pointer
+    columns: Int64
+    stride: Int64
+    eps: Float32
+
+
+@cache
+def layer_norm_rows() -> Kernel[LayerNormArguments]:
+    """(x − mean) / √(variance + eps) * weight + bias of rows of x, in place; one unit per row.
+
+    stride: bytes from row to row.
+    """
+
+    def emit(e: Emitter, args: LayerNormArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as row:
+            own = args.x + row * args.stride
+            total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
+
+            def add(offset: Value, kind: Type) -> None:
+                into = total if kind == _F16 else rest
+                into.set(into.get() + e.load(own + offset, kind))
+
+            over_columns(e, args.columns, add)
+            mean = (e.sum_lanes(total.get()) + rest.get()) / args.columns.trunc(I32).to_float()
+
+            def centre(offset: Value, kind: Type) -> None:
+                value = e.load(own + offset, kind)
+                e.store(value - e.like(mean, value), own + offset)
+
+            over_columns(e, args.columns, centre)
+            factor = inverse_rms(e, own, args.columns, args.eps)
+
+            def write(offset: Value, kind: Type) -> None:
+                value = e.load(own + offset, kind) * factor * e.load(args.weight + offset, kind)
+                e.store(value + e.load(args.bias + offset, kind), own + offset)
+
+            over_columns(e, args.columns, write)
+
+    return Kernel("layer_norm_rows", emit, LayerNormArguments)
+
+
 class GateArguments(NamedTuple):
     """Arguments of `gate`."""
 
@@ -109,15 +156,29 @@ def gate(activation: str) -> Kernel[GateArguments]:
 
 def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
     """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU), u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh), or
-    u = -1.702 x for x up to 7 and (up between ±7) + 1 in the place of up (clamped SwiGLU); or relu(x) * up."""
+    u = -1.702 x for x up to 7 and (up between ±7) + 1 in the place of up (clamped SwiGLU); or relu(x) * up; or
+    Φ(x) * up (GELU)."""
     if activation == "relu_squared":
         return e.fmax(x, 0.0) * up
+    if activation == "gelu":
+        return _normal_share(e, x) * up
     if activation == "swiglu_clamped":
         x = _at_most(e, x, 7.0)
         up = -_at_most(e, -_at_most(e, up, 7.0), 7.0) + 1.0
         return x / (e.exp(x * -1.702) + 1.0) * up
     u = -x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * -((8 / 3.141592653589793) ** 0.5)
     return x / (e.exp(u) + 1.0) * up
+
+
+def _normal_share(e: Emitter, x: Value) -> Value:
+    """Φ(x); see `numpy.activations.ERF`."""
+    size = e.fmax(x, -x)
+    t = e.like(1.0, x) / (size * (ERF_P / 2**0.5) + 1.0)
+    sums = t * ERF[-1]
+    for factor in ERF[-2::-1]:
+        sums = (sums + factor) * t
+    tail = e.exp(x * x * -0.5) * sums * 0.5
+    return e.select(x >= 0.0, e.like(1.0, x) - tail, tail)
 
 
 def _at_most(e: Emitter, x: Value, limit: float) -> Value:

@@ -1,0 +1,74 @@
+"""The forward pass of an encoder: the tokens of texts to their last hidden states. Nothing of them is kept.
+
+Letters: T rows, E hidden size, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.kv import HeadTransform
+from polarlm.engine.backends.ops import Array
+from polarlm.engine.errors import EngineError
+from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.layers.encoder import EncoderLayer
+from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.model_loaders.config import Attention
+
+
+class Encoder(Transformer):
+    """A model whose tokens see later ones. Its store holds nothing, and it has no logits."""
+
+    def encode(self, texts: Sequence[Sequence[int]]) -> Array:
+        """Return the last hidden states (T, E) of the tokens of all `texts`, in order.
+
+        All rows go through a product together; a row sees the rows of its own text. Cost per token: 2 FLOPs per weight
+        of the layers, and attention over its text.
+        """
+        lengths = [len(text) for text in texts]
+        places = np.concatenate([np.arange(length) for length in lengths])
+        x = self._inputs(np.concatenate([np.asarray(text, np.int32) for text in texts]), places)
+        ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self._ropes.tables(places)]
+        for number, layer in enumerate(self._encoder_layers):
+            layer.compute(x, self._ropes.of_layer(number, ropes), lengths)
+        return x
+
+    def final_states(self, hidden: Array) -> np.ndarray:
+        states: np.ndarray = self.ops.to_host(hidden)
+        if not np.isfinite(states).all():
+            raise EngineError(NOT_FINITE, "model_damaged")
+        return states
+
+    def _inputs(self, ids: np.ndarray, places: np.ndarray) -> Array:
+        """ids (T,) int32, the tokens at `places` of their texts → the inputs of the first layer (T, E)."""
+        ops, inputs = self.ops, self.weights.encoder_inputs
+        assert inputs is not None
+        assert ops.of_encoders is not None
+        x = ops.embed(self.weights.embedding, ops.to_device(ids))
+        rows = places + self.config.first_position
+        for table, at in ((inputs.positions, rows), (inputs.token_types, np.zeros_like(rows))):
+            if table is not None:
+                with np.errstate(invalid="ignore", over="ignore"):  # of damaged weights, found at the end
+                    x += ops.embed(table, ops.to_device(at))
+        ops.of_encoders.layer_norm(x, (inputs.norm, inputs.norm_bias, self.config.norm_eps))
+        return x
+
+    def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
+        return HeadTransform(attention.kv_heads)
+
+    def _make_layers(self, weights: ModelWeights) -> None:
+        of_encoders = self.ops.of_encoders
+        assert of_encoders is not None
+        self._encoder_layers = [
+            EncoderLayer(
+                self.ops,
+                of_encoders,
+                layer,
+                self.config.norm_eps,
+                own,
+                self._transforms[number],
+            )
+            for number, (layer, own) in enumerate(zip(self.config.layers, weights.layers, strict=True))
+        ]

@@ -1,0 +1,87 @@
+"""The fingerprint of a model, which tells it from others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.forward import ModelWeights
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
+from polarlm.model_loaders.config import ModelConfig
+
+_SAMPLE = 1024  # values from each end of a weight that are covered
+
+
+def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
+    """Return a digest of the model: of its configuration, and of samples of its weights.
+
+    The weights are sampled on the device. If they are narrower there than in the file, the digest is different.
+    """
+    digest = hashlib.sha256(repr(_described(config)).encode())
+    for name, shape, ends in _samples(ops, weights):
+        digest.update(repr((name, shape)).encode())
+        for sample in ends:
+            digest.update(np.asarray(sample, np.float32).tobytes())
+    return digest.hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """Return a configuration as names and values, without those that are defaults: a new field changes no digest."""
+    if isinstance(value, tuple):
+        return [_described(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    given = {field.name: getattr(value, field.name) for field in fields(value) if field.default is MISSING}
+    changed = {
+        field.name: one
+        for field in fields(value)
+        if field.default is not MISSING and (one := getattr(value, field.name)) != field.default
+    }
+    return type(value).__name__, {name: _described(one) for name, one in (given | changed).items()}
+
+
+def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
+    """Yield (name, shape, values from each end) of every weight."""
+    for name, tensor in _tensors(weights):
+        if isinstance(tensor, ExpertLinear):
+            of = ops.host if tensor.on_host and ops.host is not None else ops
+            tensor = tensor.parts[0]
+            first = last = of.rows(tensor, slice(0, 1))
+        elif isinstance(tensor, Matrix | Linear):
+            count, width = tensor.shape
+            rows = -(-_SAMPLE // width)
+            first, last = (ops.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
+        else:
+            first = last = tensor if isinstance(tensor, np.ndarray) else ops.to_host(tensor)
+        yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]
+
+
+def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear | ExpertLinear]]:
+    yield "embedding", weights.embedding
+    if weights.norm is not None:
+        yield "norm", weights.norm
+    yield "head", weights.head
+    if weights.encoder_inputs is not None:
+        yield from _fields("inputs", weights.encoder_inputs)
+    if (inputs := weights.layer_inputs) is not None:
+        yield from (("inputs.table", inputs.table), ("inputs.projection", inputs.projection))
+    for number, layer in enumerate(weights.layers):
+        if layer.scale is not None:
+            yield f"{number}.scale", layer.scale
+        for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn), ("embedding", layer.embedding)):
+            if of_part is not None:
+                yield from _fields(f"{number}.{part}", of_part)
+
+
+def _fields(name: str, part: Any) -> Iterator[tuple[str, Array | Matrix | Linear | ExpertLinear]]:
+    """Yield the weights in the fields of a dataclass, under names that begin with `name`, and their biases."""
+    for field in fields(part):
+        if (tensor := getattr(part, field.name)) is not None:
+            yield f"{name}.{field.name}", tensor
+            if isinstance(tensor, Linear | ExpertLinear) and tensor.bias is not None:
+                yield f"{name}.{field.name}_bias", tensor.bias

@@ -1,0 +1,61 @@
+"""Runs the requests of an encoder: several texts at a time, whose rows go through the products together."""
+
+from __future__ import annotations
+
+from polarlm.engine.model.encoder import Encoder
+from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.runner import Runner
+
+_ROWS = 1024  # of a unit of work, unless one text has more
+
+
+class EncoderRunner(Runner):
+    """Holds all queued requests and runs their units of work. The caller holds the engine's lock."""
+
+    _model: Encoder
+
+    def run_unit(self) -> None:
+        """Give the texts of the oldest requests their vectors. An error of one text fails its request alone."""
+        batch = self._oldest()
+        if not batch:
+            return
+        for request in batch:
+            request.clock.begin(prefilling=True)
+        try:
+            states, first = self._model.encode([request.sequence.prompt for request in batch]), 0
+            for request in batch:
+                own = states[first : first + len(request.sequence.prompt)]
+                first += len(own)
+                request.clock.lap()
+                try:
+                    reader = request.reader()
+                    assert reader is not None
+                    reader.read(self._model, own, 0)
+                    request.outbox.append(reader.chunk())
+                    request.finish("length")
+                except Exception as error:
+                    request.fail(error)
+        except Exception as error:
+            for request in _unfinished(batch):
+                request.fail(error)
+        except BaseException:  # Ctrl-C, maybe in a thread that waits for a request of another unit
+            for request in _unfinished(batch):
+                request.finish("cancelled")
+            raise
+        finally:
+            self.sweep()
+
+    def _oldest(self) -> list[Request]:
+        """Return the first requests that together have at most _ROWS rows, at least one."""
+        batch: list[Request] = []
+        rows = 0
+        for request in self.requests.values():
+            rows += len(request.sequence.prompt)
+            if batch and rows > _ROWS:
+                break
+            batch.append(request)
+        return batch
+
+
+def _unfinished(batch: list[Request]) -> list[Request]:
+    return [request for request in batch if not request.sequence.finished]

@@ -1,0 +1,122 @@
+"""Embeddings of several texts, whose requests wait in the engine's queue together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from polarlm.engine.config import PromptOptions, SamplingParams
+from polarlm.engine.errors import EngineError
+from polarlm.engine.limits import RANK
+from polarlm.engine.outputs import Chunk, Embedding, Outbox, embedding
+from polarlm.engine.requests.prompts import Prompt, yes_and_no
+from polarlm.engine.requests.request import Ticket
+from polarlm.model_loaders import Model
+
+Job = tuple[Prompt, SamplingParams, PromptOptions]
+
+# The messages that Qwen3-Reranker was trained with.
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+class Vectors(ABC):
+    """The methods of an engine that give texts vectors."""
+
+    model: Model
+
+    @abstractmethod
+    def submit(self, prompt: Prompt, params: Any = None, options: Any = None, *, into: Outbox) -> Ticket:
+        """See `Engine.submit`."""
+
+    @abstractmethod
+    def work(self) -> bool:
+        """See `Engine.work`."""
+
+    def embed(self, prompt: Prompt, pooling: str | None = None, options: PromptOptions | None = None) -> Embedding:
+        """The embedding of `prompt`, a vector of the model's hidden size.
+
+        pooling: see `PromptOptions.pooling`; None: as the model's files say, and "mean" if they say nothing.
+        """
+        return self.embed_each([prompt], pooling, options)[0]
+
+    def embed_each(
+        self, prompts: Sequence[Prompt], pooling: str | None = None, options: PromptOptions | None = None
+    ) -> list[Embedding]:
+        """The embedding of each prompt, as `embed`. An encoder computes several together."""
+        options = self.embedding_options(pooling, options)
+        return _embeddings(self, [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts])
+
+    def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Embedding]:
+        """How relevant each document is for `query`: vectors of one number from 0 to 1.
+
+        A generative model is asked whether a document is relevant; the number is the probability of yes beside no
+        (Qwen3-Reranker, 2506.05176, section 2). instruction: what makes a document relevant. Raises EngineError.
+        """
+        return _embeddings(self, self.rank_jobs(query, documents, instruction))
+
+    def rank_jobs(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Job]:
+        """The requests of `rerank`, for servers. Raises EngineError for a model that cannot rank."""
+        if self.model.config.is_encoder:
+            raise EngineError(
+                f"{self.model.name} is an embedding model, which cannot rank documents: load a model such as "
+                "Qwen3-Reranker, or compare the vectors of query and documents"
+            )
+        yes_and_no(self.model.tokenizer)
+        options = PromptOptions(pooling=RANK, template_variables={"enable_thinking": False})
+        asked = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        prompts = [
+            [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked + document}]
+            for document in documents
+        ]
+        return [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
+
+    def embedding_options(self, pooling: str | None, options: PromptOptions | None = None) -> PromptOptions:
+        """`options` of a request for an embedding: with `pooling`, or with that of the model."""
+        return replace(options or PromptOptions(), pooling=pooling or self.model.pooling or "mean")
+
+
+def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
+    """Return the embedding that each request gives. Raises EngineError."""
+    found = [embedding(chunks) for chunks in _answers(engine, jobs)]
+    embeddings = [one for one in found if one is not None]
+    if len(embeddings) < len(found):
+        raise EngineError("The request for an embedding was cancelled", "closed")
+    return embeddings
+
+
+def _answers(engine: Vectors, jobs: Sequence[Job]) -> list[list[Chunk]]:
+    """Return the chunks of each request. All of them wait together, and this thread runs units of work meanwhile.
+
+    An error of one of them ends the others. Raises EngineError.
+    """
+    outboxes: list[deque[Chunk | Exception]] = [deque() for _ in jobs]
+    tickets: list[Ticket] = []
+    try:
+        for job, outbox in zip(jobs, outboxes, strict=True):
+            tickets.append(engine.submit(*job, into=outbox))
+        while unfinished := [outbox for outbox in outboxes if not _is_finished(outbox)]:
+            if not engine.work() and not any(map(_is_finished, unfinished)):
+                raise EngineError("The request was cancelled", "closed")
+        return [_chunks(outbox) for outbox in outboxes]
+    finally:
+        for ticket in tickets:
+            ticket.cancel()
+
+
+def _is_finished(outbox: Sequence[Chunk | Exception]) -> bool:
+    """Whether the last chunk has come, or an error. Raises EngineError for an error."""
+    last = outbox[-1] if outbox else None
+    if isinstance(last, Exception):
+        raise last
+    return last is not None and last.finish_reason is not None
+
+
+def _chunks(outbox: Sequence[Chunk | Exception]) -> list[Chunk]:
+    return [chunk for chunk in outbox if isinstance(chunk, Chunk)]

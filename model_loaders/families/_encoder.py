@@ -1,0 +1,104 @@
+"""What encoders have in common: each token sees all others of its text, and sums of residuals are normed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
+from polarlm.model_loaders.families._decoder import MAX_HEADS, MAX_SIZE, layer_count
+from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import Names
+
+NAMES: Names = {
+    "qkv": (
+        ("attention.self.query", "attn_q"),
+        ("attention.self.key", "attn_k"),
+        ("attention.self.value", "attn_v"),
+    ),
+    "out": (("attention.output.dense", "attn_output"),),
+    "attention_post_norm": (("attention.output.LayerNorm", "attn_output_norm"),),
+    "gate_up": (("intermediate.dense", "ffn_up"),),
+    "down": (("output.dense", "ffn_down"),),
+    "ffn_post_norm": (("output.LayerNorm", "layer_output_norm"),),
+}
+_EMBEDDINGS = {
+    "word_embeddings": "model.embed_tokens",
+    "position_embeddings": "model.positions",
+    "token_type_embeddings": "model.token_types",
+    "LayerNorm": "model.embedding_norm",
+}
+
+
+def layout(architecture: str, **more: str) -> GgufLayout:
+    """The layout of an encoder's GGUF files. more: as `GgufLayout.keys`."""
+    return GgufLayout(architecture, keys={"layer_norm_eps": "attention.layer_norm_epsilon", **more})
+
+
+def prefixes(*bases: str, layers: str = "encoder.layer", norm: str = "embeddings.LayerNorm") -> dict[str, str]:
+    """`PREFIXES` of a family whose files put one of `bases` in front of names, such as "bert.", or nothing.
+
+    layers: the list of layers. norm: the norm of the embeddings.
+    """
+    found: dict[str, str] = {}
+    for base in (*bases, ""):
+        found |= {f"{base}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
+        found |= {f"{base}{norm}.": "model.embedding_norm.", f"{base}{layers}.": "model.layers."}
+    return found
+
+
+def encoder(
+    fields: Fields,
+    family: str,
+    ffn: GatedMLP,
+    *,
+    names: Mapping[str, str] | None = None,
+    rope: RopeConfig | None = None,
+    has_biases: bool = True,
+    has_positions: bool = True,
+    first_position: int = 0,
+) -> ModelConfig:
+    """The ModelConfig of an encoder whose layers have the network `ffn`.
+
+    names: BERT's keys → the file's. rope: None for a table of positions, unless `has_positions` is false.
+    first_position: see `ModelConfig`.
+    """
+    names = names or {}
+    hidden, heads, eps, context = (
+        names.get(key, key)
+        for key in ("hidden_size", "num_attention_heads", "layer_norm_eps", "max_position_embeddings")
+    )
+    hidden_size = fields.integer(hidden, maximum=MAX_SIZE)
+    count = fields.integer(heads, maximum=MAX_HEADS)
+    if hidden_size % (2 * count):
+        raise fields.refuse(hidden, f"but must be a multiple of {2 * count}, for {count} heads of an even size")
+    positions = fields.integer(context, minimum=first_position + 2)
+    attention = Attention(
+        count, count, hidden_size // count, rope, qkv_bias=has_biases, out_bias=has_biases, is_causal=False
+    )
+    layers = layer_count(fields, names.get("num_hidden_layers", "num_hidden_layers"))
+    return ModelConfig(
+        family=family,
+        layers=(Layer(attention, replace(ffn, bias=has_biases), "sums"),) * layers,
+        hidden_size=hidden_size,
+        vocab_size=fields.integer("vocab_size", maximum=MAX_SIZE),
+        max_context=positions - first_position,
+        norm_eps=fields.positive(eps),
+        tied_head=True,
+        positions=positions if has_positions else 0,
+        first_position=first_position,
+        token_types=fields.integer("type_vocab_size", minimum=0, maximum=MAX_SIZE),
+    )
+
+
+def bert(fields: Fields, family: str, first_position: int = 0) -> ModelConfig:
+    """The ModelConfig of BERT and of what differs from it only in vocabulary and positions."""
+    if fields.text("position_embedding_type", "absolute") != "absolute":
+        raise fields.refuse("position_embedding_type", "but only absolute positions are supported")
+    if fields.flag("is_decoder", False):
+        raise fields.refuse("is_decoder", "but only an encoder is supported for this type")
+    if fields.text("hidden_act", "gelu") != "gelu":
+        raise fields.refuse("hidden_act", "but only gelu is supported")
+    ffn = GatedMLP(fields.integer("intermediate_size", maximum=MAX_SIZE), "gelu")
+    return encoder(fields, family, ffn, first_position=first_position)

@@ -1,0 +1,21 @@
+"""BERT and encoders of its form: all-MiniLM, bge, e5, gte, mxbai, Arctic Embed.
+
+GGUF files of XLM-R call themselves BERT: their tables of positions begin with the first token's.
+"""
+
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._encoder import NAMES, bert, layout, prefixes
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+
+ARCHITECTURES = ("BertModel", "BertForMaskedLM")
+GGUF = layout("bert")
+PREFIXES = prefixes("bert.")
+
+
+def configure(fields: Fields) -> ModelConfig:
+    return bert(fields, "bert")
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, NAMES)

@@ -1,0 +1,18 @@
+"""XLM-R and RoBERTa: BERT whose first token has the position after that of padding. multilingual-e5, bge-m3."""
+
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families._encoder import NAMES, bert, prefixes
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+
+MODEL_TYPES = ("xlm-roberta", "roberta", "camembert")
+ARCHITECTURES = ("XLMRobertaModel", "XLMRobertaForMaskedLM", "RobertaModel", "RobertaForMaskedLM", "CamembertModel")
+PREFIXES = prefixes("roberta.")
+
+
+def configure(fields: Fields) -> ModelConfig:
+    return bert(fields, "xlm_roberta", first_position=fields.integer("pad_token_id", 1, minimum=0) + 1)
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, NAMES)

@@ -1,0 +1,150 @@
+"""Encoders with a vocabulary: the fixtures' weights, as folders of sentence-transformers and as GGUF files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from polarlm.model_loaders import load_weights
+from polarlm.model_loaders.families import tensors
+from tests.conftest import ENCODERS
+from tests.weights import pack
+
+VOCABULARY = 96
+CONTROL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CLS, SEP = 2, 3
+_WORDS = ("the", "rain", "falls", "on", "sea", "a", "ship", "ran", "he", "in", ",", ".", "##s", "##ing", "##er")
+
+
+def pieces() -> list[str]:
+    """A vocabulary of words, letters, and letters inside words."""
+    letters = [form for letter in string.ascii_lowercase for form in (letter, f"##{letter}")]
+    found = [*CONTROL, *dict.fromkeys([*_WORDS, *letters])]
+    return [*found, *(f"[unused{i}]" for i in range(VOCABULARY - len(found)))]
+
+
+def tokenizer_json() -> str:
+    """BERT's tokenizer, as its files describe it."""
+    vocabulary = {piece: i for i, piece in enumerate(pieces())}
+    library = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    library.normalizer = normalizers.BertNormalizer(lowercase=True)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+    )
+    library.add_special_tokens(list(CONTROL))
+    return library.to_str()
+
+
+def make_folder(folder: Path, name: str, pooling: str | None = "mean", **modules: Any) -> Path:
+    """A folder in the layout of sentence-transformers; without `pooling`, one of transformers alone."""
+    folder.mkdir(exist_ok=True)
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(ENCODERS / name / file, folder)
+    (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    if pooling is not None:
+        kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize", **modules}
+        listed = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in kinds.items()]
+        (folder / "modules.json").write_text(json.dumps(listed))
+        (folder / "1_Pooling").mkdir()
+        mode = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken", "max": "max_tokens"}
+        written = {f"pooling_mode_{one}": kind == pooling for kind, one in mode.items()}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 1, **written}))
+    return folder
+
+
+UNIGRAM = [
+    *(("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)),
+    *(("▁", -2.0), ("▁rain", -5.0), ("▁r", -4.0), ("ain", -4.5), ("s", -3.0), ("▁the", -3.5)),
+    *((letter, -8.0 - at / 64) for at, letter in enumerate("abcdefghijklmnopqrtuvwxyz")),
+]
+"""Pieces of an XLM-R vocabulary, and their scores."""
+
+
+def make_gguf(
+    path: Path, name: str, dtype: str = "F32", pooling: int | None = 1, *, unigram: bool = False, **changes: object
+) -> Path:
+    """The same model as a GGUF file, as llama.cpp's converter writes it, with matrices in a type.
+
+    unigram: with an XLM-R vocabulary, not BERT's.
+    """
+    config, source, _ = load_weights(ENCODERS / name)
+    arch = "nomic-bert" if config.family == "nomic_bert" else "bert"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_context)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(len(config.layers))
+    writer.add_head_count(config.attention.heads)
+    writer.add_feed_forward_length(config.ffn.size)
+    writer.add_layer_norm_eps(config.norm_eps)
+    writer.add_causal_attention(False)
+    if config.attention.rope is not None:
+        writer.add_rope_freq_base(config.attention.rope.theta)
+    if pooling is not None:
+        writer.add_pooling_type(gguf.PoolingType(pooling))
+    if unigram:
+        _write_unigram(writer)
+    else:
+        _write_word_piece(writer)
+    for key, value in changes.items():
+        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
+    for spec in tensors(config).specs():
+        values = np.empty(source.shape(spec.name), np.float32)
+        source.read_into(spec.name, values)
+        if spec.name == "model.positions.weight":  # the converter leaves out what is before the first position
+            values = np.ascontiguousarray(values[config.first_position :])
+        if values.ndim == 2 and dtype != "F32":
+            writer.add_tensor(spec.gguf, pack(values, dtype.lower()), raw_dtype=gguf.GGMLQuantizationType[dtype])
+        else:
+            writer.add_tensor(spec.gguf, values)
+    source.close()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_word_piece(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(
+        [one if one[0] == "[" else one[2:] if one.startswith("##") else f"▁{one}" for one in pieces()]
+    )
+    writer.add_token_types([3 if one in CONTROL else 1 for one in pieces()])
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(CLS)
+    writer.add_sep_token_id(SEP)
+
+
+def _write_unigram(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list([piece for piece, _ in UNIGRAM])
+    writer.add_token_scores([score for _, score in UNIGRAM])
+    writer.add_token_types([3, 3, 3, 2, *[1] * (len(UNIGRAM) - 4)])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+    writer.add_add_space_prefix(True)
+    writer.add_remove_extra_whitespaces(True)
+
+
+def reference(name: str) -> list[tuple[list[int], np.ndarray]]:
+    """The texts of a fixture, and their last hidden states in transformers (T, E)."""
+    found = np.load(ENCODERS / name / "reference.npz")
+    return [(found[f"ids{i}"].tolist(), found[f"states{i}"]) for i in range(len(found) // 2)]
+
+
+def pooled(states: np.ndarray, pooling: str, dimensions: int | None = None) -> np.ndarray:
+    """The vector of a text as sentence-transformers computes it, normalized, in float64."""
+    row = {"mean": states.mean(0, dtype=np.float64), "cls": states[0], "last": states[-1]}[pooling][:dimensions]
+    return row / np.linalg.norm(row.astype(np.float64))

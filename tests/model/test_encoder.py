@@ -1,0 +1,41 @@
+"""The forward pass of encoders against transformers in float32, in NumPy and in compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.model.encoder import Encoder
+from polarlm.engine.model.weights import load_weights
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.state.store import KVStore
+from polarlm.model_loaders import load_weights as open_weights
+from tests.conftest import ENCODERS
+from tests.encoders import reference
+
+NAMES = sorted(path.name for path in ENCODERS.iterdir())
+BACKENDS: list[Callable[[], Ops]] = [NumpyOps, NativeOps]
+
+
+def read_encoder(path: Path, ops: Ops) -> Encoder:
+    config, source, _ = open_weights(path)
+    weights = load_weights(ops, config, source)
+    source.close()
+    return Encoder(ops, config, weights, KVStore(ops, plan_for_tokens(CacheShape(16, ()), 64, 1), []))
+
+
+@pytest.mark.parametrize("make_ops", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_states_are_those_of_transformers(name: str, make_ops: Callable[[], Ops]) -> None:
+    model, texts = read_encoder(ENCODERS / name, make_ops()), reference(name)
+    states = model.encode([ids for ids, _ in texts])
+    expected = np.concatenate([states for _, states in texts])
+    # Sums of a few hundred products in float32, whose order differs.
+    assert np.abs(states - expected).max() <= 2e-5 * np.abs(expected).max()

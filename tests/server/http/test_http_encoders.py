@@ -1,0 +1,112 @@
+"""A server of an encoder: vectors in every API's shape, and sentences where answers are asked for."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine import Engine, PromptOptions
+from tests.encoders import make_folder
+from tests.server.http_server import Serving, eventually, serving
+
+TEXTS = ["the rain falls", "a ship on the sea", "he ran"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = make_folder(tmp_path_factory.mktemp("encoder") / "tiny-embed", "bert_wide", "cls")
+    with Engine.load(folder, device="cpu") as engine, serving(engine) as running:
+        yield running
+
+
+def close(found: Any, expected: np.ndarray) -> bool:
+    return bool(np.abs(np.asarray(found, np.float32) - expected).max() <= 1e-6)
+
+
+def test_openais_shape(shared: Serving) -> None:
+    expected = [one.vector for one in shared.engine.embed_each(TEXTS)]
+    answer = shared.post("/v1/embeddings", {"input": TEXTS, "model": "any"}).json()
+    assert answer["pooling"] == "cls"
+    assert all(close(one["embedding"], want) for one, want in zip(answer["data"], expected, strict=True))
+    cut = [one.vector for one in shared.engine.embed_each(TEXTS, None, PromptOptions(dimensions=8))]
+    body = {"input": TEXTS, "dimensions": 8, "encoding_format": "base64"}
+    for one, want in zip(shared.post("/v1/embeddings", body).json()["data"], cut, strict=True):
+        assert close(np.frombuffer(base64.b64decode(one["embedding"]), "<f4"), want)
+    ids = [shared.engine.prompt_ids(text, shared.engine.embedding_options(None)) for text in TEXTS]
+    given = shared.post("/v1/embeddings", {"input": ids}).json()
+    assert all(close(one["embedding"], want) for one, want in zip(given["data"], expected, strict=True))
+    assert given["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_ollamas_shapes(shared: Serving) -> None:
+    expected = [one.vector for one in shared.engine.embed_each(TEXTS)]
+    answer = shared.post("/api/embed", {"model": "any", "input": TEXTS}).json()
+    assert all(close(*both) for both in zip(answer["embeddings"], expected, strict=True))
+    older = shared.post("/api/embeddings", {"model": "any", "prompt": TEXTS[0]}).json()
+    assert close(older["embedding"], expected[0])
+    (cut,) = shared.post("/api/embed", {"model": "any", "input": TEXTS[0], "dimensions": 3}).json()["embeddings"]
+    assert len(cut) == 3
+    assert shared.post("/api/show", {"model": "any"}).json()["capabilities"] == ["embedding"]
+
+
+def test_a_long_text_is_an_error_unless_it_may_be_cut(shared: Serving) -> None:
+    """Ollama cuts texts unless it is told not to; OpenAI does not."""
+    long = "rain " * 500
+    cut = shared.engine.embed(long, options=PromptOptions(truncate=True)).vector
+    for path, body in (("/v1/embeddings", {"input": long}), ("/api/embed", {"input": long, "truncate": False})):
+        response = shared.post(path, body)
+        assert response.status_code == 400
+        assert "502 tokens exceeds the available context size of 64 tokens" in response.text
+    assert close(shared.post("/api/embed", {"input": long}).json()["embeddings"][0], cut)
+    for more in ({"truncate": True}, {"truncate_prompt_tokens": -1}):
+        answer = shared.post("/v1/embeddings", {"input": long, **more}).json()
+        assert close(answer["data"][0]["embedding"], cut)
+        assert answer["usage"]["prompt_tokens"] == 64
+
+
+def test_many_texts_come_in_order(shared: Serving) -> None:
+    texts = [f"rain {'falls ' * (at % 7)}" for at in range(600)]
+    answer = shared.post("/v1/embeddings", {"input": texts}).json()
+    alone = [shared.engine.embed(text).vector for text in texts[:7]]
+    assert len(answer["data"]) == 600
+    assert all(close(one["embedding"], alone[at % 7]) for at, one in enumerate(answer["data"]))
+    eventually(lambda: not shared.busy)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "rain"}]}),
+        ("/v1/completions", {"prompt": "rain"}),
+        ("/v1/responses", {"input": "rain"}),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "rain"}]}),
+        ("/completion", {"prompt": "rain"}),
+        ("/api/chat", {"model": "any", "messages": [{"role": "user", "content": "rain"}]}),
+        ("/api/generate", {"model": "any", "prompt": "rain"}),
+    ],
+)
+def test_no_answers_are_written(shared: Serving, path: str, body: dict[str, Any]) -> None:
+    response = shared.post(path, body)
+    assert response.status_code == 400
+    assert "tiny-embed is an embedding model: it gives texts a vector" in response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"dimensions": 0}, "dimensions"), ({"dimensions": "x"}, "dimensions"), ({"truncate": 1}, "truncate")],
+)
+def test_a_wrong_field_is_named(shared: Serving, body: dict[str, Any], param: str) -> None:
+    response = shared.post("/v1/embeddings", {"input": "rain", **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert "65, but vectors" in shared.post("/v1/embeddings", {"input": "rain", "dimensions": 65}).text
+
+
+def test_the_state_of_the_server_can_be_asked_for(shared: Serving) -> None:
+    stats = shared.http.get("/stats").json()
+    assert (stats["context"], stats["blocks"], stats["window"], stats["bits_per_value"]) == (64, 0, None, 0)
+    for path in ("/metrics", "/props", "/slots", "/v1/models", "/api/tags", "/api/ps", "/health", "/stats?tokens=9"):
+        assert shared.http.get(path).status_code == 200, path

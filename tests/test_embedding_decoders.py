@@ -1,0 +1,149 @@
+"""Decoders that were trained for vectors, as Qwen3-Embedding, and for ranking documents, as Qwen3-Reranker."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine import Engine, EngineError
+from tests.conftest import EMBEDDING_DECODERS
+from tests.encoders import pooled
+from tests.server.http_server import Serving, serving
+from tests.tiny import make_model, tokenizer_json
+
+QWEN3 = EMBEDDING_DECODERS / "qwen3_embedding"
+END = 3  # <|endoftext|> in the vocabulary of the tests
+QUERY, DOCUMENTS = "rain", ["the sea", "it rained on the hat", ""]
+
+
+def with_words(folder: Path) -> None:
+    """Give the vocabulary of a folder tokens for yes and no, and a token that closes a text."""
+    described = json.loads(tokenizer_json())
+    ids = described["model"]["vocab"]
+    unused = iter("789")
+    for pair in (["n", "o"], ["y", "e"], ["ye", "s"]):
+        described["model"]["merges"].append(pair)
+        ids["".join(pair)] = ids.pop(next(unused))
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [END], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("qwen3") / "tiny-qwen3"
+    shutil.copytree(QWEN3, folder)
+    with_words(folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true, "include_prompt": true}')
+    modules = [{"path": "", "type": "models.Transformer"}, {"path": "1_Pooling", "type": "models.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with Engine.load(folder, device="cpu", cache_type="f16", block_size=8) as loaded:
+        yield loaded
+
+
+def test_a_vector_is_the_state_of_the_last_token(engine: Engine) -> None:
+    found = np.load(QWEN3 / "reference.npz")
+    for number in range(len(found) // 2):
+        expected = pooled(found[f"states{number}"], "last")
+        vector = engine.embed(found[f"ids{number}"].tolist()).vector
+        # A vector of length 1, after two layers whose sums of products are in float32.
+        assert np.abs(vector - expected).max() <= 5e-5
+
+
+def test_a_text_ends_with_the_token_that_closes_it(engine: Engine) -> None:
+    ids = engine.tokenize("the rain")
+    assert engine.embed("the rain").vector.tolist() == engine.embed([*ids, END]).vector.tolist()
+    assert engine.prompt_ids("the rain") == ids  # which generation goes on from
+
+
+def probability(engine: Engine, document: str) -> float:
+    """That of yes beside no after the prompt that such models are trained with, from the scores of its tokens."""
+    (prompt, _, options) = engine.rank_jobs(QUERY, [document])[0]
+    ids = engine.prompt_ids(prompt, options)
+    yes, no = (
+        float(engine.score([*ids, *engine.tokenize(word)]).logprobs[-1].astype(np.float64)) for word in ("yes", "no")
+    )
+    return 1 / (1 + np.exp(no - yes))
+
+
+def test_a_document_is_as_relevant_as_yes_is_likely(engine: Engine) -> None:
+    found = engine.rerank(QUERY, DOCUMENTS)
+    assert [one.vector.shape for one in found] == [(1,)] * 3
+    for one, document in zip(found, DOCUMENTS, strict=True):
+        # Scores read keys and values as halves.
+        assert float(one.vector[0]) == pytest.approx(probability(engine, document), abs=2e-3)
+    other = engine.rerank(QUERY, DOCUMENTS, "documents about hats")
+    assert [float(one.vector[0]) for one in other] != [float(one.vector[0]) for one in found]
+
+
+def test_the_prompt_is_that_of_the_trained_model(engine: Engine) -> None:
+    (prompt, _, options) = engine.rank_jobs("q", ["d"])[0]
+    system, user = prompt
+    assert (system["role"], user["role"]) == ("system", "user")  # type: ignore[index, call-overload]
+    assert user["content"].endswith("\n<Query>: q\n<Document>: d")  # type: ignore[index, call-overload]
+    assert options.template_variables == {"enable_thinking": False}
+
+
+def test_models_without_the_words_cannot_rank(tmp_path: Path) -> None:
+    with Engine.load(make_model(tmp_path), device="cpu") as loaded, pytest.raises(EngineError, match="for yes and no"):
+        loaded.rerank(QUERY, DOCUMENTS)
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Serving]:
+    with serving(engine) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v1/reranking", "/reranking"])
+def test_the_most_relevant_document_comes_first(server: Serving, path: str) -> None:
+    found = server.engine.rerank(QUERY, DOCUMENTS)
+    scores = [float(one.vector[0]) for one in found]
+    answer = server.post(path, {"model": "any", "query": QUERY, "documents": DOCUMENTS}).json()
+    order = sorted(range(3), key=lambda index: -scores[index])
+    assert [one["index"] for one in answer["results"]] == order
+    for one in answer["results"]:
+        assert one["relevance_score"] == pytest.approx(scores[one["index"]], abs=1e-6)
+        assert "document" not in one
+    tokens = sum(one.usage.prompt_tokens for one in found)
+    assert (answer["model"], answer["usage"]["total_tokens"]) == ("tiny-qwen3", tokens)
+    body = {"query": QUERY, "documents": [{"text": one} for one in DOCUMENTS], "top_n": 2, "return_documents": True}
+    best = server.post(path, body).json()["results"]
+    assert [one["index"] for one in best] == order[:2]
+    assert best[0]["document"] == {"text": DOCUMENTS[order[0]]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"documents": ["a"]}, "query"),
+        ({"query": "", "documents": ["a"]}, "query"),
+        ({"query": "q"}, "documents"),
+        ({"query": "q", "documents": []}, "documents"),
+        ({"query": "q", "documents": ["a", 5]}, "documents[1]"),
+        ({"query": "q", "documents": [{"title": "a"}]}, "documents[0].text"),
+        ({"query": "q", "documents": ["a"] * 3000}, "documents"),
+        ({"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
+        ({"query": "q", "documents": ["a"], "return_documents": "x"}, "return_documents"),
+        ({"query": "q", "documents": ["a"], "instruction": 1}, "instruction"),
+    ],
+)
+def test_a_wrong_field_is_named(server: Serving, body: dict[str, Any], param: str) -> None:
+    response = server.post("/v1/rerank", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_document_that_is_too_long_is_refused(server: Serving) -> None:
+    response = server.post("/v1/rerank", {"query": QUERY, "documents": ["a", "rain " * 500]})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
