@@ -26,7 +26,7 @@ from polarlm.server.models.served import READY, Served, ended
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import read_json, text
 from polarlm.server.running import journal
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refused import Refused, for_clients
 
 # Paths of what is asked all the time: none of them loads a model, nor counts as its use.
 MONITORED = ("/stats", "/metrics", "/slots")
@@ -111,7 +111,7 @@ class _Passed(Response):
             with suppress(ClientDisconnect):
                 await while_there(receive, self._answer(send))
         except Exception as error:  # EngineError, Refused: as the API writes errors
-            shown = api_error(error)
+            shown = api_error(for_clients(error))
             if not self._began:
                 await self._proxy._errors.response(self._asked.path, shown)(scope, receive, send)
             elif self._type.startswith((b"text/event-stream", b"application/x-ndjson")):

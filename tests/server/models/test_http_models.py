@@ -202,6 +202,22 @@ def test_memory_for_one_model_is_had_by_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_that_is_loaded_again_finds_what_its_disk_has(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    kept = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "blocks"), "block_size": 8}
+    prompt = "Once upon a time there was a fox, and it was not alone."
+    with front(two_models(tmp_path / "models"), model=kept) as server:
+        first = server.ask("big", prompt=prompt).json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        server.http.post("/models/unload", json={"model": "big"})
+        server.becomes("big", UNLOADED)
+        again = server.ask("big", prompt=prompt).json()
+        details = again["usage"]["prompt_tokens_details"]
+        assert details["cached_from"]["disk"] >= 8
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+@pytest.mark.slow
 def test_what_a_client_says_about_keeping_a_model_holds(tmp_path: Path) -> None:
     with front(two_models(tmp_path)) as server:
         client = ollama.Client(server.url, headers={"Authorization": f"Bearer {KEY}"})
