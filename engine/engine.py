@@ -28,7 +28,6 @@ from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import Progress, Session, SessionPath
-from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 Chunks = Generator[Chunk, None, None]
@@ -55,8 +54,7 @@ class Engine:
         tiers, files = parts.tiers, sorted(parts.source.weights.files())
         self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
         self._runner = Runner(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
-        folders = (tier for tier in parts.tiers if isinstance(tier, Folder))
-        self.kept_blocks = next((folder for folder in folders if folder.label == "disk"), None)  # for servers
+        self.kept_blocks = parts.disk  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
