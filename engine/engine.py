@@ -57,7 +57,7 @@ class Engine(Vectors):
         self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
         kind = EncoderRunner if isinstance(self._model, Encoder) else Runner
         self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
-        self.kept_blocks = next((tier for tier in parts.tiers if tier.label == "disk"), None)  # for servers
+        self.kept_blocks = parts.disk  # for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False

@@ -47,7 +47,7 @@ from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import open_tiers
-from polarlm.engine.storage.tiers.tier_store import TierStore
+from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
 from polarlm.model_loaders.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ class Parts:
     @property
     def draft_model(self) -> Transformer | None:
         return None if self.draft is None else self.draft.model
+
+    @property
+    def disk(self) -> Folder | None:
+        """The tier on the disk; None if there is none."""
+        folders = (tier for tier in self.tiers if isinstance(tier, Folder))
+        return next((folder for folder in folders if folder.label == "disk"), None)
 
     def close(self) -> None:
         """Close the weights' files, and begin no rehearsal."""

@@ -233,7 +233,7 @@ class ConvInputs(TableGroup):
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         rows = self._before + tokens
-        return {(layer, "inputs"): self._ops.to_host(slots[slot][:rows]).copy() for layer, slots in self._slots.items()}
+        return {(layer, "inputs"): self._ops.to_host(slots[slot][:rows]) for layer, slots in self._slots.items()}
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer, slots in self._slots.items():

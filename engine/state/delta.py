@@ -313,7 +313,7 @@ class DeltaState:
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
-            (layer, name): self._ops.to_host(array[0]).copy()
+            (layer, name): self._ops.to_host(array[0])
             for layer, slots in self._slots.items()
             for name, array in first_tokens(one_slot(slots, slot), tokens)._asdict().items()
         }

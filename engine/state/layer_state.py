@@ -107,7 +107,7 @@ class LayerState(Protocol):
         """Write B quantized blocks, as `read_blocks` returns them. Raises ValueError for other arrays."""
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
-        """Return the arrays of the first `tokens` tokens of a slot, as in `StateShape.full_arrays`."""
+        """Return the arrays of the first `tokens` tokens of a slot, as in `StateShape.full_arrays`: copies or views."""
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         """Write a slot, with arrays as `read_full` returns them. Raises ValueError for other arrays."""

@@ -104,7 +104,7 @@ class _Forward:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await read_bytes(Request(scope, receive), self._max_body)
+            body = bytes(await read_bytes(Request(scope, receive), self._max_body))
             path = scope["path"].removeprefix(scope.get("root_path", ""))  # without the application's route_prefix
             sent_on = {**{name: scope[name] for name in _SENT_ON if name in scope}, "path": path}
             await self._forward(prefix_key(body), sent_on, body, send)

@@ -15,10 +15,10 @@ _BODY_SECONDS = 30  # for all of a request's body to arrive
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:
     """The JSON object in the body of a request, of at most `limit` bytes. Raises ApiError or BadRequest."""
-    return read_json(await read_bytes(request, limit))
+    return read_json(bytes(await read_bytes(request, limit)))
 
 
-async def read_bytes(request: Request, limit: int) -> bytes:
+async def read_bytes(request: Request, limit: int) -> bytearray:
     """The body of a request, of at most `limit` bytes. Raises ApiError, or ClientDisconnect."""
     try:
         return await asyncio.wait_for(_bytes(request, limit), _BODY_SECONDS)
@@ -28,7 +28,7 @@ async def read_bytes(request: Request, limit: int) -> bytes:
         ) from None
 
 
-async def _bytes(request: Request, limit: int) -> bytes:
+async def _bytes(request: Request, limit: int) -> bytearray:
     if (announced_bytes(request) or 0) > limit:
         raise too_large(limit)
     data = bytearray()
@@ -36,7 +36,7 @@ async def _bytes(request: Request, limit: int) -> bytes:
         data += piece
         if len(data) > limit:
             raise too_large(limit)
-    return bytes(data)
+    return data
 
 
 def announced_bytes(request: Request) -> int | None:

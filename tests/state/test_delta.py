@@ -171,7 +171,8 @@ class Schedules(RuleBasedStateMachine):
         one = self.running[index]
         if one.table.current is not None and len(one.rows):
             del self.running[index]
-            self.waiting.append((one, self.state.read_full(one.table.current, len(one.rows) % N)))
+            arrays = self.state.read_full(one.table.current, len(one.rows) % N)
+            self.waiting.append((one, {key: array.copy() for key, array in arrays.items()}))
             self.state.release(one.table)
 
     @precondition(lambda self: self.waiting and len(self.running) < 3)

@@ -113,6 +113,23 @@ def test_what_is_put_is_found(store: Store) -> None:
     assert {path for _, path, _ in store.asked} == {f"/blocks/{NAME.hex()}"}
 
 
+def test_what_was_there_a_moment_ago_is_not_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn asks for all blocks before it, most of which have just been read or written."""
+    place = Remote(store.url, MOST)
+    place.write(NAME, b"head", memoryview(b"payload"))
+    other = Remote(store.url, MOST)
+    assert other.has(NAME)
+    del store.asked[:]
+    assert place.has(NAME)
+    assert other.has(NAME)
+    assert not store.asked
+    store.kept.clear()
+    assert place.read(NAME) is None
+    assert not place.has(NAME)
+    monkeypatch.setattr(remote_module, "_SURE", 0.0)
+    assert not other.has(NAME)
+
+
 def test_an_answer_that_breaks_off_is_taken_up_again(store: Store) -> None:
     place = Remote(store.url, MOST)
     place.write(NAME, b"", memoryview(bytes(range(200))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -16,6 +17,7 @@ from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.names import Names
+from polarlm.engine.storage.tiers.search import find
 from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.engine.storage.tiers.writing import Writer
 from tests.pairs import each
@@ -54,7 +56,7 @@ class Kept(CachedStore):
 
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence of `ids` after what the store and the place have of it."""
-        found = self.lookup.find(self.names, ids[:-1], "", lambda: True)
+        found = find(self.lookup, self.names, ids[:-1], "", lambda: True)
         while found is not None and found.put_back():
             pass
         return CachedSequence(self.store, self.prefixes, ids)
@@ -101,25 +103,49 @@ def test_the_last_block_matches_in_part(length: int, found: int) -> None:
 def test_only_what_the_store_lacks_is_read() -> None:
     kept = Kept("polarquant")
     kept.end(kept.begin(STEM).prompt())
-    assert kept.lookup.find(kept.names, STEM, "", lambda: True) is None
+    assert find(kept.lookup, kept.names, STEM, "", lambda: True) is None
     group = kept.store.groups[0].quantized
     group.allocate(group.size - 2)  # what was free longest, and all but the last two of the kept blocks
-    found = kept.lookup.find(kept.names, STEM, "", lambda: True)
+    found = find(kept.lookup, kept.names, STEM, "", lambda: True)
     assert found is not None
     assert [span[:2] for span in found.spans] == [(24, 32), (32, 40)]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "length"), [([True] * 6, 44), ([False] + [True] * 5, 40), ([True] * 4, 24), ([False] * 6, 0)]
-)
-def test_what_is_no_longer_wanted_is_not_read(wanted: list[bool], length: int) -> None:
-    """It is asked for the four tokens after the complete blocks first, then for each of these."""
+@pytest.mark.parametrize("times", range(7))
+def test_what_is_no_longer_wanted_is_not_read(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five complete blocks and the four tokens after them are read, in threads; what was read up to a gap is found."""
     kept = Kept("polarquant")
     kept.end(kept.begin(STEM).prompt())
     overwrite(kept.store)
-    answers = iter(wanted)
-    found = kept.lookup.find(kept.names, STEM, "", lambda: next(answers, False))
-    assert (0 if found is None else found.spans[-1][1]) == length
+    _, hashes = kept.prefixes.hashes(STEM)
+    answers, asked = iter([True] * times), []
+    read = kept.place.read
+    monkeypatch.setattr(kept.place, "read", lambda name: [asked.append(name), read(name)][1])
+    found = find(kept.lookup, kept.names, STEM, "", lambda: next(answers, False))
+    assert len(asked) == times
+    complete = next((number for number in range(5) if kept.names.block(hashes[number]) not in asked), 5)
+    with_tail = complete == 5 and kept.names.tail(hashes[-1]) in asked
+    assert (0 if found is None else found.spans[-1][1]) == (44 if with_tail else complete * N)
+
+
+def test_blocks_are_read_while_the_block_after_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept("polarquant")
+    kept.end(kept.begin(STEM).prompt())
+    overwrite(kept.store)
+    _, hashes = kept.prefixes.hashes(STEM)
+    blocks = {kept.names.block(key) for key in hashes}
+    others, read = threading.Event(), kept.place.read
+
+    def wait(name: bytes) -> bytes | None:
+        blocks.discard(name)
+        if not blocks:
+            others.set()
+        elif name == kept.names.tail(hashes[-1]):
+            assert others.wait(60)
+        return read(name)
+
+    monkeypatch.setattr(kept.place, "read", wait)
+    assert kept.begin([*STEM, 0]).found == len(STEM)
 
 
 def test_a_gap_ends_what_is_found() -> None:

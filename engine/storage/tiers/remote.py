@@ -6,6 +6,7 @@ import http.client
 import re
 import ssl
 import threading
+import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -16,6 +17,8 @@ _ATTEMPTS = 3  # to read an object: after a connection breaks, reading resumes w
 _IDLE = 4  # most connections that are kept open
 _PIECE = 1 << 20  # bytes
 _LEAVES_ALONE = 404, 410
+_SURE = 60.0  # seconds for which an object that was there is taken to be there
+_MOST_SEEN = 1 << 16  # names of such objects
 
 
 class Remote:
@@ -40,12 +43,24 @@ class Remote:
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._wrong: set[bytes] = set()  # damaged there, so that the next write replaces them
+        self._seen: dict[bytes, float] = {}  # objects that were there, and when: a turn asks for all blocks before it
 
     def has(self, name: bytes) -> bool:
         if name in self._wrong:
             return False
-        status, _, _ = self._ask("HEAD", name)
-        return status == 200
+        if time.monotonic() - self._seen.get(name, -_SURE) < _SURE:
+            return True
+        is_there = self._ask("HEAD", name)[0] == 200
+        self._note(name, is_there)
+        return is_there
+
+    def _note(self, name: bytes, is_there: bool) -> None:
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        if is_there:
+            self._seen[name] = time.monotonic()
+        else:
+            self._seen.pop(name, None)
 
     def read(self, name: bytes) -> memoryview | None:
         content = np.empty(0, np.uint8)
@@ -57,15 +72,18 @@ class Remote:
                     raise
                 continue
             if status in _LEAVES_ALONE:
+                self._note(name, False)
                 return None
             content = piece if status == 200 or not len(content) else np.concatenate((content, piece))
             if len(content) >= whole:
+                self._note(name, True)
                 return content.data
         raise ConnectionError("the response was cut short in every attempt")
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
         self._ask("PUT", name, body=b"".join((header, payload)))
         self._wrong.discard(name)
+        self._note(name, True)
 
     def remove(self, name: bytes) -> None:
         self._wrong.add(name)

@@ -1,7 +1,7 @@
 """Tiers keep blocks after the KV store has reused their memory, for prompts that begin with the same tokens.
 
 Blocks of a released sequence are written in the background (`writing.py`). The blocks of a new prompt are looked up and
-read outside of the engine's lock, while the thread that submits it waits (`lookup.py`), and copied to the store when
+read outside of the engine's lock, while the thread that submits it waits (`search.py`), and copied to the store when
 its turn has come (`tier_hit.py`). A tier that does not answer in time is not queried again before it has answered;
 until then, prompts are computed without it.
 """
@@ -23,6 +23,7 @@ from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.names import Names, digest, known_digest
 from polarlm.engine.storage.tiers.opening import remembering
 from polarlm.engine.storage.tiers.patience import Patience
+from polarlm.engine.storage.tiers.search import find
 from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
 from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.engine.storage.tiers.writing import Lock, Writer
@@ -97,7 +98,7 @@ class Tiers:
         if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_FOR_NAMES)) is None:
             return None
         seconds = self._patience.seconds(self._lookup.lacking(ids, salt))
-        return self._in_time(seconds, lambda wanted: self._lookup.find(names, ids, salt, wanted))
+        return self._in_time(seconds, lambda wanted: find(self._lookup, names, ids, salt, wanted))
 
     def recall(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
         """Return the ids of the answers that tiers have, by the digests of their conversations."""
@@ -127,8 +128,9 @@ class Tiers:
                 results.append(work(lambda: not left.is_set()))
 
         thread = threading.Thread(target=run, name="tiers reading", daemon=True)
-        thread.start()
-        thread.join(seconds)
+        with self._writer.resting():
+            thread.start()
+            thread.join(seconds)
         if thread.is_alive():
             left.set()
             self._late = thread

@@ -25,6 +25,7 @@ _LOG = logging.getLogger(__name__)
 _AT_ONCE = 4  # blocks that are copied each time that the engine's lock is held
 _REST = 19  # pause after a copy while requests are computed, in multiples of its time: copies take a twentieth of it
 _LONGEST_REST = 0.5  # seconds
+_SOON = 0.03  # seconds after a request in which the next turn of its conversation may come, to be read first
 _CHAINS = 256  # most chains in the queue; further ones replace the oldest
 
 
@@ -80,6 +81,28 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._is_writing = False
         self._done = 0  # objects that have been written or skipped
+        self._readers, self._read_at = 0, time.monotonic()  # requests that look for blocks now, and when the last came
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """A context in which a request looks for blocks: an object that is being written is the last one meanwhile."""
+        with self._changed:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._read_at = time.monotonic()
+
+    def _let_read(self) -> None:
+        """Wait for requests that look for blocks, or may do so soon."""
+        until = time.monotonic() + _LONGEST_REST
+        with self._changed:
+            while (now := time.monotonic()) < until and not self._closing:
+                if not self._readers and now > self._read_at + _SOON:
+                    return
+                self._changed.wait(_SOON)
 
     def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         """Queue the blocks of a sequence with these ids, which the prefix cache can find, for writing."""
@@ -96,6 +119,7 @@ class Writer:
             if self._closing:
                 return
             self._work.append(work)
+            self._read_at = time.monotonic()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tiers", daemon=True)
                 self._thread.start()
@@ -157,6 +181,7 @@ class Writer:
                     self._changed.notify_all()
 
     def _write_chain(self, chain: _Chain, names: Names) -> None:
+        self._let_read()
         quantized = [(key, names.block(key)) for key in chain.hashes[1:]]
         first = names.block(chain.hashes[0])
         tail = names.tail(chain.hashes[-1])
@@ -226,6 +251,7 @@ class Writer:
 
     def _write(self, name: bytes, header: bytes, payload: memoryview, *, replaces: bool = False) -> None:
         """Write an object to the tiers that lack it, or to all if it replaces others of its name."""
+        self._let_read()
         for tier in self._tiers:
             if replaces or not tier.has(name):
                 tier.write(name, header, payload)

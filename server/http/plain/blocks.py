@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from polarlm.engine.storage.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers.tier_hit import Budget
-from polarlm.engine.storage.tiers.tier_store import TierStore
+from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.http.streams import send_soon, while_there
@@ -59,7 +59,7 @@ class _Content(Response):
 class Blocks:
     """The endpoint for the blocks of a tier."""
 
-    def __init__(self, place: TierStore, most: int) -> None:
+    def __init__(self, place: Folder, most: int) -> None:
         """most: bytes of the largest possible block."""
         self._place, self._most = place, most
         self._receiving, self._sending = (Budget(max(_MOST_BYTES, most)) for _ in range(2))
@@ -80,14 +80,17 @@ class Blocks:
             if not await self._do(partial(self._place.has, name)):
                 raise _missing()
             return Response(media_type=_TYPE)
-        if not self._sending.take(self._most):
+        size = await self._do(partial(self._place.size, name))
+        if size is None:
+            raise _missing()
+        size = min(size, self._most)
+        if not self._sending.take(size):
             raise _busy()
         with ExitStack() as room:
-            room.callback(self._sending.give_back, self._most)
-            content = await self._do(partial(self._place.read, name))
+            room.callback(self._sending.give_back, size)
+            content = await self._do(partial(self._read, name))
             if content is None:
                 raise _missing()
-            await self._do(partial(self._place.used, [name]))
             found = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
             if found is None:
                 return _Content(memoryview(content), room.pop_all())
@@ -98,6 +101,11 @@ class Blocks:
                 )
             part = f"bytes {start}-{stop - 1}/{len(content)}"
             return _Content(memoryview(content)[start:stop], room.pop_all(), 206, {"Content-Range": part})
+
+    def _read(self, name: bytes) -> memoryview | None:
+        content = self._place.read(name)
+        self._place.used([name])
+        return content
 
     async def put(self, request: Request) -> Response:
         """Keep a block, whose checksum and name must be right. Sending the same block again changes nothing."""
@@ -110,14 +118,16 @@ class Blocks:
             raise _busy(CLOSE)  # closes the connection, since the body has not been read
         try:
             body = await read_bytes(request, self._most)
-            try:
-                unpack(name, body)
-            except DamagedObject as error:
-                raise ApiError(400, f"This is not the block of that name: {error}", "damaged_block") from None
-            await self._do(partial(self._place.write, name, body, memoryview(b"")))
+            await self._do(partial(self._keep, name, body))
+        except DamagedObject as error:
+            raise ApiError(400, f"This is not the block of that name: {error}", "damaged_block") from None
         finally:
             self._receiving.give_back(size)
         return Response(status_code=204)
+
+    def _keep(self, name: bytes, body: bytearray) -> None:
+        unpack(name, body)
+        self._place.write(name, b"", memoryview(body))
 
     async def _do(self, work: Callable[[], T]) -> T:
         """The result of `work`, run in the worker's thread. Raises ApiError."""
