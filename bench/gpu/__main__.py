@@ -96,8 +96,8 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     _write(output, argv, results, gpu)
     note(f"Written to {output}")
     print(f"{', '.join(f'{name} {value}' for name, value in gpu.about.items()).removeprefix('name ')}\n")
+    print(f"{beside(gpu.about['name'], sizes.config, output)}\n")
     print(format_tables(results))
-    print(f"\n{beside(gpu.about['name'], sizes.config, output)}")
 
 
 def _do(name: str, work: Callable[[], Sequence[Row]], results: Results) -> None:

@@ -472,3 +472,12 @@ def test_without_nvdisasm_a_sentence_says_how_to_get_it(
     monkeypatch.setattr(cost, "_compiled", missing)
     assert predict.main(["--output", str(tmp_path / "predicted.json")]) == 2
     assert "install the package nvidia-cuda-nvdisasm" in capsys.readouterr().err
+
+
+def test_a_measured_run_is_shown_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
+    file = Path(__file__).parents[2] / "bench" / "results" / "gpu-nvidia-h200-2026-11-22.json"
+    shown = predict.beside("NVIDIA H200", LLAMA_8B, file)
+    assert shown.startswith("Measured on NVIDIA H200, next to the predictions")
+    assert "| step, 131,072 × 16, without the host " in shown
+    assert predict.beside("Some GPU", LLAMA_8B, file).startswith("Not predicted: Some GPU is none of 3060, ")
