@@ -21,6 +21,7 @@ from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import Cell, RandomModel, default_type, random_metrics
 from polarlm.bench.gpu.peer import PeerTime, half_attention, prompt_attention
+from polarlm.bench.gpu.predict import beside
 from polarlm.bench.gpu.setup import Gpu, Noise, Sizes, open_gpu
 from polarlm.bench.gpu.shapes import shape_of
 from polarlm.bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
@@ -95,6 +96,7 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     _write(output, argv, results, gpu)
     note(f"Written to {output}")
     print(f"{', '.join(f'{name} {value}' for name, value in gpu.about.items()).removeprefix('name ')}\n")
+    print(f"{beside(gpu.about['name'], sizes.config, output)}\n")
     print(format_tables(results))
 
 

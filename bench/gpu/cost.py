@@ -1,11 +1,16 @@
 """Predicted times of a step's parts, from the instructions of the compiled kernels and from their bytes.
 
+Sources of its terms. Counted in the compiled kernels: instructions, and what shared memory and tensor cores do. Counted
+in the launches: bytes. Measured on an H100 and an H200, whose files are in `bench/results`: how much faster reading is
+than copying, what a launch of each kind costs beside its bytes, how long a block of `encode_blocks` takes, how much of
+the work on the chip (instructions, and x out of L2) is added to the time of the memory instead of hidden behind it,
+and the rate of Hopper's `mma.sync`. These are taken for other GPUs as they are, in clocks where they are work.
+From data sheets, or assumed: `MACHINES`.
+
 A multiprocessor takes as long as its busiest unit: memory, the L2 cache, instruction issue, the integer pipe, the port
-of shared memory and L1, or tensor cores. Latencies of memory are hidden, except at the start and end of a kernel, and
-all others are in a product; a warp of attention takes as long as it would alone, by the compiler's own stalls and
-estimated delays of shared memory and shuffles, or longer. Every block of
-a product reads its activations from L2 once; what blocks of a multiprocessor may share in L1 is not counted, nor are
-bank conflicts. An H200 takes 1.2 (bfloat16 weights) to 1.4 (4-bit) times as long for a step.
+of shared memory and L1, or tensor cores; a warp of attention takes as long as it would alone, by the compiler's own
+stalls and estimated delays of shared memory and shuffles, or longer. Bank conflicts are not counted, nor what blocks of
+a multiprocessor may share in L1.
 """
 
 from __future__ import annotations
@@ -15,7 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from polarlm.bench.gpu.launches import BLOCKS, DELTA, LIBRARY, SCAN, STATES, Launch, Multiplied, Part, constant
+from polarlm.bench.gpu.launches import (
+    BLOCK_SIZE,
+    BLOCKS,
+    DELTA,
+    LIBRARY,
+    SCAN,
+    STATES,
+    Launch,
+    Multiplied,
+    Part,
+    constant,
+)
 from polarlm.bench.gpu.nvrtc import compile_binary
 from polarlm.bench.gpu.sass import Counts, Kernel, disassemble, disassembler
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
@@ -23,9 +39,27 @@ from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.config import ModelConfig
 
 # Seconds that a kernel adds to its bytes or instructions: until it begins after the one before it, and until all
-# multiprocessors are busy, and then idle again. Attention waits for three loads that depend on each other, merges the
-# results of its warps, and the last multiprocessor of a KV head adds those of the others. Estimates for an H200.
-_BEGIN, _RAMP, _ATTENTION_RAMP = 1.3e-6, 1.4e-6, 4.0e-6
+# multiprocessors are busy, and then idle again. Small kernels and gemm_packed: estimates, which measurements confirm.
+# Others: what remains of the measured time of the smallest and of the largest product or context, when the slope
+# between them is taken off. Of attention, docs/kernels.md, 7.2, has the clocks of its parts.
+_BEGIN, _RAMP = 1.3e-6, 1.4e-6
+_ATTENTION_RAMP = 11.7e-6
+_STATE_RAMP = 4.0e-6  # an estimate: no GPU has run kernels with states
+_PRODUCT_RAMP = {"gemv": 3.5e-6, "gemv_packed": 2.6e-6, "gemm_packed": 1.4e-6, "gemm_small": 5.0e-6}
+_SAMPLING_RAMP = 6.4e-6  # of each of its kernels: 23 µs for three, docs/kernels.md, 7.1
+
+# Reading alone is faster than a copy: the slope of products of bfloat16 from 34 MB to 1 GB, on both GPUs.
+_READ = 1.045
+# How much of the work on the chip is added to the time of the memory. Both GPUs have the same multiprocessors, and the
+# measured times of a byte differ by those of the memory alone, so that this part is one number.
+_ADDED = {"gemv": 0.0, "gemv_packed": 0.4, "gemm_packed": 0.8, "gemm_small": 0.4, "decode_attention": 0.4}
+
+# The part of _BEGIN that overlapped launches hide: steps of both GPUs at 2,048 × 1, in both types of weights. Attention
+# takes nearly all registers, so that no other kernel begins beside it.
+_HIDDEN = 0.63
+
+# Clocks of a block of encode_blocks for 64 tokens of 128 channels, of the default cache type; two fit a multiprocessor.
+_ENCODE_CLOCKS, _ENCODED, _ENCODERS = 3.76e5, 64 * 128, 2
 
 _OVERLAPS_FROM = 90  # compute capability, times ten
 _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
@@ -35,14 +69,15 @@ _MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor core
 _OF_FLOAT = 3  # products of halves that delta_scan computes for one of float32
 _PORT_BYTES = 64  # that a multiprocessor gets from L2 in a clock, at most
 _PROMPT = "prefill_attention"
-_OTHERS = (_PROMPT, *STATES, *DELTA, LIBRARY)  # kernels with a time of their own
+_ENCODE = "encode_blocks"
+_OTHERS = (_PROMPT, *STATES, *DELTA, LIBRARY, _ENCODE)  # kernels with a time of their own
 
 
 @dataclass(frozen=True)
 class Machine:
     """clock: Hz. bandwidth: bytes a second of a copy, read and written. cache: bytes a second that multiprocessors read
     from L2, an estimate. shared_memory: bytes of a multiprocessor. product_clocks: of m16n8k16 with float32 sums, on a
-    multiprocessor. gemm: FLOPs a second of a library's large product, assumed."""
+    multiprocessor, by `mma.sync`. gemm: FLOPs a second of a library's large product, assumed."""
 
     name: str
     arch: int
@@ -61,17 +96,38 @@ class Machine:
         return self.bandwidth / self.processors / self.clock
 
 
-_SHEET = "bandwidth: 0.9 of the data sheet's"
+_SHEET = "data sheet; bandwidth: 0.9 of it"
+_COPY = "bandwidth and mma.sync measured; the rest: data sheet"
+_BLACKWELL = "data sheet; bandwidth: 0.9 of it; mma.sync assumed as fast as an H200's"
 _DENSE = 0.75  # of the data sheet's FLOPs that a library's product is assumed to reach
+# wgmma multiplies in 2 clocks; mma.sync, by the measured attention of a prompt of 8,192 tokens, in 2.75.
+_HOPPER_CLOCKS = 2.75
+
+
+def _geforce(name: str, arch: int, processors: int, clock: float, sheet: float, flops: float) -> Machine:
+    """With 14 bytes of L2 in a clock of a multiprocessor, and half the rate of tensor cores with sums of float32."""
+    l2 = 14 * processors * clock
+    return Machine(
+        f"NVIDIA GeForce RTX {name}", arch, processors, clock, 0.9 * sheet, l2, 100 << 10, 8, _DENSE * flops, _SHEET
+    )
+
+
 MACHINES = {
-    "h200": Machine(
-        *("NVIDIA H200", 90, 132, 1.98e9, 4.3e12, 5.5e12, 228 << 10, 2, _DENSE * 989e12), "bandwidth: a measured copy"
-    ),
+    "3060": _geforce("3060", 86, 28, 1.777e9, 360e9, 25.5e12),
+    "4060": _geforce("4060", 89, 24, 2.46e9, 272e9, 30.2e12),
+    "4090": _geforce("4090", 89, 128, 2.52e9, 1.008e12, 165e12),
+    "5090": _geforce("5090", 120, 170, 2.41e9, 1.792e12, 209.5e12),
     "a100": Machine(
         *("NVIDIA A100 80GB", 80, 108, 1.41e9, 0.9 * 2.039e12, 3.9e12, 164 << 10, 2, _DENSE * 312e12), _SHEET
     ),
-    "4090": Machine(
-        *("NVIDIA GeForce RTX 4090", 89, 128, 2.52e9, 0.9 * 1.008e12, 4.5e12, 100 << 10, 8, _DENSE * 165e12), _SHEET
+    "h100": Machine(
+        *("NVIDIA H100 SXM", 90, 132, 1.98e9, 3.0e12, 5.5e12, 228 << 10, _HOPPER_CLOCKS, _DENSE * 989e12), _COPY
+    ),
+    "h200": Machine(
+        *("NVIDIA H200", 90, 132, 1.98e9, 4.26e12, 5.5e12, 228 << 10, _HOPPER_CLOCKS, _DENSE * 989e12), _COPY
+    ),
+    "b200": Machine(
+        *("NVIDIA B200", 100, 148, 1.965e9, 0.9 * 8e12, 6.1e12, 228 << 10, _HOPPER_CLOCKS, _DENSE * 2250e12), _BLACKWELL
     ),
 }
 
@@ -127,12 +183,12 @@ def predict(parts: Sequence[Part], machine: Machine, config: ModelConfig) -> lis
 
 
 def overlapped(parts: Sequence[Prediction], machine: Machine) -> float | None:
-    """The least seconds of a step whose launches overlap, so that no kernel begins later than the one before it ends;
-    None where the GPU has no such launches."""
+    """The seconds of a step whose launches overlap, so that kernels begin before the one before them has ended; None
+    where the GPU has no such launches."""
     if machine.arch < _OVERLAPS_FROM:
         return None
     launches = sum(part.repeats * len(part.kernels) for part in parts)
-    return sum(part.seconds for part in parts) - (launches - 1) * _BEGIN
+    return sum(part.seconds for part in parts) - _HIDDEN * (launches - 1) * _BEGIN
 
 
 def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
@@ -146,6 +202,8 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
         times += [_library_time(launch, machine) for launch in library]
         if any(launch.kernel == "dequantize" for launch in small):
             beside += part.bytes / machine.bandwidth
+    elif any(launch.kernel == _ENCODE for launch in part.launches):
+        times += [_encoding_time(launch, part, machine, config) for launch in part.launches]
     elif part.prompt:
         flops = 4 * config.attention.heads * config.attention.head_dim * part.visible
         times.append(_prompt_time(part, machine, config))
@@ -174,10 +232,21 @@ def _product_time(launch: Launch, product: Multiplied, machine: Machine) -> tupl
     """Seconds of a product with one matrix, its limit, registers, instructions of a weight."""
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     units = _units(launch, loop)
-    everything = product.weights / units, product.distinct, _cached(launch, product.bytes)
-    iterations, own, cached = (all_ / machine.processors for all_ in everything)
+    x = launch.grid[0] * launch.inputs  # every block reads it from L2
+    everything = product.weights / units, product.distinct, _cached(launch, product.bytes), x
+    iterations, own, cached, own_x = (all_ / machine.processors for all_ in everything)
     clocks, limit = _busiest(loop, iterations, own, cached, machine)
-    return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, 32 * loop.common / units
+    from_memory = own / _READ / machine.bytes_per_clock
+    if clocks < (added := from_memory + _on_chip(launch, loop, iterations, own_x, machine)):
+        clocks, limit = added, "memory"
+    ramp = _PRODUCT_RAMP[launch.kernel]
+    return clocks / machine.clock + _BEGIN + ramp, limit, registers, 32 * loop.common / units
+
+
+def _on_chip(launch: Launch, loop: Counts, iterations: float, x: float, machine: Machine) -> float:
+    """Clocks of a multiprocessor for its instructions and the bytes of x that are not hidden behind its memory."""
+    through_l2 = x / machine.bytes_per_clock * machine.bandwidth / machine.cache
+    return _ADDED[launch.kernel] * (iterations * loop.common / _SCHEDULERS + through_l2)
 
 
 def _attention_time(launch: Launch, part: Part, machine: Machine, config: ModelConfig) -> tuple[float, str, int, float]:
@@ -192,10 +261,27 @@ def _attention_time(launch: Launch, part: Part, machine: Machine, config: ModelC
     iterations = 2 * config.attention.head_dim * part.unit_tokens / units  # of a unit
     nbytes = part.bytes * most / part.units
     clocks, limit = _busiest(loop, most * iterations, nbytes, nbytes, machine)
+    added = nbytes / _READ / machine.bytes_per_clock + _on_chip(launch, loop, most * iterations, 0, machine)
+    if added > clocks:
+        clocks, limit = added, "memory"
     one_by_one = -(-most // warps) * iterations * loop.latency
     if one_by_one > clocks:
         clocks, limit = one_by_one, "latency"
     return clocks / machine.clock + _BEGIN + _ATTENTION_RAMP, limit, registers, 32 * loop.common / units
+
+
+def _encoding_time(launch: Launch, part: Part, machine: Machine, config: ModelConfig) -> tuple[float, str, int, float]:
+    """Seconds of the encoding of a layer's blocks, and its limit. A block of threads rounds one value after the other,
+    and those of a multiprocessor take turns. Measured with the default cache type, and taken for others; without codes
+    it only copies."""
+    values = BLOCK_SIZE * config.attention.head_dim
+    turns = math.ceil(math.prod(launch.grid) / (_ENCODERS * machine.processors))
+    times = {
+        "latency": turns * _ENCODE_CLOCKS * values / _ENCODED / machine.clock * part.is_coded,
+        "memory": part.bytes / machine.bandwidth,
+    }
+    limit = max(times, key=lambda unit: times[unit])
+    return times[limit] + _BEGIN + _RAMP, limit, 0, 0.0
 
 
 def _library_time(launch: Launch, machine: Machine) -> tuple[float, str, int, float]:
@@ -238,7 +324,7 @@ def _state_time(launch: Launch, part: Part, machine: Machine) -> tuple[float, st
         "shared memory and L1": through_port,
     }
     limit = max(times, key=lambda unit: times[unit])
-    return times[limit] + _BEGIN + _ATTENTION_RAMP, limit, registers, 0.0
+    return times[limit] + _BEGIN + _STATE_RAMP, limit, registers, 0.0
 
 
 def _delta_time(launch: Launch, machine: Machine) -> tuple[float, str, int, float]:
@@ -275,7 +361,7 @@ def _busiest(loop: Counts, iterations: float, nbytes: float, cached: float, mach
     """Clocks of a multiprocessor for so many iterations of its warps, bytes of memory and bytes through L2, and the
     unit that takes them."""
     clocks = {
-        "memory": nbytes / machine.bytes_per_clock,
+        "memory": nbytes / _READ / machine.bytes_per_clock,
         "L2": cached / machine.bytes_per_clock * machine.bandwidth / machine.cache,
         "issue": iterations * loop.common / _SCHEDULERS,
         "integers": iterations * loop.alu * _ALU_CLOCKS / _SCHEDULERS,
@@ -307,5 +393,6 @@ def packed_steps(text: str) -> int:
 
 
 def _small(launch: Launch, machine: Machine) -> float:
-    """Seconds of a kernel that only moves activations."""
-    return launch.activations / machine.bandwidth + _BEGIN + _RAMP
+    """Seconds of a kernel that only moves activations, or chooses tokens."""
+    ramp = _SAMPLING_RAMP if launch.kernel.startswith("sample") else _RAMP
+    return launch.activations / machine.bandwidth + _BEGIN + ramp

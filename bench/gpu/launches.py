@@ -58,7 +58,8 @@ class Part:
     weights, states, or codes and full-precision blocks. products: of its kernels in `cuda/linear`, in their order.
     units: of attention in a step, which all multiprocessors share (see cuda/attention/shares.cuh); unit_tokens: of one.
     state_bytes: what all heads of a step read of states; heads of a group each read its keys. prompt: tokens of the
-    prompt whose attention this is; visible: how many of them all of its tokens see together.
+    prompt whose attention this is; visible: how many of them all of its tokens see together. is_coded: of the encoding
+    of blocks: whether they get codes.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Part:
     state_bytes: int = 0
     prompt: int = 0
     visible: int = 0
+    is_coded: bool = False
 
 
 def constant(text: str, name: str) -> str:

@@ -21,7 +21,7 @@ from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDev
 from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.sampling.sample import SamplerInput, resolve
@@ -160,6 +160,14 @@ class _Pass:
         logits = self._product("head", x[rows - outputs :], (config.vocab_size,), norm=norm, recorded=recorded)
         self._choose(logits)
         return self.parts
+
+    def encode(self, blocks: int, buffer: Any) -> None:
+        """The encoding of so many blocks of every layer, a part of its own."""
+        attention, layers = self.config.attention, len(self.config.attentions)
+        read = 2 * 2 * blocks * BLOCK_SIZE * attention.kv_heads * attention.head_dim
+        filled = FilledBlocks([self.cache], list(range(blocks)), [KVLocation(buffer, i) for i in range(blocks)])
+        is_coded = self.format.codec_k.name != codecs.FULL
+        self._note("encoding", layers, lambda: self.ops.encode_blocks([filled]), read, is_coded=is_coded)
 
     def _recurrent(
         self, x: TracingArray, mixer: Recurrent, layers: int, states: States, *, times: int, recorded: bool, norm: Any
@@ -339,9 +347,9 @@ def _view(row: int, context: int, window: int | None) -> SpanView:
 def prompt_parts(
     config: ModelConfig, weight: str, cache_type: CacheType, tokens: int, processors: int, shared_memory: int
 ) -> list[Part]:
-    """The parts of a first prompt up to its first token, without the encoding of its blocks. weight: one of
-    `known_weights`. Layers take as many rows at a time as the engine gives them; the last of these may be fewer, and
-    count as the others.
+    """The parts of a first prompt up to its first token. weight: one of `known_weights`.
+
+    Layers take as many rows at a time as the engine gives them; the last of these may be fewer, and count as others.
 
     Raises EngineError for a cache type without kernels, and for weights that the model's rows cannot have.
     """
@@ -359,4 +367,6 @@ def prompt_parts(
 
     windows = {mixer.window: seen(mixer.window) for mixer in config.attentions.values()}
     states = States(np.array([DeltaSpan(0, 0, rows, 0)], np.int32), 1, is_prompt=True)
-    return prompt.run(prompt.embed(tokens)[:rows], "heads", windows, states, outputs=1, recorded=False)
+    prompt.run(prompt.embed(tokens)[:rows], "heads", windows, states, outputs=1, recorded=False)
+    prompt.encode(tokens // BLOCK_SIZE - 1, buffer)  # all complete blocks but the sink
+    return prompt.parts

@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
 from polarlm.bench.gpu.launches import BLOCK_SIZE
-from polarlm.bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
+from polarlm.bench.gpu.measured import Pair, Predicted, Run, pairs, runs_of, times_of_prompt, times_of_step
+from polarlm.bench.gpu.model import default_type
 from polarlm.bench.gpu.parts import known_weights, prompt_parts, step_parts
 from polarlm.bench.gpu.shapes import (
     GPT_OSS_20B,
@@ -32,6 +34,7 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
+from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.config import ModelConfig
 
 MODELS = {
@@ -162,6 +165,35 @@ def _predict_and_report(argv: Sequence[str]) -> None:
     print(f"\n{format_measured(machine, runs, measured)}")
 
 
+def beside(gpu: str, config: ModelConfig, file: Path) -> str:
+    """The measured steps and prompts of a file of `bench.gpu` beside their predictions, as a table; a sentence where
+    they cannot be predicted. gpu: the GPU's name; config: of the measured model."""
+    words = report.slug(gpu).split("-")
+    found = [name for name in MACHINES if name in words]
+    if not found:
+        return f"Not predicted: {gpu} is none of {', '.join(MACHINES)}."
+    machine, runs = MACHINES[found[0]], [run for run in runs_of(found[0], [file.parent]) if run.file == file.name]
+    cache_type, times = CacheType.read("/".join(default_type())), list[Predicted]()
+    steps = {
+        (row["weights"], row["context"], row["batch"])
+        for run in runs
+        for row in run.rows["steps"]
+        if row["context"] == row["shortest"] and row["batch"] <= _MOST_BATCH
+    }
+    prompts = {(row["weights"], row["tokens"]) for run in runs for row in run.rows["prefill"]}
+    try:
+        for weights, context, batch in sorted(steps):
+            step = _step(machine, config, weights, cache_type, context, batch)
+            times += times_of_step(config, weights, cache_type, context, batch, step.parts, step.overlapped)
+        for weights, tokens in sorted(prompts):
+            prompt = _prompt(machine, config, weights, cache_type, tokens)
+            times += times_of_prompt(config, weights, cache_type, tokens, prompt.parts)
+    except EngineError as error:
+        return f"Not predicted: {error}."
+    once = {(pair.what, pair.measured): pair for pair in pairs(runs, times)}  # a product is the same in every context
+    return format_measured(machine, runs, list(once.values()))
+
+
 def _numbers(flag: str, text: str, least: int, most: int) -> list[int]:
     """Raises FlagError."""
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
@@ -209,7 +241,7 @@ def format_prompts(prompts: Sequence[Prompt]) -> str:
     tables = []
     for prompt in prompts:
         title = (
-            f"A prompt of {prompt.tokens:,} tokens, without encoding, predicted: {1e3 * prompt.seconds:,.1f} ms, of "
+            f"A prompt of {prompt.tokens:,} tokens, predicted: {1e3 * prompt.seconds:,.1f} ms, of "
             f"which products and bytes alone take {1e3 * prompt.floor:,.1f}"
         )
         tables.append(_parts(title, prompt))

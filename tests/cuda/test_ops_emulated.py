@@ -20,6 +20,7 @@ from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from polarlm.engine.errors import EngineError
+from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
@@ -193,14 +194,15 @@ def test_activate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, activ
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, wide: bool) -> None:
-    """By a logit for each number, or one for a row, in place."""
+    """By a logit for each number, or one for a row, in place; e^x is off by 2 + 1.173 |x| units, as CUDA documents."""
     x, logits = normal(rng, 3, 300), 20 * normal(rng, 3, 300 if wide else 1)
     logits[1, 0], logits[2, 0] = np.nan, -200
     on_device = ops.to_device(x)
     ops.gate(on_device, ops.to_device(logits))
     with np.errstate(over="ignore"):
         HOST.gate(x, logits)
-    np.testing.assert_allclose(ops.to_host(on_device), x, rtol=8 * EPS32, atol=1e-30)
+    units = 4 + 1.173 * np.abs(logits[np.abs(logits) < 100]).max()
+    np.testing.assert_allclose(ops.to_host(on_device), x, rtol=units * EPS32, atol=1e-30)
 
 
 ROWS = [
@@ -482,9 +484,9 @@ def test_log_probabilities_of_rows_that_ask_equal_those_of_numpy(
     assert [len(row.top) for row in rows[1:]] == [0, 5, 20]
     for row, expected in zip(rows[1:], wanted[1:], strict=True):
         assert row.id == expected.id
-        assert row.logprob == pytest.approx(expected.logprob, abs=1e-13)
+        assert row.logprob == pytest.approx(expected.logprob, abs=2.0**-22)
         assert [i for i, _ in row.top] == [i for i, _ in expected.top]
-        assert [value for _, value in row.top] == pytest.approx([value for _, value in expected.top], abs=1e-13)
+        assert [value for _, value in row.top] == pytest.approx([value for _, value in expected.top], abs=2.0**-22)
 
 
 def test_only_ids_and_the_numbers_that_rows_ask_for_leave_the_device(
@@ -506,7 +508,12 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_only(ops: CudaOps,
     for asked in (None, 3):
         sampler_inputs = [SamplerInput(GREEDY, [], 0.5, 96, asked)] * 3
         first, second, third = sampled(ops, logits, sampler_inputs)
-        assert second == sampled(HOST, logits[1:2], sampler_inputs[1:2])[0]
+        (expected,) = sampled(HOST, logits[1:2], sampler_inputs[1:2])
+        if isinstance(expected, TokenLogprob):
+            assert (second.id, [i for i, _ in second.top]) == (expected.id, [i for i, _ in expected.top])
+            assert second.logprob == pytest.approx(expected.logprob, abs=2.0**-22)
+        else:
+            assert second == expected
         assert isinstance(first, EngineError)
         assert isinstance(third, EngineError)
 

@@ -14,12 +14,17 @@ a fence and an atomic, and another reads after an atomic at the same address and
 
 A kernel that waits for the launch before it must not use what that may write or read until then (`Program.launch`).
 
+Numbers are as a GPU may have them: a * b + c is fused into one rounding (where bits count, write __fmul_rn, __fadd_rn
+or __fmaf_rn), denormal floats are flushed, and functions such as expf, rsqrtf and exp2_fast are off by their documented
+error (`numbers.h`, `fibers.cpp`).
+
+`Program.traffic` tells what accesses cost: wavefronts of shared memory, sectors of global memory (`traffic.cpp`).
+
 It can't show: speed; orders that only spinning, other fences or several launches establish; wgmma, bulk copies and
-clusters; that NVRTC fuses a * b + c into one rounding (where bits count, write __fmul_rn, __fadd_rn or __fmaf_rn); the
-error of approximate intrinsics (__expf, rsqrtf, exp2_fast are correct floats here); loads of global memory that has not
-been written (fill outputs and scratch with NaN).
+clusters; sums inside a product of tensor cores, which truncate; loads of global memory that has not been written (fill
+outputs and scratch with NaN).
 """
 
-from tests.cuda_emulator.driver import EmulatorError, Program
+from tests.cuda_emulator.driver import EmulatorError, Program, Traffic
 
-__all__ = ["EmulatorError", "Program"]
+__all__ = ["EmulatorError", "Program", "Traffic"]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,17 @@ _LAUNCHES = threading.Lock()  # there is one machine
 
 class EmulatorError(AssertionError):
     """A kernel did what it may not: kernel, file and line, thread, and what it did."""
+
+
+class Traffic(NamedTuple):
+    """The accesses of one instruction in a launch. place: for `Program.place`. used: wavefronts, of shared memory, or
+    sectors of 32 bytes. least: of any order of the same bytes."""
+
+    place: int
+    is_shared: bool
+    requests: int
+    used: int
+    least: int
 
 
 class Program:
@@ -87,11 +98,28 @@ class Program:
                 raise EmulatorError(f"{name}: {self._place()}{self._machine.emulator_error().decode()}")
             memory.copy_back()
 
+    def traffic(
+        self, name: str, grid: Sequence[int], block: Sequence[int], *args: Any, shared: int = 0
+    ) -> list[Traffic]:
+        """`launch`, of a program with checks, and what each of its accesses costs."""
+        assert self._checked, "accesses are seen by checks alone"
+        self._machine.emulator_count(1)
+        try:
+            self.launch(name, grid, block, *args, shared=shared)
+            rows, row = [], (ctypes.c_long * 5)()
+            while self._machine.emulator_traffic(len(rows), row):
+                rows.append(Traffic(row[0], bool(row[1]), *row[2:]))
+        finally:
+            self._machine.emulator_count(0)
+        return rows
+
     def _place(self) -> str:
         """ "file:line: " of the error, with the lines that called it; empty when it has no place."""
         offset = self._machine.emulator_error_offset()
-        if not offset:
-            return ""
+        return self.place(offset) if offset else ""
+
+    def place(self, offset: int) -> str:
+        """ "file:line: " of an instruction, with the lines that called it; empty when it is none of a kernel's."""
         path = library(self._text, self._checked, with_lines=True)
         command = ["addr2line", "--inlines", "--exe", str(path), hex(offset)]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -157,6 +157,7 @@ bool in_kernel() { return current; }
 const ThreadView &running() { return current->view; }
 uint32_t stamp() { return current->time; }
 void at(void *return_address) { caller = return_address; }
+const void *calling() { return caller; }
 
 bool on_a_stack(const void *address) {
     const char *p = static_cast<const char *>(address);
@@ -189,6 +190,28 @@ extern "C" size_t emulator_error_offset() {
     return error_address ? size_t(static_cast<const char *>(error_address) - library->start) - 1 : 0;
 }
 
+namespace {
+
+// Denormal floats are 0, as operands and as results, while it exists: with CuPy, kernels are compiled with -ftz=true.
+// Fibers get this state when they are born, or keep it from one to the next.
+class Flushing {
+#if defined(__x86_64__)
+    unsigned before = __builtin_ia32_stmxcsr();
+
+public:
+    Flushing() { __builtin_ia32_ldmxcsr(before | 0x8040); }
+    ~Flushing() { __builtin_ia32_ldmxcsr(before); }
+#elif defined(__aarch64__)
+    uint64_t before = __builtin_aarch64_get_fpcr64();
+
+public:
+    Flushing() { __builtin_aarch64_set_fpcr64(before | 1 << 24); }
+    ~Flushing() { __builtin_aarch64_set_fpcr64(before); }
+#endif
+};
+
+}  // namespace
+
 // Runs every block; returns 0, or 1 with a message. overlapped: whether the launch before this one may still run.
 extern "C" int emulator_launch(void (*thunk)(void **), void **values, const unsigned *grid, const unsigned *block,
                                size_t dynamic_bytes, unsigned seed, int overlapped) {
@@ -214,6 +237,7 @@ extern "C" int emulator_launch(void (*thunk)(void **), void **values, const unsi
     std::vector<unsigned> blocks(size_t(grid[0]) * grid[1] * grid[2]);
     for (unsigned i = 0; i < blocks.size(); ++i) blocks[i] = seed == 1 ? unsigned(blocks.size()) - 1 - i : i;
     for (size_t i = blocks.size(); seed > 1 && i > 1; --i) std::swap(blocks[i - 1], blocks[random_below(unsigned(i))]);
+    const Flushing flushing;
     for (unsigned b : blocks) {
         blockIdx = {b % grid[0], b / grid[0] % grid[1], b / grid[0] / grid[1]};
         if (!run_block(block, dynamic_bytes)) return 1;

@@ -157,4 +157,7 @@ EMULATOR_INLINE unsigned halves_within(float low, float high) {
     return r;
 }
 
-EMULATOR_INLINE float exp2_fast(float x) { return std::exp2(x); }
+EMULATOR_INLINE float exp2_fast(float x) {
+    const double exact = std::exp2(double(x)), unit = std::ldexp(1.0, std::ilogb(exact) - 23);
+    return emulator::off_by(exact, exact * 0x1p-22 - unit / 2, x);
+}

@@ -187,13 +187,16 @@ void access(const void *address, size_t bytes, Access kind, size_t alignment) {
     const char *dynamic = reinterpret_cast<const char *>(dynamic_start);
     if (p >= arena && p < arena_end) {
         check_global(p, bytes, kind);
+        count_access(calling(), p, bytes, kind, false);
     } else if (p >= dynamic - kGap && p < dynamic + kMostDynamic + kGap) {
         if (p < dynamic || p + bytes > dynamic + dynamic_size)
             fail("out of bounds: %s of %zu bytes at byte %ld of %zu bytes of dynamic shared memory", verb(kind), bytes,
                  p - dynamic, dynamic_size);
         check_bytes(dynamic_records, p - dynamic, bytes, kind, "dynamic shared memory", true);
+        count_access(calling(), p, bytes, kind, true);
     } else if (p >= library->shared_start && p < library->shared_end) {
         check_bytes(static_records, p - library->shared_start, bytes, kind, "shared memory", true);
+        count_access(calling(), p, bytes, kind, true);
     } else if (kind != Access::kLoad || !is_in_a_library(p)) {
         fail("%s of %zu bytes far outside of every buffer", verb(kind), bytes);
     }
@@ -238,6 +241,7 @@ bool copies_pending() { return !my_copies().pending.empty(); }
 void wait_for_copies(int groups_left) {
     Copies &mine = my_copies();
     std::vector<Copy> later;
+    pause_traffic(true);
     for (const Copy &c : mine.pending) {
         if (c.group >= mine.group - groups_left) {
             later.push_back(c);
@@ -247,6 +251,7 @@ void wait_for_copies(int groups_left) {
         access(c.shared, size_t(c.bytes), Access::kStore, 1);
         memcpy(c.shared, c.global, size_t(c.bytes));
     }
+    pause_traffic(false);
     mine.pending = later;
 }
 

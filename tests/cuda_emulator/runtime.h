@@ -54,6 +54,12 @@ enum class Access { kLoad, kStore, kAtomic };
 // Checks one access of the running thread and records it; does nothing in a build without checks.
 void access(const void *address, size_t bytes, Access kind, size_t alignment);
 
+// For what accesses cost (traffic.cpp): one of the running thread, by the instruction at `code`. What copies write when
+// they are waited for has been counted where they began.
+void count_access(const void *code, const void *address, size_t bytes, Access kind, bool shared);
+void pause_traffic(bool pause);
+const void *calling();  // the return address of the current hook or primitive
+
 // cp.async: copies from `global` to `shared` that are in flight until the thread waits for their group.
 void start_copy(void *shared, const void *global, int bytes);
 void commit_copies();

@@ -27,13 +27,15 @@ inline SmallFloat<FRACTION, BIAS> rounded(double x) {
 
 template <int FRACTION, int BIAS>
 inline float value(SmallFloat<FRACTION, BIAS> x) {
-    // As bits of a float the exponent is too small by the difference of the biases; one product corrects it, and
-    // subnormal numbers with it.
-    constexpr unsigned infinity = (2u * BIAS + 1) << FRACTION;
+    // As bits of a float the exponent is too small by the difference of the biases, which one product corrects. That of
+    // a denormal number would be one of a float, which are flushed.
+    constexpr unsigned infinity = (2u * BIAS + 1) << FRACTION, normal = 1u << FRACTION;
     const unsigned magnitude = x.bits & 0x7fffu, sign = unsigned(x.bits & 0x8000u) << 16;
     const unsigned wide = magnitude << (23 - FRACTION);
-    if (magnitude >= infinity) return __builtin_bit_cast(float, sign | 0x7f800000u | wide);
-    const double scaled = double(__builtin_bit_cast(float, wide)) * std::ldexp(1.0, 127 - BIAS);
+    // A bfloat16 has the exponents of a float.
+    if (magnitude >= infinity || BIAS == 127) return __builtin_bit_cast(float, sign | wide | (BIAS == 127 ? 0 : 0x7f800000u));
+    const double scaled = magnitude < normal ? double(magnitude) * std::ldexp(1.0, 1 - BIAS - FRACTION)
+                                             : double(__builtin_bit_cast(float, wide)) * std::ldexp(1.0, 127 - BIAS);
     return sign ? float(-scaled) : float(scaled);
 }
 
