@@ -101,7 +101,7 @@ def _report(argv: Sequence[str]) -> str:
         finally:
             source.close()
     advice = advise(found, config, model)
-    command = _command(advice, options)
+    command = _command(advice, options, "serve" if model.is_encoder else "chat")
     if options.json:
         about = {"model": str(path), "family": model.family, "max_context": model.max_context, "weights": dtype}
         result = {**about, "devices": [asdict(one) for one in found], "advice": asdict(advice), "command": command}
@@ -231,8 +231,8 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _command(advice: Advice, options: Any) -> str | None:
-    """The command that starts a chat with the advised settings; None if the model does not fit."""
+def _command(advice: Advice, options: Any, program: str) -> str | None:
+    """The command that starts `program` with the advised settings; None if the model does not fit."""
     if advice.settings is None:
         return None
     flags = {name: str(value) for name, value in advice.settings.items()}
@@ -244,7 +244,7 @@ def _command(advice: Advice, options: Any) -> str | None:
     words = [] if model is None else ["--model", model]
     for name, value in flags.items():
         words += [f"--{name.replace('_', '-')}", value]
-    return shlex.join(["polarlm", "chat", *words])
+    return shlex.join(["polarlm", program, *words])
 
 
 if __name__ == "__main__":
