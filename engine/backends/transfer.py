@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Arrays = Mapping[str, np.ndarray]
 
 FIELDS = "fields"
-TILES = "tiles 1"  # includes the version of the layout, since sessions and tiers store tiles
+TILES = "tiles 2"  # includes the version of the layout, since sessions and tiers store tiles
 RECORDS = f"records {records.VERSION}"
 REPRESENTATIONS = FIELDS, TILES, RECORDS
 

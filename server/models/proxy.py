@@ -71,7 +71,7 @@ class Proxy:
         """The answer. Raises ApiError, BadRequest, Refused, or ClientDisconnect."""
         path, data, fields = request.url.path, b"", dict[str, Any]()
         if request.method == "POST":
-            data = await read_bytes(request, self._config.max_body)
+            data = bytes(await read_bytes(request, self._config.max_body))
             fields = read_json(data)
         name = fields.get("model") or request.query_params.get("model") or ""
         served = self._supervisor.find(text("model", name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def lookup(entries: np.ndarray) -> Kernel:
             for place, found in enumerate((single[own], *pair[own])):
                 e.store(found, args.out + unit * 192, 64 * place)
 
-    return Kernel(f"lookup_{entries.shape[1]}", emit, declared("index out"))
+    return Kernel(f"lookup_{zlib.crc32(entries.tobytes())}", emit, declared("index out"))
 
 
 # Product: a level looks up tables of each size in its own way.
@@ -48,7 +49,25 @@ def lookup(entries: np.ndarray) -> Kernel:
 @pytest.mark.parametrize("count", [16, 64, 128, 256])
 def test_lookup(count: int, level: Level) -> None:
     rng = np.random.default_rng(0)
+    check_lookup(rng.integers(0, 256, (2, count), np.uint8), level)
+
+
+# Product: a level halves the lookups of tables of each size in its own way.
+@every_level
+@pytest.mark.parametrize("count", [64, 128, 256])
+def test_lookup_of_mirror_images(count: int, level: Level) -> None:
+    """The second table's halves differ by their sign, and the first table's in their last entries. 0 and -128 are their
+    own images."""
+    rng, half = np.random.default_rng(7), count // 2
     entries = rng.integers(0, 256, (2, count), np.uint8)
+    entries[0, half:-16] = entries[0, : half - 16]
+    entries[1, :2] = 0, 128
+    entries[1, half:] = -entries[1, :half]
+    check_lookup(entries, level)
+
+
+def check_lookup(entries: np.ndarray, level: Level) -> None:
+    rng, count = np.random.default_rng(8), entries.shape[1]
     index = np.concatenate([np.arange(count, dtype=np.uint8), rng.integers(0, count, 1024 - count % 64, np.uint8)])
     index = index[: len(index) // 64 * 64].reshape(-1, 64)
     out = np.zeros((len(index), 3, 64), np.uint8)

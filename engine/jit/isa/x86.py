@@ -16,7 +16,8 @@ _SCALED_PRODUCTS = {32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}
 _PACK = {32: "avx2.packuswb", 64: "avx512.packuswb.512"}
 _SHUFFLE = {32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
 
-_PARTS = 8  # parts of 16 entries: 128 entries, all of whose indices are ≥ 0 as signed bytes
+_LINE = 16  # entries of a part of a table
+_PARTS = 8  # parts: 128 entries, all of whose indices are ≥ 0 as signed bytes
 
 
 class Avx2(ConvertsHalves):
@@ -89,16 +90,22 @@ class Avx2(ConvertsHalves):
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
         parts = self._parts(e, pointer, entries)
-        return lambda index: _shuffled(e, [parts], index)[0]
+        return lambda index: e.join(_shuffled(e, [parts], self._registers(e, index))[0])
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
+        if _is_mirrored(first, second):
+            return self._mirrored(e, first, second)
         tables = [self._parts(e, e.constant_bytes(side), len(side)) for side in (first, second)]
 
         def find(index: Value) -> tuple[Value, Value]:
-            a, b = _shuffled(e, tables, index)
-            return a, b
+            a, b = _shuffled(e, tables, self._registers(e, index))
+            return e.join(a), e.join(b)
 
         return find
+
+    def _registers(self, e: Emitter, index: Value) -> list[Value]:
+        size = self.byte_register
+        return [e.part(index, first, size) for first in range(0, index.lanes, size)]
 
     def _parts(self, e: Emitter, pointer: Value, entries: int) -> list[Value]:
         """A table cut into parts of 16 entries for `pshufb`, which gives 0 for an index whose highest bit is set.
@@ -106,16 +113,52 @@ class Avx2(ConvertsHalves):
         A part holds its entries xor those of the previous part. Before each next part 16 is subtracted from the index,
         and the xor of all lookups is the entry: parts above the index's own give 0, since the index is negative there.
         """
-        lines = [e.load(pointer, vector(I8, 16), first) for first in range(0, entries, 16)]
+        lines = [e.load(pointer, vector(I8, 16), first) for first in range(0, entries, _LINE)]
         steps = [line ^ lines[i - 1] if i % _PARTS else line for i, line in enumerate(lines)]
         return [e.shuffle(step, step, [i % 16 for i in range(self.byte_register)]) for step in steps]
 
+    def _mirrored(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
+        """`pair_table` where the second half of the tables is the first one's image (`_is_mirrored`).
 
-def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], index: Value) -> list[Value]:
-    """The bytes that `index` looks up in each table. Each part is used for all registers of the index in turn."""
-    width = tables[0][0].lanes
-    name = f"llvm.x86.{_SHUFFLE[width]}"
-    pieces = [e.part(index, first, width) for first in range(0, index.lanes, width)]
+        Half of the parts are looked up. What the index's highest bit changes: the second table's sign, and the entries
+        of the first one's last part.
+        """
+        half = len(first) // 2
+        last = bytes(a ^ b for a, b in zip(first[half - _LINE : half], first[-_LINE:], strict=True))
+        tables = [self._parts(e, e.constant_bytes(own), half) for own in (first[half:], second[:half])]
+        (change,) = self._parts(e, e.constant_bytes(last), _LINE)
+
+        def find(index: Value) -> tuple[Value, Value]:
+            pieces = self._registers(e, index)
+            low = [piece & (half - 1) for piece in pieces]
+            a, b = _shuffled(e, tables, low)
+            for i, (piece, slot) in enumerate(zip(pieces, low, strict=True)):
+                is_image = piece + (128 - half) if half < 128 else piece  # its highest bit
+                own = _shuffle_bytes(e, change, (slot - (half - _LINE)) | is_image)  # of the last part, and no image
+                a[i] = a[i] ^ own
+                sign = is_image if half < 128 else is_image | 1  # not 0
+                b[i] = e.intrinsic("llvm.x86.avx2.psign.b", piece.type, b[i], sign)
+            return e.join(a), e.join(b)
+
+        return find
+
+
+def _is_mirrored(first: bytes, second: bytes) -> bool:
+    """Whether entries of the tables' second halves are those of the first halves, but for the sign of `second`, and for
+    the last 16 of `first`."""
+    half = len(first) // 2
+    return half > _LINE and all(
+        (a == b or i >= half - _LINE) and (c + d) % 256 == 0
+        for i, (a, b, c, d) in enumerate(zip(first[:half], first[half:], second[:half], second[half:], strict=True))
+    )
+
+
+def _shuffle_bytes(e: Emitter, table: Value, index: Value) -> Value:
+    return e.intrinsic(f"llvm.x86.{_SHUFFLE[index.lanes]}", index.type, table, index)
+
+
+def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], pieces: Sequence[Value]) -> list[list[Value]]:
+    """The bytes that registers of indices look up in each table. Each part is used for all registers in turn."""
     halves = range(0, len(tables[0]), _PARTS)
     low = [piece & 127 for piece in pieces] if len(halves) > 1 else pieces
     totals: dict[tuple[int, int, int], Value] = {}
@@ -123,7 +166,7 @@ def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], index: Value) -> li
         own = [piece - 16 * number for piece in low] if number else low
         for (place, table), first in product(enumerate(tables), halves):
             for i, piece in enumerate(own):
-                entry = e.intrinsic(name, piece.type, table[first + number], piece)
+                entry = _shuffle_bytes(e, table[first + number], piece)
                 before = totals.get((place, first, i))
                 totals[place, first, i] = entry if before is None else before ^ entry
     found = []
@@ -131,7 +174,7 @@ def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], index: Value) -> li
         own = [totals[place, 0, i] for i in range(len(pieces))]
         if len(halves) > 1:
             own = [e.select(piece < 0, totals[place, _PARTS, i], own[i]) for i, piece in enumerate(pieces)]
-        found.append(e.join(own))
+        found.append(own)
     return found
 
 

@@ -37,9 +37,19 @@ def round_to(e: Emitter, parts: Sequence[Value], limit: float) -> tuple[list[Val
 
     The int32 are all 0 if it is at most 1e-34. It is NaN if any number is, so that products with it are NaN too.
     """
+    top = largest(e, parts)
+    return scaled_to(e, parts, top, limit), top
+
+
+def largest(e: Emitter, parts: Sequence[Value]) -> Value:
+    """The largest magnitude of float32 in vectors; NaN if any number is."""
     bits = vector(I32, parts[0].lanes)
     # Magnitudes compare like their bits, with NaN above infinity. A maximum of floats would ignore NaN.
     magnitudes = [e.absolute(part).bits(bits) for part in parts]
-    top = e.imax_lanes(reduce(e.imax, magnitudes)).bits(F32)
+    return e.imax_lanes(reduce(e.imax, magnitudes)).bits(F32)
+
+
+def scaled_to(e: Emitter, parts: Sequence[Value], top: Value, limit: float) -> list[Value]:
+    """Vectors of float32 → int32, scaled so that `top` would become `limit` ≤ 32767; 0 if it is at most 1e-34."""
     inverse = e.select(top > _LEAST, e.like(limit, top) / top, e.zero(F32))
-    return [e.round(part * inverse) for part in parts], top
+    return [e.round(part * inverse) for part in parts]

@@ -60,13 +60,14 @@ def test_products(level: Level) -> None:
 @every_arm_level
 def test_tables_and_bytes(level: Level) -> None:
     """The two tables of 256 bytes of `ring4` are looked up in four instructions each, 64 entries at a time, and what is
-    found is multiplied by each query as signed bytes. The tables take all registers, so some are read again."""
+    found is multiplied by each query as signed bytes. The tables take all registers, so some are read again; lines of
+    the first that mirror images share are moved."""
     loop = Loop(keys("ring4"), level)
     lookups, products = 2 * 16, 3 * 2 * 16  # of a run of 16 registers of codes
     assert loop.count("tbl") == lookups
     assert loop.count("tbx") == 3 * lookups
     assert loop.count("smull2?|sdot") == products * (2 if level.name == "neon" else 1)
-    assert loop.on_stack <= 3 * products
+    assert loop.on_stack <= 3.1 * products
 
 
 @every_arm_level

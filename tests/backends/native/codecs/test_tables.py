@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
+from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import TABLED, streams
 from tests.jit.levels import every_level, name_of
 from tests.pairs import each, pairs
@@ -117,7 +117,8 @@ def test_a_query_of_zeros(level: Level) -> None:
 @pytest.mark.slow(keep=1)
 @levels_and_codecs
 def test_mix(name: str, level: Level) -> None:
-    """Exact integers, and within half a step of the table and of the weights of the mix of the decoded values."""
+    """Exact integers, and within half a step of the table and of the weights of the mix of the decoded values. A step
+    of weights is 1/255 of the largest sum of two neighbours."""
     d, n, heads = attend.sizes(NAMES.index(name) + 3, level)
     codec, rng = codecs.get(name), np.random.default_rng(3)
     fields = attend.random_fields(rng, codec, (3,), n, d)
@@ -130,7 +131,7 @@ def test_mix(name: str, level: Level) -> None:
     table, limit = table_of(codec), 255
     bytes_, norms = bytes_and_norms(codec, fields)
     scaled = weights * norms[:, None]
-    top = scaled.max(-1, keepdims=True)
+    top = scaled.reshape(3, heads, -1, 2).sum(-1).max(-1, keepdims=True)  # of two neighbours
     step = top / limit
     # Float32's own products decide which way a weight close to a half goes, so the model has an error of a few steps.
     rounded = np.rint(scaled / np.where(top > 0, step, 1))
@@ -147,21 +148,51 @@ def test_mix(name: str, level: Level) -> None:
     np.testing.assert_array_less(np.abs(got - exact), 1.001 * (of_table + of_weights) + 1e-5 * (size + 7))
 
 
+@every_level
+def test_weights_of_neighbours_fit_together(level: Level) -> None:
+    """Two weights of 127.5 steps become 128 each; times the largest coordinate, 127, their sum still fits an int16."""
+    codec, (n, d) = codecs.get("ring3.5"), (16, 16)
+    own = tiles.values(codec, n, d)
+    assert own is not None
+    table = table_of(codec)
+    codes = np.full((1, n, d // 2), table.by_code[:, 0].argmax(), np.uint8)
+    fields = codec.rounding.assemble(codes, np.ones((1, n), np.float32))  # type: ignore[union-attr]
+    got = attend.mixed(own, level, own.pack(fields), np.ones((1, 1, n), np.float32), d)
+    np.testing.assert_allclose(got[0, ::2], 7 + n * table.by_code[:, 0].max(), rtol=1 / 127)
+
+
+@pytest.mark.parametrize("name", ["ring3", "ring3.5", "ring4"])
+def test_points_are_numbered_by_mirror_images(name: str) -> None:
+    """Half of the numbers are the images of the others, also as bytes, but for points on the axis at the end."""
+    table = table_of(codecs.get(name))
+    half = len(table.points) // 2
+    assert sorted(table.codes.tolist()) == list(range(2 * half))
+    np.testing.assert_array_equal(table.numbers[table.codes], np.arange(2 * half))
+    upper, lower = table.bytes_[:half].astype(int), table.bytes_[half:].astype(int)
+    np.testing.assert_array_equal(upper[:, 1], -lower[:, 1])
+    assert (upper[:-16, 0] == lower[:-16, 0]).all()
+    differ = upper[:, 0] != lower[:, 0]
+    assert not upper[differ, 1].any()
+
+
 # Product: a level looks up tables of each size in its own way, and has registers of its own.
 @special_levels
 @pytest.mark.parametrize(
     ("name", "side"), [("ring4", "keys"), ("ring3.5", "values"), ("turbo3", "keys"), ("turbo4", "values")]
 )
 def test_instructions(name: str, side: str, level: Level) -> None:
-    """Bytes are looked up and multiplied in whole registers: 16 bytes of a table at once, with AVX-512 64 bytes, or two
-    tables of as many words. With its 32 registers hardly a vector goes to the stack and back; the tables alone are more
-    than the 16 of AVX2."""
+    """Bytes are looked up and multiplied in whole registers: 16 bytes of a table at once, and those of mirror images
+    together; with AVX-512 64 bytes, or two tables of as many words. With its 32 registers hardly a vector goes to the
+    stack and back; the tables alone are more than the 16 of AVX2."""
     own = getattr(tiles, side)(codecs.get(name), 64, 64)
     loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
     lookup = "vpshufb"
     if name.startswith("ring") and level.lanes == 16:
         lookup = "vperm[it]2b" if "avx512vbmi" in level.needs else "vperm[it]2w"
     assert loop.count(lookup) >= 4
-    assert loop.count(OF_BYTES[level.name]) >= 12
+    if lookup == "vpshufb" and name.startswith("ring"):  # parts of both tables, and of what differs, in each register
+        registers, parts = {"ring4": (8, 8), "ring3.5": (16, 4)}[name]
+        assert loop.count(lookup) == registers * (2 * parts + 1)
+    assert loop.count((OF_BYTES if side == "keys" else OF_SMALL_BYTES)[level.name]) >= 12
     if level.lanes == 16:
         assert loop.on_stack <= (0.02 if "avx512vbmi" in level.needs else 0.2) * len(loop)

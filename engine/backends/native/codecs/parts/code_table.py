@@ -1,27 +1,55 @@
-"""Tables of points rounded to bytes, and their lookup by codes."""
+"""Tables of points rounded to bytes, and their lookup by the numbers that codes have in a tile.
+
+The points of `ring` are mirror images: for (x, y) there is (x, −y). So a tile numbers codes in an order in which the
+second half of the points is the image of the first. Levels that look up 16 bytes at a time then look up half as many.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from polarlm.engine.backends.native.codecs.parts.packing import BYTES
 from polarlm.engine.jit.lang.byte_ops import PairTable, Table
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import Value
 
+_PART = 16  # entries of the tables that a register holds
+
 
 @dataclass(frozen=True)
 class CodeTable:
-    """The points (2^bits, width) float32 that codes stand for; width: channels per code."""
+    """The points of codes, by the numbers that codes have in a tile.
+
+    by_code (2^bits, width): the points that the codec's codes stand for; width: channels per code.
+    """
 
     bits: int
-    points: np.ndarray
+    by_code: np.ndarray
 
     @property
     def width(self) -> int:
-        return int(self.points.shape[1])
+        return int(self.by_code.shape[1])
+
+    @cached_property
+    def codes(self) -> np.ndarray:
+        """The code of each number, (2^bits,). See `_mirrored`, or, where points have no mirror images, their order."""
+        found = _mirrored(self.by_code) if self.width == 2 and self.bits <= 8 else None
+        order = np.arange(1 << self.bits) if found is None else found
+        return order.astype(np.uint8 if self.bits <= 8 else np.uint16)
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """The number of each code: the inverse of `codes`."""
+        return np.argsort(self.codes).astype(self.codes.dtype)
+
+    @cached_property
+    def points(self) -> np.ndarray:
+        """The point of each number, (2^bits, width) float32."""
+        return self.by_code[self.codes]
 
     @property
     def scale(self) -> float:
@@ -34,7 +62,7 @@ class CodeTable:
         return np.rint(self.points / self.scale).astype(np.int8)
 
     def emit(self, e: Emitter, bias: int) -> Callable[[list[Value]], list[Value]]:
-        """Returns a function: code vectors from `Packing.emit` → for each channel a vector of its bytes plus bias."""
+        """Returns a function: numbers from `Packing.emit` → for each channel a vector of its bytes plus bias."""
         entries = np.resize(
             (self.bytes_.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, 1 << self.bits))
         )
@@ -51,6 +79,29 @@ class CodeTable:
             ]
 
         return lookup
+
+    def emit_numbers(self, e: Emitter) -> Callable[[list[Value]], list[Value]]:
+        """Returns a function: a code vector as of `Packing.emit_pack` → the vector of their numbers."""
+        if np.array_equal(self.numbers, np.arange(len(self.numbers))):
+            return lambda codes: codes
+        table = Table(e, e.constant_bytes(self.numbers.tobytes()), len(self.numbers))
+        return lambda codes: [table[code.bits(BYTES)].bits(code.type) for code in codes]
+
+
+def _mirrored(points: np.ndarray) -> np.ndarray | None:
+    """points (2P, 2) → their order in which point P + i is point i with its second coordinate negated; None
+    without such an order.
+
+    Points on the axis are their own images. They come last in each half, at most _PART of them, in any order.
+    """
+    steps = np.rint(points / np.abs(points).max() * 2**16).astype(np.int64)
+    places = {(x, y): code for code, (x, y) in enumerate(steps.tolist())}
+    images = [places.get((x, -y)) for x, y in steps.tolist()]
+    above, on_axis = np.flatnonzero(steps[:, 1] > 0), np.flatnonzero(steps[:, 1] == 0)
+    if None in images or len(places) < len(points) or len(on_axis) > 2 * _PART or len(on_axis) % 2:
+        return None
+    first, second = on_axis[::2], on_axis[1::2]
+    return np.concatenate([above, first, [images[code] for code in above], second])
 
 
 def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value], list[Value]]:

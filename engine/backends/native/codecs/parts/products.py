@@ -9,7 +9,7 @@ from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.packing import Packing
 from polarlm.engine.jit.lang.byte_ops import dot4, dot4_signed
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import round_to
+from polarlm.engine.jit.lang.float_ops import largest, round_to, scaled_to
 from polarlm.engine.jit.lang.values import F32, I8, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
@@ -87,9 +87,15 @@ def emit_products(
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 
-def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:
-    """Replace float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → the quantization step."""
-    integers, top = round_to(e, [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)], 255.0)
-    for number, part in enumerate(integers):
-        e.store(part.trunc(I8), weights, 16 * number)
-    return top * (1 / 255)
+def quantize_weights(e: Emitter, weights: Sequence[Value], factors: Sequence[Value]) -> list[Value]:
+    """Replace rows of float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → each row's step.
+
+    Tokens 2i and 2i + 1 have at most 256 together, so that the sum of their products with signed bytes fits an int16.
+    """
+    rows = [[e.load(row, _F16, 64 * i) * factor for i, factor in enumerate(factors)] for row in weights]
+    neighbours = [lane ^ 1 for lane in range(16)]
+    tops = [largest(e, [part + e.shuffle(part, part, neighbours) for part in row]) for row in rows]
+    for target, row, top in zip(weights, rows, tops, strict=True):
+        for number, part in enumerate(scaled_to(e, row, top, 255.0)):
+            e.store(part.trunc(I8), target, 16 * number)
+    return [top * (1 / 255) for top in tops]

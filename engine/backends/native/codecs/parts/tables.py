@@ -6,9 +6,10 @@ there are only three roundings:
 
     the table      half a step, 1/254 of the largest coordinate
     a query        half a step, 1/254 of its largest channel
-    a weight       times its token's norm: half a step, 1/510 of the largest of the block
+    a weight       times its token's norm: half a step, 1/510 of the largest sum of tokens 2i and 2i + 1
 
-A tile has V vectors of 64 codes, packed by `packing`, then the norms in the codec's dtype.
+A tile has V vectors of 64 codes, packed by `packing`, then the norms in the codec's dtype. Codes have numbers of the
+tile's own, by which mirror images are looked up together: `code_table`.
 
     keys    lanes are tokens: (C/4, N/16) vectors, each of 16 tokens x 4 codes. Nothing is summed across lanes.
     values  lanes are codes: (C/p, N·p/64) vectors, each of 16/p groups x p codes x 4 tokens, p = gcd(C, 16)
@@ -94,14 +95,12 @@ class _TableTiles(SectionTiles, ABC):
         """The section of the codes (N, C)."""
 
     def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self._table.width == 1:
-            streams["codes"] = split(streams["codes"], self._table.bits)
-        return streams
+        codes = streams["codes"] if self._table.width == 2 else split(streams["codes"], self._table.bits)
+        return {**streams, "codes": self._table.numbers[codes]}
 
     def to_streams(self, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self._table.width == 1:
-            stored["codes"] = join(stored["codes"], self._table.bits)
-        return stored
+        codes = self._table.codes[stored["codes"]]
+        return {**stored, "codes": codes if self._table.width == 2 else join(codes, self._table.bits)}
 
     def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
         """Pack codes and norms (N,) float32 ≥ 0, which may be overwritten, into the tile.
@@ -109,12 +108,12 @@ class _TableTiles(SectionTiles, ABC):
         codes (C, N) int32; if `by_token` (N, C) uint8, or uint16 for ten bits.
         """
         run = self._packing.run
-        whole = self._vectors // run
+        whole, numbered = self._vectors // run, self._table.emit_numbers(e)
         with e.loop(0, whole) as number:
-            vectors = [self._emit_vector(e, codes, number * run + i) for i in range(run)]
+            vectors = [numbered(self._emit_vector(e, codes, number * run + i)) for i in range(run)]
             self._packing.emit_pack(e, vectors, tile + number * self._packing.nbytes(run))
         if rest := self._vectors % run:
-            vectors = [self._emit_vector(e, codes, e.i64(whole * run + i)) for i in range(rest)]
+            vectors = [numbered(self._emit_vector(e, codes, e.i64(whole * run + i))) for i in range(rest)]
             self._packing.emit_pack(e, vectors, tile + self._packing.nbytes(whole * run))
         with e.loop(0, 4 * self._tokens, 64) as offset:
             norm = e.fmin(e.load(norms + offset, _F16), self._largest)
@@ -215,7 +214,7 @@ class TableValues(_TableTiles):
         width = self._table.width
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
-        factors = [quantize_weights(e, own, norms) * self._table.scale for own in weights]
+        factors = [step * self._table.scale for step in quantize_weights(e, weights, norms)]
         lookup = self._table.emit(e, 0)
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
@@ -225,7 +224,7 @@ class TableValues(_TableTiles):
             for weight, total in zip(own, totals, strict=True):
                 fours = self._weights(e, weight, place)
                 for channel, values in enumerate(found):
-                    total[channel].set(dot4(e, total[channel].get(), fours, values.bits(_I16)))
+                    total[channel].set(dot4(e, total[channel].get(), fours, values.bits(_I16), fits=True))
 
         def finish(offset: Value | int) -> None:
             """Add a chunk's totals to the sums at this offset, and reset them to zero."""
