@@ -36,6 +36,7 @@ NEVER = (
         "test_docs",
         "test_host_experts",
         "test_memory",
+        "test_traffic",
         "test_modules",
         "test_overlap",
     ),

@@ -12,8 +12,8 @@
 // Cost: V is read twice, with an exponential for each logit. A thread keeps the best of its own tokens that is not
 // listed yet, so each of `count` rounds is a maximum over the block, and one thread reads V / block logits again.
 // Grid (rows), block 64 … 512: 512 for large V. DEFINES: none.
-// PRECOND: 1 <= V <= 2^19; width % 4 == 0, width >= 4 + 2 count, out aligned to 16 bytes; 0 <= token < V; logits without
-// NaN, the largest is finite.
+// PRECOND: 1 <= V <= 2^19; width % 4 == 0, width >= 4 + 2 count, out aligned to 16 bytes; 0 <= token < V; logits
+// without NaN, the largest is finite.
 typedef unsigned long long Mass, Rank;
 
 constexpr float UNIT = 17592186044416.0f;  // 2^44, the mass of the best token

@@ -35,7 +35,11 @@ class FakeEngine:
     cancelled: int = 0
     closed: bool = False
     model: Any = field(
-        default_factory=lambda: SimpleNamespace(name="fake", template=ChatTemplate("{{ messages }}", origin="fake"))
+        default_factory=lambda: SimpleNamespace(
+            name="fake",
+            template=ChatTemplate("{{ messages }}", origin="fake"),
+            config=SimpleNamespace(is_encoder=False),
+        )
     )
 
     def load(self, path: str | None = None, *, config: EngineConfig, verbose: Any = None) -> FakeEngine:

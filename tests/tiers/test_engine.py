@@ -358,7 +358,7 @@ def test_a_small_disk_fills_up_without_harm(plain_model: Path, tmp_path: Path) -
         with load(plain_model, tmp_path) as engine:
             again = [engine.generate(ids(seed, 60), PARAMS) for seed in range(8)]
     hits = [answer.usage.cached_tokens for answer in again]
-    assert {0, 56} <= set(hits)  # some fit on the disk
+    assert max(hits) == 56 > min(hits)  # some fit on the disk as a whole, and not all
     for answer, expected, hit in zip(again, answers, hits, strict=True):
         assert hit or answer.token_ids == expected
 
