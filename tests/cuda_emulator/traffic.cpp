@@ -1,7 +1,7 @@
 // What a kernel's accesses cost: wavefronts of shared memory, sectors of global memory, next to the least possible.
 //
-// The n-th time that each lane of a warp comes to a place in the code is one request. g++ splits some accesses of 16 and
-// 8 bytes into four and two; what a thread does next to its last access, at the address behind it and at another
+// The n-th time that each lane of a warp comes to a place in the code is one request. g++ splits some accesses of 16
+// and 8 bytes into four and two; what a thread does next to its last access, at the address after it and at another
 // place, is joined to it again. Lanes that skip a turn of a loop are paired wrongly with those that do not.
 #include "runtime.h"
 
@@ -53,11 +53,13 @@ void add_wavefronts(const Request &request, size_t widest, Total &total) {
     const int together = widest <= 4 ? 32 : widest <= 8 ? 16 : 8;
     for (int first = 0; first < kLanes; first += together) {
         std::set<uintptr_t> words, of_bank[kBanks];
-        for (int l = first; l < first + together; ++l)
-            for (uintptr_t at = number(request.lanes[l]) / kWord * kWord; at < number(request.lanes[l]) + request.lanes[l].bytes; at += kWord) {
+        for (int l = first; l < first + together; ++l) {
+            uintptr_t begin = number(request.lanes[l]), end = begin + request.lanes[l].bytes;
+            for (uintptr_t at = begin / kWord * kWord; at < end; at += kWord) {
                 words.insert(at / kWord);
                 of_bank[at / kWord % kBanks].insert(at / kWord);
             }
+        }
         size_t most = 0;
         for (const auto &bank : of_bank) most = bank.size() > most ? bank.size() : most;
         total.used += long(most), total.least += long((words.size() + kBanks - 1) / kBanks);
@@ -67,7 +69,9 @@ void add_wavefronts(const Request &request, size_t widest, Total &total) {
 void add_sectors(const Request &request, Total &total) {
     std::set<uintptr_t> sectors, bytes;
     for (const Lane &lane : request.lanes)
-        for (uintptr_t at = number(lane); at < number(lane) + lane.bytes; ++at) sectors.insert(at / kSector), bytes.insert(at);
+        for (uintptr_t at = number(lane); at < number(lane) + lane.bytes; ++at) {
+            sectors.insert(at / kSector), bytes.insert(at);
+        }
     total.used += long(sectors.size()), total.least += long((bytes.size() + kSector - 1) / kSector);
 }
 
@@ -98,8 +102,9 @@ void count_access(const void *code, const void *address, size_t bytes, Access ki
     if (mine.block != me.block) mine = {me.block, {}, nullptr, {}};
     const Place place{code, shared, kind};
     const char *const at = static_cast<const char *>(address);
-    if (mine.lane && mine.place.shared == shared && mine.place.kind == kind && mine.place.code != code && bytes >= kWord &&
-        mine.lane->bytes >= kWord && mine.lane->address + mine.lane->bytes == at && mine.lane->bytes + bytes <= kWidest) {
+    bool other_code = mine.lane && mine.place.shared == shared && mine.place.kind == kind && mine.place.code != code;
+    bool whole_words = other_code && bytes >= kWord && mine.lane->bytes >= kWord;
+    if (whole_words && mine.lane->address + mine.lane->bytes == at && mine.lane->bytes + bytes <= kWidest) {
         mine.lane->bytes += bytes;
         mine.place.code = code;
         return;

@@ -54,6 +54,7 @@ class _Search:
     unread: set[int] = field(default_factory=set)  # counts of blocks after which a snapshot could not be read
     begun: set[int] = field(default_factory=set)  # complete blocks that are being read, or have been
     read: dict[int, tuple[Object, str]] = field(default_factory=dict)  # complete blocks that have been read
+    beyond: dict[int, tuple[Object, str]] = field(default_factory=dict)  # those for which the budget had no bytes left
     readers: list[Thread] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class _Search:
         for number in range(count):
             if not self._lacks(number, length):
                 continue
+            self._claim_instead_of_later(number)
             read, needed = self.read.get(number), self._needed(number, length)
             if read is None or read[0].groups & needed != needed:
                 count, tail, state, length = number, None, None, number * self._n  # later blocks are of no use
@@ -179,6 +181,20 @@ class _Search:
         self.taken.append(size)
         return True
 
+    def _claim_instead_of_later(self, number: int) -> None:
+        """If the budget had no bytes left for block `number`, take those of blocks after it, which were read earlier."""
+        if number not in self.beyond:
+            return
+        found = self.beyond.pop(number)
+        while not self._claim(found[0]):
+            last = max(self.read, default=-1)
+            if last < number:
+                return
+            size = len(self.read.pop(last)[0].payload)
+            self.taken.remove(size)
+            self.lookup.budget.give_back(size)
+        self.read[number] = found
+
     def _read_blocks(self, count: int, length: int) -> None:
         """Begin to read those of the first `count` blocks that the store lacks and a token after `length` tokens sees.
 
@@ -192,10 +208,13 @@ class _Search:
             with self.lookup.asking(search):
                 for number in left:  # a thread takes a number that no other one takes
                     found = self._block(number) if self.wanted() and not ended.is_set() else None
-                    if found is None or not self._claim(found[0]):
-                        ended.set()  # later blocks are of no use
-                        return
-                    self.read[number] = found
+                    if found is not None and self._claim(found[0]):
+                        self.read[number] = found
+                        continue
+                    if found is not None:
+                        self.beyond[number] = found
+                    ended.set()  # later blocks are of no use
+                    return
 
         readers = [Thread(target=read, name="tiers reading", daemon=True) for _ in numbers[:_READERS]]
         for reader in readers:
