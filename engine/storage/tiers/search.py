@@ -182,7 +182,7 @@ class _Search:
         return True
 
     def _claim_instead_of_later(self, number: int) -> None:
-        """If the budget had no bytes left for block `number`, take those of blocks after it, which were read earlier."""
+        """If the budget had no bytes left for block `number`, take those of later blocks, which were read before it."""
         if number not in self.beyond:
             return
         found = self.beyond.pop(number)
