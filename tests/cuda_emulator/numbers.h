@@ -1,7 +1,7 @@
 // Types and arithmetic of CUDA C++: vectors, half, bfloat16, conversions, intrinsics. Results are rounded as on the
 // device where CUDA defines it (…_rn, half arithmetic). Elsewhere they are as wrong as they may be on a GPU: products
-// and sums are fused (build.py), except those of …_rn; float32 denormals are flushed (fibers.cpp); functions are off by the
-// largest error that the CUDA C++ Programming Guide, "Mathematical Functions", and the PTX ISA, "ex2", state.
+// and sums are fused (build.py), except those of …_rn; float32 denormals are flushed (fibers.cpp); functions are off by
+// the largest error that the CUDA C++ Programming Guide, "Mathematical Functions", and the PTX ISA, "ex2", state.
 #pragma once
 #include <cmath>
 #include <cstdint>
