@@ -33,7 +33,8 @@ inline float value(SmallFloat<FRACTION, BIAS> x) {
     const unsigned magnitude = x.bits & 0x7fffu, sign = unsigned(x.bits & 0x8000u) << 16;
     const unsigned wide = magnitude << (23 - FRACTION);
     // A bfloat16 has the exponents of a float.
-    if (magnitude >= infinity || BIAS == 127) return __builtin_bit_cast(float, sign | wide | (BIAS == 127 ? 0 : 0x7f800000u));
+    constexpr unsigned exponent = BIAS == 127 ? 0 : 0x7f800000u;
+    if (magnitude >= infinity || BIAS == 127) return __builtin_bit_cast(float, sign | wide | exponent);
     const double scaled = magnitude < normal ? double(magnitude) * std::ldexp(1.0, 1 - BIAS - FRACTION)
                                              : double(__builtin_bit_cast(float, wide)) * std::ldexp(1.0, 127 - BIAS);
     return sign ? float(-scaled) : float(scaled);
