@@ -108,7 +108,8 @@ def test_blocks_are_widened_by_numpy_and_kept_by_a_gpu(dtype: str, tmp_path: Pat
     if kept is not find(dtype):
         assert kept.quantize
         kept.dequantize(kept.quantize(qkv), qkv)
-    np.testing.assert_array_equal(device.rows(weights.layers[0].mixer.qkv), qkv)
+    # A GPU flushes the scales of random blocks of MXFP4 below the least normal number.
+    np.testing.assert_allclose(device.rows(weights.layers[0].mixer.qkv), qkv, rtol=0, atol=2.0**-123)
     source.close()
 
 
