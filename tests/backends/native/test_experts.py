@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native.experts import ExpertOps
-from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
+from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -137,59 +137,59 @@ def test_a_row_gives_the_same_alone_as_among_others() -> None:
         )
 
 
-def test_few_rows_of_an_expert_fill_small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Product, np.ndarray]]:
+    """The products that `experts` launches, and for which experts: entries of `ExpertRows` that have rows."""
+    found = []
+
+    def product(self: ExpertOps, spec: Product, y: Any, x: Any, chosen: np.ndarray, stack: Any) -> None:
+        found.append((spec, chosen[chosen[:, ExpertRows._fields.index("rows")] > 0]))
+        launch(self, spec, y, x, chosen, stack)
+
+    launch = ExpertOps._product
+    monkeypatch.setattr(ExpertOps, "_product", product)
+    return found
+
+
+def test_few_rows_of_an_expert_fill_small_panels(asked: list[tuple[Product, np.ndarray]]) -> None:
     """Once their kernels are compiled: prompts take those for many rows meanwhile, with the same results."""
     rng = np.random.default_rng(4)
-    launch, tilings = launcher(best()), []
+    launch = launcher(best())
     ops, matrices = ExpertOps(launch), Layer(rng, ("q4_k",) * 3, 8, 256, 256, False).on(LinearOps(launch))
-    monkeypatch.setattr(
-        ExpertOps,
-        "_product",
-        lambda self, spec, *args, real=ExpertOps._product: (
-            tilings.append(spec.tiling),
-            real(self, spec, *args),
-        ),
-    )
 
     def run(rows: int, *, recorded: bool = False) -> np.ndarray:
         x, logits = (np.random.default_rng(5).standard_normal((rows, size)).astype(np.float32) for size in (256, 8))
         routing = ops.route(logits, Experts(8, 2, 256))
-        tilings.clear()
+        asked.clear()
         return ops.experts(x, routing, *matrices, "silu", recorded=recorded).copy()
 
     few, most = expert_tiling(3, best()), expert_tiling(100, best())
     assert few.rows <= most.rows or few == most
     run(400)
-    assert tilings == [most] * 2
+    assert [spec.tiling for spec, _ in asked] == [most] * 2
     early = run(12)
-    assert tilings == [most] * 2
+    assert [spec.tiling for spec, _ in asked] == [most] * 2
     late = run(12, recorded=True)
-    assert tilings == [few] * 2
+    assert [spec.tiling for spec, _ in asked] == [few] * 2
     np.testing.assert_array_equal(early, late)
     np.testing.assert_array_equal(run(12), late)
-    assert tilings == [few] * 2
+    assert [spec.tiling for spec, _ in asked] == [few] * 2
     run(2)
-    assert tilings == [SINGLE] * 2
+    assert [spec.tiling for spec, _ in asked] == [SINGLE] * 2
 
 
 @pytest.mark.parametrize("rows", [1, 6, 70])
-def test_a_product_reads_an_expert_once_for_all_rows_that_chose_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_reads_an_expert_once_for_all_rows_that_chose_it(
+    rows: int, asked: list[tuple[Product, np.ndarray]]
+) -> None:
     rng = np.random.default_rng(7)
-    launch, asked = launcher(best()), []
+    launch = launcher(best())
     ops, matrices = ExpertOps(launch), Layer(rng, ("q8_0",) * 3, 9, 64, 64, False).on(LinearOps(launch))
-    monkeypatch.setattr(
-        ExpertOps,
-        "_product",
-        lambda self, spec, y, x, chosen, stack, real=ExpertOps._product: (
-            asked.append(chosen[chosen[:, ExpertRows._fields.index("rows")] > 0]),
-            real(self, spec, y, x, chosen, stack),
-        ),
-    )
     routing = ops.route(rng.standard_normal((rows, 9)).astype(np.float32), Experts(9, 3, 64))
     ops.experts(rng.standard_normal((rows, 64)).astype(np.float32), routing, *matrices, "silu")
     experts, counts = np.unique(routing.ids, return_counts=True)
     assert len(asked) == 2, "gate and up together, and down"
-    for chosen in asked:
+    for _, chosen in asked:
         found = {int(expert): int(count) for expert, _, count in chosen}
         assert len(found) == len(chosen)
         assert found == dict(zip(experts.tolist(), counts.tolist(), strict=True))
