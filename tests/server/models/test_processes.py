@@ -74,13 +74,15 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.slow
 def test_a_signal_lets_answers_end_and_ends_the_models_processes(server: Server) -> None:
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(server.ask("big", 200)))
-    asking.start()
-    eventually(lambda: 'requests{model="big"} 1.0' in httpx.get(f"{server.url}/metrics").text)
-    server.process.send_signal(signal.SIGTERM)
-    asking.join(60)
-    assert answers[0].json()["usage"]["completion_tokens"] == 200
+    body = {"model": "big", "prompt": "Once", "temperature": 0, "ignore_eos": True, "max_tokens": 200, "n": 8}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        events = (line for line in answer.iter_lines() if line)
+        next(events)
+        server.process.send_signal(signal.SIGTERM)
+        *_, usage, end = events
+    assert end == "data: [DONE]"
+    assert '"completion_tokens":1600' in usage.replace(" ", "")
     assert server.process.wait(60) == 0
     assert server.no_process_is_left()
     assert "Traceback" not in (told := server.errors.read_text())
