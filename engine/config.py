@@ -85,7 +85,8 @@ class EngineConfig:
         None,
         "--kv-memory",
         metavar="SIZE",
-        help="memory for the KV store, such as 512M or 2G; without it, as much as the context needs",
+        help="memory for the KV store, such as 512M or 2G, for requests that run and conversations that come back; "
+        "without it, as much as one context needs",
     )
     state_type: str = setting(
         "8bit",
@@ -161,7 +162,7 @@ class EngineConfig:
     )
     kept_sequences: int = setting(
         4,
-        help="finished sequences that the store has full-precision blocks for; 0 turns the prefix cache off",
+        help="finished sequences that the store has full-precision blocks for, at least; 0 turns the prefix cache off",
     )
     cache_disk: str | None = setting(
         None,

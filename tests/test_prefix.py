@@ -145,13 +145,14 @@ def test_a_branch_does_not_change_the_sequence_that_it_shares(engine: Engine, fr
     assert_as_alone(answer, further, fresh)
 
 
-def test_the_least_recently_used_sequence_is_overwritten_first(tiny_path: Path) -> None:
+def test_current_blocks_are_overwritten_before_first_ones_and_old_ones_before_new_ones(tiny_path: Path) -> None:
     with load(tiny_path, kept_sequences=1, parallel=1) as engine:  # five full-precision blocks
-        a, b, c = (ids(seed, 20) for seed in (1, 2, 3))
-        for prompt in (a, b, a, c):
+        prompts = [ids(seed, N + 4) for seed in range(6)]
+        for prompt in prompts:
             engine.generate(prompt, SamplingParams(max_tokens=0))
-        cached = {name: _cached(engine, prompt) for name, prompt in (("a", a), ("c", c), ("b", b))}
-        assert cached == {"a": 19, "c": 19, "b": 0}
+        newest, *others = [_cached(engine, prompt) for prompt in reversed(prompts)]
+        assert newest == N + 3
+        assert others == [N, N, 0, 0, 0]
 
 
 def _cached(engine: Engine, prompt: list[int]) -> int:

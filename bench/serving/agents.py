@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from polarlm.engine.loading.calibration import TEXT_FILE
 if TYPE_CHECKING:
     import httpx
 
-_PATIENCE = 600.0  # seconds to wait for data
+PATIENCE = 600.0  # seconds to wait for data
 _WRITTEN_SECONDS = 2.0  # seconds after which an idle server has written its blocks
 _MEMORY = 1 << 30  # bytes that a server may touch for the first time in a turn
 _WORDS_PER_TOKEN = 0.75  # roughly, in English
@@ -42,16 +42,26 @@ _WORDS_PER_TOKEN = 0.75  # roughly, in English
 
 @dataclass(frozen=True)
 class Options:
-    """The flags: the servers and the conversations."""
+    """The flags: the servers, and how many conversations."""
 
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
     threads: int = setting(0, "--threads", metavar="N", help="CPU threads of a server; 0 follows OMP_NUM_THREADS")
     agents: int = setting(4, "--agents", metavar="N", help="conversations")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The flags: what agents write."""
+
     opening: int = setting(2000, "--opening", metavar="N", help="tokens that a conversation opens with, about")
     turn: int = setting(200, "--turn", metavar="N", help="tokens of each further turn, about")
     max_tokens: int = setting(32, "--max-tokens", metavar="N", help="tokens of an answer")
     seed: int = setting(0, "--seed", metavar="N", help="of what agents write")
+
+    def tokens(self, turns: int) -> int:
+        """How long a conversation of that many turns is, about."""
+        return self.opening + (turns - 1) * self.turn + turns * self.max_tokens
 
 
 @dataclass(frozen=True)
@@ -64,11 +74,11 @@ class Turn:
 
 
 class Agent:
-    """One conversation."""
+    """The client in one conversation."""
 
-    def __init__(self, options: Options, number: int) -> None:
-        self._options = options
-        self._rng = np.random.default_rng((options.seed, number))
+    def __init__(self, conversation: Conversation, number: int) -> None:
+        self._conversation = conversation
+        self._rng = np.random.default_rng((conversation.seed, number))
         self._words = TEXT_FILE.read_text(encoding="utf-8").split()
         self._messages: list[dict[str, str]] = []
 
@@ -76,10 +86,10 @@ class Agent:
         """Send the next turn and append its answer. Raises EngineError."""
         from polarlm.bench.serving.client import ask
 
-        tokens = self._options.turn if self._messages else self._options.opening
+        tokens = self._conversation.turn if self._messages else self._conversation.opening
         words = self._rng.choice(self._words, max(1, round(_WORDS_PER_TOKEN * tokens)))
         self._messages.append({"role": "user", "content": " ".join(words)})
-        body = {"messages": self._messages, "max_tokens": self._options.max_tokens, "temperature": 0}
+        body = {"messages": self._messages, "max_tokens": self._conversation.max_tokens, "temperature": 0}
         answer = await ask(http, "/v1/chat/completions", {**body, "ignore_eos": True}, time.perf_counter())
         if answer.error is not None:
             raise EngineError(f"A server did not answer as expected: {answer.error}")
@@ -93,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure_and_report(argv: Sequence[str]) -> None:
-    options, destination = parse(
+    options, conversation, destination = parse(
         argv,
-        {"Conversations": Options, "Output": Output},
+        {"Measurement": Options, "Conversations": Conversation, "Output": Output},
         prog="python -m polarlm.bench.serving.agents",
         description="Time to the first token of conversations that come back, also after a restart or elsewhere.",
         checks={
@@ -106,9 +116,9 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     needs_http()
     model = model_named(options.weights, options.hf_repo)
     output = destination.path("agents", "demo" if model is None else Path(model).name.removesuffix(".gguf"))
-    turns = _measure(options, [] if model is None else ["--weights", model])
+    turns = _measure(options, conversation, [] if model is None else ["--weights", model])
     result = {
-        "options": asdict(options),
+        "options": asdict(options) | asdict(conversation),
         "turns": {when: [asdict(turn) for turn in own] for when, own in turns.items()},
     }
     report.write(output, "serving.agents", argv, result)
@@ -116,16 +126,16 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     print(format_result(result))
 
 
-def _measure(options: Options, flags: Sequence[str]) -> dict[str, list[Turn]]:
+def _measure(options: Options, conversation: Conversation, flags: Sequence[str]) -> dict[str, list[Turn]]:
     """When or where turns are sent → the turns of all agents. Raises EngineError."""
     import httpx
 
-    agents = [Agent(options, number) for number in range(options.agents)]
+    agents = [Agent(conversation, number) for number in range(options.agents)]
     flags = [*flags, "--threads", str(options.threads), "--parallel", "1"]
     turns: dict[str, list[Turn]] = {}
 
     async def ask_all(url: str) -> list[Turn]:
-        async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
             return [await agent.ask(http) for agent in agents]
 
     def visit(when: str, url: str) -> None:
@@ -150,15 +160,19 @@ def format_result(result: dict[str, Any]) -> str:
     rows = []
     for when, turns in result["turns"].items():
         seconds = [turn["seconds"] for turn in turns]
-        found: Counter[str] = Counter()
-        for turn in turns:
-            found.update(turn["cached_from"])
-        tokens = sum(turn["prompt_tokens"] for turn in turns)
-        places = ", ".join(f"{100 * count / tokens:.0f} % {place}" for place, count in found.items() if count)
-        average = f"{tokens / len(turns):,.0f}"
-        rows.append([when, average, places or "—", f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"])
+        average = f"{sum(turn['prompt_tokens'] for turn in turns) / len(turns):,.0f}"
+        rows.append([when, average, places(turns), f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"])
     headings = ["", "prompt tokens", "of them found", "first token s, median", "slowest"]
     return table(headings, rows)
+
+
+def places(turns: Sequence[Mapping[str, Any]]) -> str:
+    """Which tiers had how much of the turns' prompts, as in "91 % disk"; a dash if none had anything."""
+    found: Counter[str] = Counter()
+    for turn in turns:
+        found.update(turn["cached_from"])
+    tokens = sum(turn["prompt_tokens"] for turn in turns)
+    return ", ".join(f"{100 * count / tokens:.0f} % {place}" for place, count in found.items() if count) or "—"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,14 @@ from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.delta import DeltaShape
-from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size, plan_for_memory, plan_for_tokens
+from polarlm.engine.state.plan import (
+    StorePlan,
+    format_bytes,
+    parse_size,
+    plan_for_memory,
+    plan_for_tokens,
+    with_kept,
+)
 from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape, SharedShape
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
@@ -26,6 +33,8 @@ from polarlm.model_loaders.config import Attention, ModelConfig, Recurrent
 from polarlm.model_loaders.files.tensors import READABLE
 
 CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
+_TOKENS_OF_KEPT = 2048  # of a conversation that is kept where there is memory beyond one context
+_SHARE_OF_KEPT = 8  # the part of a store that is added for conversations that are kept
 
 
 def weight_format(config: EngineConfig) -> WeightFormat | None:
@@ -180,7 +189,7 @@ def store_plan(
     room: int,
     more: Callable[[int], int] = lambda tokens: 0,
 ) -> StorePlan:
-    """Return the plan of the KV store: for kv_memory if it is given, else for the context.
+    """Return the plan of the KV store: for kv_memory, all of which it takes, or else for the context.
 
     If the context does not fit into `room` bytes, together with the work on a prompt of its length, the plan is for the
     longest one that does. more: tokens of a context → further bytes to leave. Raises EngineError ("out_of_memory") if
@@ -194,10 +203,16 @@ def store_plan(
     tokens = config.ctx_size or model.max_context
     sequences = config.kept_sequences + config.parallel
     if config.kv_memory is not None:
-        return plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
+        memory = parse_size(config.kv_memory)
+        plan = plan_for_memory(shape, memory, tokens, sequences)
+        if config.kept_sequences and plan.tokens == tokens:
+            plan = with_kept(plan, min(memory, room - other_bytes(tokens)), _TOKENS_OF_KEPT)
+        return plan
     plan = plan_for_tokens(shape, tokens, sequences)
     if plan.bytes + other_bytes(tokens) > room:
-        plan = plan_for_memory(shape, room, tokens, sequences, other_bytes)
+        return plan_for_memory(shape, room, tokens, sequences, other_bytes)
+    if config.kept_sequences:
+        plan = with_kept(plan, min(plan.bytes + plan.bytes // _SHARE_OF_KEPT, room - other_bytes(tokens)), 0)
     return plan
 
 

@@ -16,7 +16,9 @@ class BlockAllocator:
     """Allocates the ids 0 … size-1, each with a reference count, so that sequences can share blocks.
 
     A free block keeps its contents until it is allocated again. Blocks that the prefix cache can find (`keep`) are
-    allocated last, in the order in which they became free. `allocate` is O(count), `kept` O(kept), all else O(1).
+    allocated last, in the order in which they became free. Among them are the first blocks of sequences, without which
+    no later block of a sequence is found: they come after the others, until they are more than three quarters of all
+    blocks. `allocate` is O(count), `kept` O(kept), all else O(1).
 
     >>> blocks = BlockAllocator(2)
     >>> a, b = blocks.allocate(2)
@@ -29,7 +31,9 @@ class BlockAllocator:
     def __init__(self, size: int) -> None:
         self._references = [0] * size
         self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be allocated
+        self._free_firsts: OrderedDict[int, None] = OrderedDict()  # first blocks of sequences, in that order
         self._kept: dict[int, Callable[[], None]] = {}
+        self._firsts: set[int] = set()  # those of `_kept` that are first blocks of sequences
 
     @property
     def size(self) -> int:
@@ -39,12 +43,12 @@ class BlockAllocator:
     @property
     def free(self) -> int:
         """The number of blocks that can be allocated now."""
-        return len(self._free)
+        return len(self._free) + len(self._free_firsts)
 
     @property
     def kept(self) -> int:
         """The number of free blocks that the prefix cache can find."""
-        return sum(block in self._free for block in self._kept)
+        return sum(self._references[block] == 0 for block in self._kept)
 
     def references(self, block: int) -> int:
         """The reference count of a block; 0 if it is free."""
@@ -52,33 +56,53 @@ class BlockAllocator:
 
     def allocate(self, count: int = 1) -> list[int]:
         """Allocate `count` blocks with one reference each and return their ids; all, or none and raise OutOfBlocks."""
-        if count > len(self._free):
-            raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} of {self.size} free")
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        if count > self.free:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
+        taken = [self._take() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
             if block in self._kept:
+                self._firsts.discard(block)
                 self._kept.pop(block)()
         return taken
 
-    def keep(self, block: int, forget: Callable[[], None]) -> None:
-        """Keep the contents of a held block as long as possible. `forget` is called when it is allocated again."""
+    def _take(self) -> int:
+        """Remove the free block to allocate next from the free ones, and return it."""
+        block = next(iter(self._free), None)
+        if block is None or (block in self._kept and 4 * len(self._free_firsts) > 3 * self.size):
+            return self._free_firsts.popitem(last=False)[0]
+        del self._free[block]
+        return block
+
+    def keep(self, block: int, forget: Callable[[], None], *, is_first: bool = False) -> None:
+        """Keep the contents of a held block as long as possible. `forget` is called when it is allocated again.
+
+        is_first: whether it is the complete first block of a sequence.
+        """
         if self._references[block] == 0:
             raise ValueError(f"block {block} is free and cannot be kept")
         self._kept[block] = forget
+        if is_first:
+            self._firsts.add(block)
 
     def drop(self, block: int) -> None:
         """Undo `keep`, without calling its `forget`."""
         del self._kept[block]
         if self._references[block] == 0:
+            self._remove_free(block)
+            self._free[block] = None
             self._free.move_to_end(block, last=False)
+        self._firsts.discard(block)
+
+    def _remove_free(self, block: int) -> None:
+        del (self._free_firsts if block in self._firsts else self._free)[block]
 
     def retain(self, block: int) -> None:
         """Add a reference to a block that is held, or that is free and kept."""
         if self._references[block] == 0:
             if block not in self._kept:
                 raise ValueError(f"block {block} is free and cannot be retained")
-            del self._free[block]
+            self._remove_free(block)
         self._references[block] += 1
 
     def release(self, block: int) -> None:
@@ -87,6 +111,9 @@ class BlockAllocator:
             raise ValueError(f"block {block} is free already")
         self._references[block] -= 1
         if self._references[block] == 0:
+            if block in self._firsts:
+                self._free_firsts[block] = None
+                return
             self._free[block] = None
             self._free.move_to_end(block, last=block in self._kept)
 
@@ -105,9 +132,17 @@ def allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:
 
 
 def add_blocks(
-    known: Blocks, blocks: Blocks, allocators: Sequence[BlockAllocator], forget: Callable[[int], Callable[[], None]]
+    known: Blocks,
+    blocks: Blocks,
+    allocators: Sequence[BlockAllocator],
+    forget: Callable[[int], Callable[[], None]],
+    *,
+    are_first: bool = False,
 ) -> list[int]:
-    """Put `blocks` into `known` in place of None and of blocks that no sequence holds, and return where None was."""
+    """Put `blocks` into `known` in place of None and of blocks that no sequence holds, and return where None was.
+
+    are_first: as for `BlockAllocator.keep`.
+    """
     added = []
     for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
         old = known[index]
@@ -118,5 +153,5 @@ def add_blocks(
         else:
             added.append(index)
         known[index] = block
-        allocator.keep(block, forget(index))
+        allocator.keep(block, forget(index), is_first=are_first)
     return added

@@ -57,12 +57,12 @@ class DeltaShape:
     def needed_blocks(self, tokens: int, block_size: int) -> int:
         return 0
 
-    def slots(self, full_slots: int) -> int:
-        """One for each sequence, which has at least two of K/V, and a spare one."""
+    def slots(self, full_slots: int, more: int) -> int:
+        """One for each sequence, which has at least two of K/V, and a spare one; further ones are kept as snapshots."""
         return (full_slots + 1) // 2
 
-    def more_blocks(self, full_slots: int) -> int:
-        return _SNAPSHOTS * self.slots(full_slots) if self.snapshots is None else self.snapshots
+    def more_blocks(self, full_slots: int, more: int) -> int:
+        return _SNAPSHOTS * self.slots(full_slots + more, 0) if self.snapshots is None else self.snapshots
 
     def quantized_bytes(self, block_size: int) -> int:
         return _bytes(self.block_arrays(block_size, ""))

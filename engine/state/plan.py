@@ -15,22 +15,29 @@ _SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it complete
 
 @dataclass(frozen=True)
 class StorePlan:
-    """The size of a store that holds one sequence of `tokens`, or several shorter ones."""
+    """The size of a store that holds one sequence of `tokens`, or several shorter ones, and those that are kept."""
 
     shape: CacheShape
     tokens: int
     quantized_blocks: tuple[int, ...]  # per group
     full_slots: int  # of K/V; see `TokenBlocks.slots`
+    more_slots: int = 0  # of K/V, of further sequences that are kept
+    more_tokens: int = 0  # of such sequences
 
     @property
     def bytes(self) -> int:
         """Bytes of the store in the device's memory."""
-        return self.shape.bytes(self.quantized_blocks, self.full_slots)
+        return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots)
 
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of snapshots, which are in the computer's memory: with a GPU, beside `bytes`, and else among them."""
         return self.shape.snapshot_bytes(self.quantized_blocks)
+
+    @property
+    def capacity(self) -> int:
+        """The tokens of all sequences that fit, if these are long."""
+        return self.tokens + self.more_tokens
 
     def sequences(self, tokens: int) -> int:
         """Return how many sequences of `tokens` the store can always hold at once, in whatever order they grow."""
@@ -49,9 +56,14 @@ def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: i
     return StorePlan(shape, tokens, _quantized_blocks(shape, tokens, slots), slots)
 
 
-def _quantized_blocks(shape: CacheShape, tokens: int, full_slots: int) -> tuple[int, ...]:
-    """Return the quantized blocks of a store for a sequence of `tokens`, per group."""
-    return tuple(map(sum, zip(shape.quantized_blocks(tokens), shape.more_blocks(full_slots), strict=True)))
+def _quantized_blocks(
+    shape: CacheShape, tokens: int, slots: int, more_slots: int = 0, more_tokens: int = 0
+) -> tuple[int, ...]:
+    """Return the quantized blocks of a store, per group: of a sequence of `tokens`, and of more that are no longer."""
+    whole, rest = divmod(more_tokens, max(1, tokens))
+    each, last = shape.quantized_blocks(tokens), shape.quantized_blocks(rest)
+    beside = shape.more_blocks(slots, more_slots)
+    return tuple((1 + whole) * a + b + more for a, b, more in zip(each, last, beside, strict=True))
 
 
 def plan_for_sequences(shape: CacheShape, tokens: int, sequences: int) -> StorePlan:
@@ -60,7 +72,7 @@ def plan_for_sequences(shape: CacheShape, tokens: int, sequences: int) -> StoreP
     That of `plan_for_tokens` for as many tokens in all has the blocks of windows for one sequence alone.
     """
     plan = plan_for_tokens(shape, sequences * tokens, sequences)
-    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots), strict=True)
+    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots, 0), strict=True)
     return replace(plan, quantized_blocks=tuple(sequences * each + more for each, more in blocks))
 
 
@@ -100,19 +112,39 @@ def plan_for_memory(
     return plan(tokens)
 
 
-def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
-    """Return how many tokens, up to `max_tokens`, an f16 cache would hold in the memory of `plan`."""
+def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
+    """Return `plan` with room for further sequences that are kept, as many as fit into `memory` bytes.
+
+    tokens_each: the tokens for which there are blocks, for each of them; 0 if they share those of the plan.
+    """
+
+    def larger(kept: int) -> StorePlan:
+        slots, tokens = 2 * kept, kept * tokens_each
+        blocks = _quantized_blocks(plan.shape, plan.tokens, plan.full_slots, slots, tokens)
+        return replace(plan, quantized_blocks=blocks, more_slots=slots, more_tokens=tokens)
+
+    most = 1
+    if not plan.shape.kv_layers:  # nothing is kept
+        return plan
+    while larger(most).bytes <= memory:
+        most *= 2
+    return larger(bisect_right(range(1, most), memory, key=lambda kept: larger(kept).bytes))
+
+
+def f16_tokens(plan: StorePlan) -> int:
+    """Return how many tokens, up to the plan's, an f16 cache would hold in the memory of `plan`."""
     half = get(FULL)
     layers = (
         replace(layer, codec_k=half, codec_v=half, mean_bits=0) if isinstance(layer, LayerShape) else layer
         for layer in plan.shape.layers
     )
-    f16 = replace(plan.shape, layers=tuple(layers), stored={})
-    return bisect_right(
-        range(1, max_tokens + 1),
-        plan.bytes,
-        key=lambda count: f16.bytes(_quantized_blocks(f16, count, plan.full_slots), plan.full_slots),
-    )
+    f16, slots, more = replace(plan.shape, layers=tuple(layers), stored={}), plan.full_slots, plan.more_slots
+
+    def size(tokens: int) -> int:
+        first = min(tokens, plan.tokens)
+        return f16.bytes(_quantized_blocks(f16, first, slots, more, tokens - first), slots, more)
+
+    return bisect_right(range(1, plan.capacity + 1), plan.bytes, key=size)
 
 
 def parse_size(text: str, setting: str = "kv_memory") -> int:

@@ -47,11 +47,12 @@ class TokenBlocks:
         complete = max(0, tokens // block_size - 1)
         return complete if self.window is None else min(complete, 2 * (self.window // block_size + 2))
 
-    def slots(self, full_slots: int) -> int:
-        """Return the number of full-precision slots in a store that has `full_slots` of K/V."""
-        return full_slots
+    def slots(self, full_slots: int, more: int) -> int:
+        """Return the number of full-precision slots in a store that has `full_slots` of K/V, and `more` of sequences
+        that are only kept."""
+        return full_slots + more
 
-    def more_blocks(self, full_slots: int) -> int:
+    def more_blocks(self, full_slots: int, more: int) -> int:
         """Return the number of quantized blocks that such a store has for what no sequence needs."""
         return 0
 
@@ -64,9 +65,9 @@ class StateShape(Protocol):
 
     def needed_blocks(self, tokens: int, block_size: int) -> int: ...
 
-    def slots(self, full_slots: int) -> int: ...
+    def slots(self, full_slots: int, more: int) -> int: ...
 
-    def more_blocks(self, full_slots: int) -> int: ...
+    def more_blocks(self, full_slots: int, more: int) -> int: ...
 
     @property
     def is_sparse(self) -> bool:
@@ -285,16 +286,16 @@ class CacheShape:
         """Return the sum of `blocks`, numbers for each group, over the groups that have K/V."""
         return sum(count for (_, layers), count in zip(self.groups, blocks, strict=True) if layers[0] in self.kv_layers)
 
-    def more_blocks(self, full_slots: int) -> tuple[int, ...]:
+    def more_blocks(self, full_slots: int, more: int) -> tuple[int, ...]:
         """Return how many quantized blocks a store has besides those that sequences need, per group."""
-        return tuple(self.layers[layers[0]].more_blocks(full_slots) for _, layers in self.groups)
+        return tuple(self.layers[layers[0]].more_blocks(full_slots, more) for _, layers in self.groups)
 
-    def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int) -> int:
-        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` in groups of K/V.
+    def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int, more: int = 0) -> int:
+        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` and `more` in groups of K/V.
 
         What is in the computer's memory beside a GPU's is left out.
         """
-        slots = sum(self.layers[layers[0]].slots(full_slots) * self.full_bytes(layers) for _, layers in self.groups)
+        slots = sum(self.layers[own[0]].slots(full_slots, more) * self.full_bytes(own) for _, own in self.groups)
         blocks = zip(self.groups, quantized_blocks, strict=True)
         quantized = sum(count * self.quantized_bytes(layers) for (_, layers), count in blocks)
         return slots + quantized - (self.snapshot_bytes(quantized_blocks) if self.has_host else 0)

@@ -110,7 +110,7 @@ class KVStore:
             is_shared = any(self._source[layer] != layer for layer in layers)
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
             shape = plan.shape.layers[layers[0]]
-            blocks = quantized, shape.slots(plan.full_slots)
+            blocks = quantized, shape.slots(plan.full_slots, plan.more_slots)
             if not isinstance(shape, LayerShape):
                 assert not isinstance(shape, SharedShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))

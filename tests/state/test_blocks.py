@@ -32,10 +32,10 @@ class Schedules(RuleBasedStateMachine):
         assert not set(taken) & self.kept  # `forget` was called for them
         self.held.update(dict.fromkeys(taken, 1))
 
-    @rule(block=st.integers(0, SIZE - 1))
-    def keep(self, block: int) -> None:
+    @rule(block=st.integers(0, SIZE - 1), is_first=st.booleans())
+    def keep(self, block: int, is_first: bool) -> None:
         if block in self.held:
-            self.blocks.keep(block, lambda: self.kept.remove(block))
+            self.blocks.keep(block, lambda: self.kept.remove(block), is_first=is_first)
             self.kept.add(block)
         else:
             with pytest.raises(ValueError, match="free"):
@@ -101,3 +101,13 @@ def test_kept_blocks_are_allocated_last() -> None:
     blocks.release(second)  # used again: it is the newest now
     assert blocks.allocate(2) == [first, second]
     assert forgotten == [first, second]
+
+
+def test_first_blocks_are_allocated_after_other_kept_ones_up_to_three_quarters_of_all() -> None:
+    blocks = BlockAllocator(8)
+    taken = blocks.allocate(8)
+    for block in taken:
+        blocks.keep(block, lambda: None, is_first=block < 7)
+        blocks.release(block)
+    assert blocks.allocate(2) == [0, 7]  # seven first blocks are too many, six are not
+    assert blocks.allocate(6) == [1, 2, 3, 4, 5, 6]

@@ -23,6 +23,7 @@ from polarlm.engine.state.plan import (
     plan_for_memory,
     plan_for_sequences,
     plan_for_tokens,
+    with_kept,
 )
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
@@ -66,6 +67,19 @@ def test_the_plan_is_the_longest_sequence_that_fits(shape, memory, max_tokens, s
     assert plan == plan_for_tokens(shape, plan.tokens, sequences_of(plan))
     one_more = plan_for_tokens(shape, plan.tokens + 1, sequences_of(plan))
     assert plan.tokens == max_tokens or one_more.bytes > memory
+
+
+@given(shapes(), st.integers(1, 1 << 24), st.integers(1, 500), st.sampled_from([0, 100]))
+def test_memory_that_is_left_holds_sequences_that_are_kept(shape, memory, tokens, each) -> None:
+    one = plan_for_tokens(shape, tokens, 1)
+    plan = with_kept(one, memory, each)
+    kept = plan.more_slots // 2
+    assert (plan.tokens, plan.full_slots, plan.capacity) == (tokens, one.full_slots, tokens + kept * each)
+    if one.bytes > memory:
+        assert plan == one
+        return
+    another = shape.bytes(tuple(blocks + 1 for blocks in shape.quantized_blocks(each)), 2)
+    assert plan.bytes <= memory < plan.bytes + another
 
 
 @given(shapes(), st.integers(0, 600), st.integers(1, 5))
@@ -135,11 +149,11 @@ def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
     plain = replace(
         shape, layers=tuple(replace(layer, codec_k=half, codec_v=half, mean_bits=0) for layer in shape.layers)
     )
-    held = f16_tokens(plan, tokens)
+    held = f16_tokens(plan)
     assert 0 < held <= tokens
     assert plan_for_tokens(plain, held, sequences).bytes <= plan.bytes
     assert held == tokens or plan_for_tokens(plain, held + 1, sequences).bytes > plan.bytes
-    assert f16_tokens(plan_for_tokens(plain, tokens, sequences), tokens) == tokens
+    assert f16_tokens(plan_for_tokens(plain, tokens, sequences)) == tokens
 
 
 @given(shapes(), st.integers(0, 600))
@@ -210,7 +224,7 @@ def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
     layers = len(plan.shape.layers)
     values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels
     assert float(bits) == round(plan.shape.quantized_bytes(range(layers)) * 8 / values, 2)
-    assert int(plain) == f16_tokens(plan, plan.tokens) < int(tokens)
+    assert int(plain) == f16_tokens(plan) < int(tokens)
 
 
 def test_the_fit_line_of_an_f16_store_has_no_comparison_with_f16(tiny_path: Path) -> None:
