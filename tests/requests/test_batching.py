@@ -56,6 +56,7 @@ def all_at_once(engine: Engine, count: int = REQUESTS) -> list[Completion]:
 
 def test_batched_requests_get_the_answers_that_they_get_alone(engine: Engine, monkeypatch) -> None:
     alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
+    forget(engine)
     seen = batches(engine, monkeypatch)
     for answer, expected in zip(all_at_once(engine), alone, strict=True):
         assert (answer.text, answer.token_ids, answer.finish_reason) == (
