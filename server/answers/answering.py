@@ -60,12 +60,16 @@ class _Answering:
 
 
 async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncGenerator[Piece, None]:
-    """Yield answer `index` of a request in pieces. Closing the generator cancels it. Raises what the driver raises."""
+    """Yield answer `index` of a request in pieces. Closing the generator cancels it. Raises what the driver raises.
+
+    The first piece of a streamed answer says that the engine has accepted the request.
+    """
     under_way = _Answering(driver.engine, asked, index)
     stream = driver.stream(
         asked.prompt,
         asked.params,
         asked.options,
+        queued=asked.stream,
         progress=asked.progress,
         submit=under_way.submit,
         compiles=asked.tools is not None,
@@ -75,6 +79,9 @@ async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncG
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             plan = under_way.plan
+            if chunk.prompt_tokens and not chunk.prefilled:
+                yield Piece(is_waiting=True)
+                continue
             if chunk.prefilled:
                 yield Piece(progress=Progress(chunk.prompt_tokens, chunk.cached_tokens, chunk.prefilled))
                 continue
