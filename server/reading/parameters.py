@@ -76,9 +76,11 @@ def read(
     answers = "n" if "n" in body else "n_cmpl"
     tools = read_tools(body)
     params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)
-    if tools is not None and tools.calls != "none" and params.is_constrained:
-        sentence = "tools and response_format, or another form of the answer, exclude each other: leave one of them out"
+    if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:
+        sentence = "tools and a grammar, or a regular expression, exclude each other: leave one of them out"
         raise BadRequest("tools", sentence)
+    if tools is not None and tools.calls == "must":
+        params = replace(params, schema=None)  # the form of the text, and there is none
     prompt = read_prompt(body, takes)
     continues = read_continues(body, prompt)
     options = read_options(body, parse_special=parse_special, tools=tools)
