@@ -1,6 +1,6 @@
 """What clients sent to a server of the demonstration model, sent again: each gets the answers that it can read.
 
-A file has the requests of a client's run, without its texts: `forced` names the tool that the run made the model call,
+A file has the requests of a client's run, without its texts and descriptions: `forced` names the tool that the run made the model call,
 and the request after it has the call and its result.
 """
 
@@ -55,6 +55,7 @@ def sent(request: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
 def test_a_client_reads_what_it_is_answered(server: Serving, run: Path) -> None:
     for request in json.loads(run.read_text(encoding="utf-8"))["requests"]:
