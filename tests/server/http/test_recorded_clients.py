@@ -1,7 +1,7 @@
 """What clients sent to a server of the demonstration model, sent again: each gets the answers that it can read.
 
-A file has the requests of a client's run, without its texts and descriptions: `forced` names the tool that the run made the model call,
-and the request after it has the call and its result.
+A file has the requests of a client's run, without texts and descriptions. `forced` names the tool that the run made the
+model call, and the request after it has the call and its result.
 """
 
 from __future__ import annotations
