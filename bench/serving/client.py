@@ -62,7 +62,7 @@ async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
         data = line.removeprefix("data: ")
         if data == "[DONE]":
             answer.error = None
-        elif data:
+        elif data and not data.startswith(":"):  # a comment is a sign of life
             _take(json.loads(data), answer, time.perf_counter() - begun)
         if data.startswith('{"error"'):
             answer.error = _code(data)

@@ -45,7 +45,6 @@ _WORDS = {
     "^lexer precomputation failed.*": "it is too complex",
     "; try avoiding .*": "",
 }
-_SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON; without this limit, some models write space without end
 _KEPT_SECONDS = 2.0  # that the kept grammars took to compile, if there are several: a measure of their memory
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
@@ -270,7 +269,7 @@ def _source(field: str, text: str) -> str:
     """The grammar as llguidance compiles it. Raises ValueError."""
     library = _library()
     if field == "schema":
-        schema = schemas.prepared(json.loads(text), {"whitespace_pattern": _SPACE})
+        schema = schemas.prepared_for_text(json.loads(text))
         return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     if field == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))

@@ -17,11 +17,17 @@ from polarlm.engine.errors import shown
 _LOG = logging.getLogger(__name__)
 OPTIONS = "x-guidance"  # llguidance's options, at the top of a schema
 STRICT = {OPTIONS: {"lenient": False}}  # at the top of a schema whose keywords must all be known
+_SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON; without this limit, some models write space without end
 _LISTED = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 _OF_PARTS = ("items", "additionalItems", "additionalProperties")
 _BY_NAME = (*_LISTED, "$defs", "definitions")
 _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
+
+
+def prepared_for_text(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`prepared` for an answer's text, whose white space is that of printed JSON. Raises ValueError."""
+    return prepared(schema, {"whitespace_pattern": _SPACE})
 
 
 def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from polarlm.engine.errors import ConstraintError
 from polarlm.engine.requests.answers import Conversation
 from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.requests.request import Ticket
+from polarlm.engine.sampling.schemas import prepared_for_text
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
@@ -60,12 +62,16 @@ class _Answering:
 
 
 async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncGenerator[Piece, None]:
-    """Yield answer `index` of a request in pieces. Closing the generator cancels it. Raises what the driver raises."""
+    """Yield answer `index` of a request in pieces. Closing the generator cancels it. Raises what the driver raises.
+
+    The first piece of a streamed answer says that the engine has accepted the request.
+    """
     under_way = _Answering(driver.engine, asked, index)
     stream = driver.stream(
         asked.prompt,
         asked.params,
         asked.options,
+        queued=asked.stream,
         progress=asked.progress,
         submit=under_way.submit,
         compiles=asked.tools is not None,
@@ -75,6 +81,9 @@ async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncG
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             plan = under_way.plan
+            if chunk.prompt_tokens and not chunk.prefilled:
+                yield Piece(is_waiting=True)
+                continue
             if chunk.prefilled:
                 yield Piece(progress=Progress(chunk.prompt_tokens, chunk.cached_tokens, chunk.prefilled))
                 continue
@@ -103,9 +112,12 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     if not is_chat(asked.prompt):
         return _Plan(params)
     template, control = engine.model.template, engine.model.tokenizer.control_tokens()
+    schema = _schema_of_text(asked, params)
+    if schema is not None:
+        params = replace(params, schema=None)  # the grammar of the calls has it
     try:
         if template.channels is not None:
-            return _plan_of_channels(template.channels, template.calls, asked, params, control)
+            return _plan_of_channels(template.channels, template.calls, asked, params, control, schema)
         after_result = asked.prompt[-1].get("role") == "tool"
         place = template.place_of_answer(asked.options.template_variables, after_result=after_result)
         if asked.options.continue_final_message and template.tags is not None:
@@ -144,6 +156,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
                 several=asked.tools.several,
                 tags=reasoning,
                 thinks=place == "inside",
+                schema=schema,
             )
             params = replace(params, grammar=text)
         if asked.tools.calls == "none":
@@ -152,20 +165,38 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     return _Plan(replace(params, shown_tokens=_control_in(literals, control)), parser)
 
 
+def _schema_of_text(asked: ParsedRequest, params: SamplingParams) -> dict[str, Any] | None:
+    """The schema of the text of an answer that may call tools instead. Raises ConstraintError."""
+    if params.schema is None or asked.tools is None or asked.tools.calls != "may":
+        return None
+    try:
+        return prepared_for_text(json.loads(params.schema) if isinstance(params.schema, str) else params.schema)
+    except (ValueError, AttributeError, RecursionError) as error:
+        refusal = ConstraintError(f"The JSON schema cannot be used: {error}")
+        refusal.field = asked.constrained_by
+        raise refusal from None
+
+
 def _control_in(literals: Sequence[str], control: Mapping[str, int]) -> tuple[int, ...]:
     """The ids of control tokens that occur in `literals`."""
     return tuple(token for name, token in control.items() if any(name in literal for literal in literals))
 
 
 def _plan_of_channels(
-    channels: Channels, format: CallFormat, asked: ParsedRequest, params: SamplingParams, control: Mapping[str, int]
+    channels: Channels,
+    format: CallFormat,
+    asked: ParsedRequest,
+    params: SamplingParams,
+    control: Mapping[str, int],
+    schema: dict[str, Any] | None,
 ) -> _Plan:
     """How an answer of messages in channels is generated and parsed. A constraint applies to the text alone."""
     begun = params.is_constrained or asked.options.continue_final_message
     names: Sequence[str] = ()
     if asked.tools is not None and not begun:
         functions = functions_of(asked.tools.callable)
-        params = replace(params, grammar=channel_grammar(channels, format, functions, control, calls=asked.tools.calls))
+        text = channel_grammar(channels, format, functions, control, calls=asked.tools.calls, schema=schema)
+        params = replace(params, grammar=text)
         names = [] if asked.tools.calls == "none" else [function.name for function in functions]
     tokens = (*channels.tokens, *(token for token in control if token == CONSTRAIN))
     shown = tuple(control[name] for name in tokens if name in control)

@@ -39,13 +39,15 @@ def grammar(
     several: bool,
     tags: Tags | None = None,
     thinks: bool = False,
+    schema: Mapping[str, Any] | None = None,
 ) -> str:
     """The grammar of an answer that may, must or must not call `functions`.
 
     control: name → id of control tokens. several: whether there may be more than one call. tags: those around
-    reasoning, with which an answer may begin. thinks: whether the prompt ends with the opening tag.
+    reasoning, with which an answer may begin. thinks: whether the prompt ends with the opening tag. schema: that of
+    an answer without calls, prepared for %json.
     """
-    return _Grammar(format, functions, control, calls, several and format.several, tags, thinks).text()
+    return _Grammar(format, functions, control, calls, several and format.several, tags, thinks, schema).text()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class _Grammar:
     several: bool
     tags: Tags | None
     thinks: bool
+    schema: Mapping[str, Any] | None
 
     def text(self) -> str:
         return "\n".join(["%llguidance {}", *self._start(), *self._free(), *self._calls()]) + "\n"
@@ -99,6 +102,8 @@ class _Grammar:
         """The rules of text without a call, and of text up to the marker of a call."""
         if self.calls == "must":
             return []
+        if self.schema is not None:
+            return [f"text: %json {json.dumps(self.schema)}", "called: calls"]
         barred = [self._begins if not self._marker else _containing(self._marker)]
         thinks = self.tags is not None and not self.thinks and self.tags.open not in self.control
         first = f"\\s*{_escaped(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
@@ -127,7 +132,7 @@ class _Grammar:
         more = " (more)*" if self.several else ""
         end = self._literal(self.format.end)
         lines = [f"calls: {self._literal(first)} call{more} {end}"]
-        if self.calls == "may" and self._marker and self._marker not in self.control:
+        if self.calls == "may" and self.schema is None and self._marker and self._marker not in self.control:
             lines.append(f"begun: {self._literal(first.removeprefix(self._marker))} call{more} {end}")
         if self.several:
             lines.append(f"more: {self._literal(self.format.between + self.format.opening)} call")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
@@ -20,11 +20,12 @@ def channel_grammar(
     control: Mapping[str, int],
     *,
     calls: Literal["may", "must", "none"],
+    schema: Mapping[str, Any] | None = None,
 ) -> str:
     """The grammar of an answer that may, must or must not call one of `functions`: any messages, then a call or text.
 
     control: name → id of control tokens. Models name the function before the channel, as their template does, or after
-    it.
+    it. schema: of the text, prepared for %json.
     """
     channel = format.middle[0].removeprefix(channels.channel).split(maxsplit=1)[0]  # of calls
     last = {"may": "(call | said)", "must": "call", "none": "said"}[calls]
@@ -33,7 +34,8 @@ def channel_grammar(
         "%llguidance {}",
         f"start: (message {literal(channels.between, control)})* {last}",
         f"message: ({' | '.join(said[:2])}) TEXT",
-        f"said: {said[2]} TEXT",
+        f"said: {said[2]} {'TEXT' if schema is None else 'json'}",
+        *([] if schema is None else [f"json: %json {json.dumps(schema)}"]),
         "TEXT: /(?s:.*)/",
     ]
     if calls == "none":

@@ -45,6 +45,7 @@ class Piece:
     usage: Usage | None = None  # in the last piece
     stopped_by: str | None = None  # in the last piece: the client's stop string that ended the answer
     progress: Progress | None = None  # in pieces before the first token, if requested
+    is_waiting: bool = False  # in a piece with nothing else: the next one has not come yet
 
 
 @dataclass(frozen=True)

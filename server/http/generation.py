@@ -5,25 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from polarlm.engine import EngineError, Usage
+from polarlm.engine import Usage
 from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import Model
 from polarlm.server.answers.answering import answer
 from polarlm.server.answers.pieces import Answer, Piece, fold
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.errors import ApiError, api_error
-from polarlm.server.http.streams import Event, EventStream, Framing, Pieces, merged, while_there
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.streams import COMMENT, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.refused import Refused
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,14 @@ class Generation:
             sentence = f"{wanted}, and this server has room for {room} answers, those included that wait"
             raise BadRequest(given, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
         if asked.stream:
+            asked = replace(asked, progress=asked.progress and self._about.tells_cached)
             events = self._events(asked, writer)
             first = await while_there(request.receive, anext(events))
-            return warn(EventStream(first, events, self._endpoint.framing), warnings)
+            framing = self._endpoint.framing
+            stream = EventStream(first, events, framing, writer.failure, partial(_sign, writer, framing))
+            stream.silent_seconds = asked.sign_seconds if asked.sign_seconds is not None else stream.silent_seconds
+            return warn(stream, warnings)
+        asked = replace(asked, progress=False)
         return warn(await while_there(request.receive, self._whole(asked, writer)), warnings)
 
     def _pieces(self, asked: ParsedRequest) -> Pieces:
@@ -111,29 +116,32 @@ class Generation:
         return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in given])))
 
     async def _events(self, asked: ParsedRequest, writer: Writer) -> AsyncGenerator[Event, None]:
-        """The events of a streamed response. An error before the first is raised; a later error is the last event."""
+        """The events of a streamed response; first NOTHING, if the engine takes all requests before any has a token."""
         begun: set[int] = set()
-        sent = False
+        accepted = 0
         usages: dict[int, Usage] = {}
-        try:
-            async with aclosing(self._pieces(asked)) as pieces:
-                async for index, piece in pieces:
-                    events = writer.events(index, piece, first=index not in begun)
-                    if piece.prompt_logprobs:  # a long prompt has many
-                        events = await asyncio.to_thread(list, events)
-                    for event in events:
-                        sent = True
-                        yield event
-                    begun.add(index)
-                    if piece.usage is not None:
-                        usages[index] = piece.usage
-        except (Refused, EngineError) as error:
-            if not sent:
-                raise
-            yield writer.failure(api_error(error))
-            return
+        async with aclosing(self._pieces(asked)) as pieces:
+            async for index, piece in pieces:
+                if piece.is_waiting:
+                    accepted += 1
+                    if accepted == asked.answers and not begun:
+                        yield NOTHING
+                    continue
+                events = writer.events(index, piece, first=index not in begun)
+                if piece.prompt_logprobs:  # a long prompt has many
+                    events = await asyncio.to_thread(list, events)
+                for event in events:
+                    yield event
+                begun.add(index)
+                if piece.usage is not None:
+                    usages[index] = piece.usage
         for event in writer.ending([usages[index] for index in range(asked.answers)]):
             yield event
+
+
+def _sign(writer: Writer, framing: Framing) -> bytes:
+    """What says in a stream that the next piece is still waited for."""
+    return b"".join(map(framing.frame, writer.events(0, Piece(is_waiting=True), first=False))) or COMMENT
 
 
 class Counting:

@@ -13,7 +13,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from polarlm.engine import EngineError
 from polarlm.server.answers.pieces import Piece
+from polarlm.server.http.errors import ApiError, api_error
+from polarlm.server.running.refused import Refused
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, Piece], None]
@@ -22,7 +25,14 @@ Pieces = AsyncGenerator[tuple[int, Piece], None]
 Event = dict[str, Any] | None
 """A JSON object; None for the mark at the end of OpenAI's streams."""
 
+NOTHING: Event = {}
+"""The first of a stream's events where there is nothing to send yet. Others may fail, and still have their status."""
+
+COMMENT = b":\n\n"
+"""A comment of server-sent events, which clients pass over."""
+
 SLOW_READER_SECONDS = 10.0  # how long a client may read nothing while its buffers are full
+SILENT_SECONDS = 5.0  # in which nothing is sent, before a sign of life; proxies hang up after 30 or 60
 
 
 async def merged(answers: Sequence[AsyncGenerator[Piece, None]]) -> Pieces:
@@ -108,30 +118,95 @@ LINES = Framing("application/x-ndjson", lambda event: f"{_json(event)}\n".encode
 
 
 class EventStream(Response):
-    """A response that is sent event by event.
+    """A response that is sent event by event, with a sign of life where nothing was sent for a while.
 
-    `first` has been taken from `events` already, so that an earlier error gets a response with its status. `events` is
-    closed when the client disconnects or does not read.
+    `first` has been taken from `events` already, so that an earlier error gets a response with its status. A later one
+    does as well if it is raised before anything was sent; then it is the last event. `events` is closed when the client
+    disconnects or does not read.
     """
 
-    def __init__(self, first: Event, events: AsyncGenerator[Event, None], framing: Framing) -> None:
+    def __init__(
+        self,
+        first: Event,
+        events: AsyncGenerator[Event, None],
+        framing: Framing,
+        failure: Callable[[ApiError], Event] | None = None,
+        sign: Callable[[], bytes] | None = None,
+    ) -> None:
+        """failure: the event that tells of an error. sign: returns a sign of life; without it there is none."""
         super().__init__(headers={"Cache-Control": "no-store"}, media_type=framing.media_type)
         del self.headers["content-length"]
-        self._first = first
-        self._events = events
-        self._frame = framing.frame
+        self.silent_seconds = SILENT_SECONDS if sign else 0.0
+        self._first, self._events, self._frame = first, events, framing.frame
+        self._failure, self._sign = failure, sign
+        self._began = False  # whether the client has the status and the headers
+        self._sending = False
+        self._timer: asyncio.TimerHandle | None = None  # looks whether a sign of life is due
+        self._signing: asyncio.Task[None] | None = None  # sends one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises Refused or EngineError if nothing has been sent yet."""
         async with aclosing(self._events):
             with suppress(ClientDisconnect):
                 await while_there(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send_soon(send, self._frame(self._first))
-        async for event in self._events:
-            await send_soon(send, self._frame(event))
-        await send_soon(send, b"", last=True)
+        self._send, self._loop = send, asyncio.get_running_loop()
+        self._sent = self._loop.time()
+        self._watch()
+        try:
+            try:
+                if self._first is not NOTHING:
+                    await self._write(self._frame(self._first))
+                async for event in self._events:
+                    await self._write(self._frame(event))
+            except (Refused, EngineError) as error:
+                if not self._began or self._failure is None:
+                    raise
+                await self._write(self._frame(self._failure(api_error(error))))
+            self._stop_watching()
+            await self._write(b"", last=True)
+        finally:
+            self._stop_watching()
+            if self._signing is not None:
+                await _end([self._signing])
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        """Send a piece of the body, after a sign of life that is being sent. Raises ClientDisconnect."""
+        if self._signing is not None:
+            await self._signing
+            self._signing = None
+        await self._put(data, last)
+
+    async def _put(self, data: bytes, last: bool = False) -> None:
+        """Send a piece of the body, and the status and the headers before the first one."""
+        self._sending = True
+        if not self._began:
+            self._began = True
+            await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send_soon(self._send, data, last=last)
+        self._sending, self._sent = False, self._loop.time()
+
+    # -- signs of life: a timer costs a piece less than a task that waits for the next one -----------------------------
+
+    def _watch(self) -> None:
+        """Look when nothing may have been sent for `silent_seconds`."""
+        if self.silent_seconds:
+            self._timer = self._loop.call_at(self._sent + self.silent_seconds, self._look)
+
+    def _look(self) -> None:
+        """Show life if nothing was sent for so long, unless something is being sent, or an earlier sign failed."""
+        if self._loop.time() >= self._sent + self.silent_seconds:
+            self._sent = self._loop.time()
+            before = self._signing
+            if not self._sending and (before is None or (before.done() and before.exception() is None)):
+                assert self._sign is not None
+                self._signing = asyncio.create_task(self._put(self._sign()))
+        self._watch()
+
+    def _stop_watching(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 async def send_soon(send: Send, data: bytes, last: bool = False) -> None:

@@ -20,6 +20,7 @@ from polarlm.model_loaders import LoadError
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import ANTHROPIC, cors, error_shapes, no_response, with_and_without_v1
 from polarlm.server.http.bodies import read_body
+from polarlm.server.http.described import OLLAMA
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.guard import Guard
 from polarlm.server.http.page import page
@@ -66,7 +67,7 @@ def create_models_app(supervisor: Supervisor, proxy: Proxy, config: ServerConfig
         Route("/api/ps", api.running),
         Route("/api/show", api.show, methods=["POST"]),
         Route("/api/pull", api.pull, methods=["POST"]),
-        Route("/api/version", api.version),
+        Route("/api/version", api.ollama_version),
         Route("/", page),
         *(Route(path, proxy.serve, methods=["POST"]) for path in spelt(POSTED)),
         *(Route(path, proxy.serve) for path in spelt(ASKED)),
@@ -205,6 +206,9 @@ class _Api:
 
     async def version(self, _request: Request) -> Response:
         return JSONResponse({"version": release() or "0.0.0"})
+
+    async def ollama_version(self, _request: Request) -> Response:
+        return JSONResponse({"version": OLLAMA})
 
     async def metrics(self, request: Request) -> Response:
         """The models' states; with ?model=NAME, the metrics of a loaded one."""

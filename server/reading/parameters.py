@@ -16,7 +16,7 @@ from polarlm.server.reading.fields import complaint
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import Tokenize, read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
-from polarlm.server.reading.values import BadRequest, count, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, count, flag, number, text, wrong
 
 MAX_ANSWERS = 16  # n
 
@@ -32,6 +32,7 @@ class ParsedRequest:
     n: int  # answers to each prompt
     include_usage: bool  # that of stream_options
     progress: bool = False  # whether pieces report how much of the prompt has been computed
+    sign_seconds: float | None = None  # of silence before a sign of life in a stream; 0: none; None: the server's
     more_prompts: tuple[Prompt, ...] = ()  # prompts with the same options; in APIs that accept several in a request
     tools: Tools | None = None
     constrained_by: str | None = None  # the field that constrains the answer
@@ -75,9 +76,11 @@ def read(
     answers = "n" if "n" in body else "n_cmpl"
     tools = read_tools(body)
     params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)
-    if tools is not None and tools.calls != "none" and params.is_constrained:
-        sentence = "tools and response_format, or another form of the answer, exclude each other: leave one of them out"
+    if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:
+        sentence = "tools and a grammar, or a regular expression, exclude each other: leave one of them out"
         raise BadRequest("tools", sentence)
+    if tools is not None and tools.calls == "must":
+        params = replace(params, schema=None)  # the form of the text, and there is none
     prompt = read_prompt(body, takes)
     continues = read_continues(body, prompt)
     options = read_options(body, parse_special=parse_special, tools=tools)
@@ -88,10 +91,23 @@ def read(
         stream=flag("stream", body.get("stream", False)),
         n=count(answers, body.get(answers, 1), 1, MAX_ANSWERS),
         include_usage=False if usage is None else flag("stream_options.include_usage", usage),
+        progress=flag("return_progress", body.get("return_progress", False)),
+        sign_seconds=_sign_seconds(body),
         tools=tools,
         constrained_by=constraining_field(body),
         reasoning=_reasoning(body),
     )
+
+
+def _sign_seconds(body: Mapping[str, Any]) -> float | None:
+    """`sse_ping_interval`: seconds, or -1 for no signs of life."""
+    asked = body.get("sse_ping_interval")
+    if asked is None:
+        return None
+    seconds = number("sse_ping_interval", asked)
+    if seconds != -1 and seconds < 1:
+        raise BadRequest("sse_ping_interval", "sse_ping_interval must be -1, or at least 1 second")
+    return max(0, seconds)
 
 
 def _reasoning(body: Mapping[str, Any]) -> Literal["apart", "inline", "dropped"]:

@@ -121,14 +121,16 @@ class Driver(Several):
         params: SamplingParams,
         options: PromptOptions | None = None,
         *,
+        queued: bool = False,
         progress: bool = False,
         submit: Submit | None = None,
         compiles: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the answer to `prompt` in chunks; the last one has a finish_reason and the usage.
 
-        progress: also yield chunks without text while the prompt is computed. submit: called in a thread in place of
-        `Engine.submit`. compiles: whether `submit` adds a constraint.
+        queued: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has accepted the
+        request. progress: also yield chunks without text while the prompt is computed. submit: called in a thread in
+        place of `Engine.submit`. compiles: whether `submit` adds a constraint.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
@@ -138,6 +140,8 @@ class Driver(Several):
             ticket = await self._submitted(entry, job, prompt, start, compiles=compiles or params.is_constrained)
             last = False
             try:
+                if queued:
+                    yield Chunk("", (), prompt_tokens=ticket.prompt_tokens)
                 while not last:
                     item = await self._next(job)
                     self._totals.count(item, job)

@@ -76,7 +76,9 @@ ERROR = 'data: {"error": {"message": "…", "type": "server_error", "param": nul
 
 
 def test_an_answer() -> None:
-    answer = asked(200, [TEXT, TEXT, END, f'data: {{"choices": [], "usage": {json.dumps(USAGE)}}}', "data: [DONE]"])
+    answer = asked(
+        200, [":", TEXT, ":", TEXT, END, f'data: {{"choices": [], "usage": {json.dumps(USAGE)}}}', "data: [DONE]"]
+    )
     assert answer.error is None
     assert len(answer.pieces) == 2
     assert 0.5 < answer.sent <= answer.pieces[0] <= answer.pieces[1] <= answer.ended

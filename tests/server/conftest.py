@@ -14,6 +14,7 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
+from polarlm.server.http import streams
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket, unix_socket
 from polarlm.server.socket.socket_server import SocketServer
@@ -23,6 +24,14 @@ from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE
 from tests.tiny import assert_idle, load_tiny
 from tests.tool_model import tool_engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_signs_of_life() -> Iterator[None]:
+    """Streams are what is asked for, however slow a busy machine is: tests of the signs of life set their own time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "SILENT_SECONDS", 3600.0)
+        yield
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About
 from polarlm.server.http.openai.completions import PromptText, read_raw
+from polarlm.server.http.openai.shapes import prompt_progress
 from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import FIELDS, SAMPLERS
@@ -137,16 +138,13 @@ class Writer:
         now = time.monotonic()
         if piece.token_ids:
             self._first.setdefault(index, now)
+        if piece.progress is not None:
+            progress = prompt_progress(piece.progress, self._begun)
+            yield self._part(index, piece, 0) | {"prompt_progress": progress}
+            return
         count = self._counts[index] = self._counts.get(index, 0) + len(piece.token_ids)
         if piece.text or piece.token_ids:
-            part: dict[str, Any] = {
-                "index": index,
-                "content": piece.text,
-                "tokens": list(piece.token_ids),
-                "stop": False,
-                "id_slot": -1,
-                "tokens_predicted": count,
-            }
+            part = self._part(index, piece, count)
             if piece.logprobs:
                 part["completion_probabilities"] = _probabilities(self.about.model.tokenizer, piece.logprobs)
             if self.times_tokens:
@@ -158,6 +156,17 @@ class Writer:
             yield part
         if piece.finish_reason is not None:
             yield self._end(index, piece, "", (), ())
+
+    def _part(self, index: int, piece: Piece, count: int) -> dict[str, Any]:
+        """An event before the last one. count: tokens so far."""
+        return {
+            "index": index,
+            "content": piece.text,
+            "tokens": list(piece.token_ids),
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": count,
+        }
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
         """No events: an answer's last event says that it is the last."""

@@ -44,7 +44,7 @@ class Writer:
         return self._object(content, piece) | self._end(piece)
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The lines of a piece."""
+        """The lines of a piece; one without text for a piece that is still waited for."""
         content: dict[str, Any] = {"content": piece.text}
         if piece.reasoning:
             content["thinking"] = piece.reasoning
@@ -58,7 +58,7 @@ class Writer:
             calls += self._written(self._call)
         if calls:
             content["tool_calls"] = calls
-        if piece.text or piece.reasoning or calls or piece.logprobs:
+        if piece.text or piece.reasoning or calls or piece.logprobs or piece.is_waiting:
             yield self._object(content, piece) | {"done": False}
         if piece.finish_reason is not None:
             yield self._object({"content": ""}, Piece()) | self._end(piece)

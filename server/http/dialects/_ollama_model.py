@@ -8,9 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from polarlm.engine.cli.flags import release
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import listed, shown
+from polarlm.server.http.described import OLLAMA, listed, shown
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import LINES
 from polarlm.server.reading.values import flag, text
@@ -54,8 +53,8 @@ class ModelFacts:
         return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
 
     async def version(self, _request: Request) -> Response:
-        """GET /api/version: this server's version."""
-        return JSONResponse({"version": release() or "0.0.0"})
+        """GET /api/version: that of the API, which clients compare with the one that they need."""
+        return JSONResponse({"version": OLLAMA})
 
     @cached_property
     def _entry(self) -> dict[str, Any]:

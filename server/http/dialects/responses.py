@@ -100,7 +100,7 @@ class Responses:
             "metadata": _metadata(body.get("metadata", {})),
             "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
             "temperature": params.temperature,
-            "text": {"format": {"type": own.get("response_format", {"type": "text"})["type"]}},
+            "text": {"format": _format(body)},
             "tool_choice": _choice(own.get("tool_choice", "auto"), tools),
             "top_p": params.top_p,
         }
@@ -240,6 +240,12 @@ def _text_settings(value: Any) -> dict[str, Any]:
         if kind == "json_schema":
             own["response_format"]["json_schema"] = {"schema": format.get("schema"), "strict": format.get("strict")}
     return own
+
+
+def _format(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The form of the answer as a response repeats it; `_text_settings` has validated it."""
+    format: dict[str, Any] = (body.get("text") or {}).get("format") or {"type": "text"}
+    return {"name": "answer", **format} if format["type"] == "json_schema" else format
 
 
 def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:

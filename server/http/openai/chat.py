@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from polarlm.server.http.generation import About
-from polarlm.server.http.openai.shapes import CHAT, Shapes, Writer
+from polarlm.server.http.openai.shapes import Shapes, Writer
 from polarlm.server.http.streams import DATA, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import FIELDS
 from polarlm.server.reading.parameters import ParsedRequest, read
-from polarlm.server.reading.values import flag
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,6 @@ class OpenAI:
             switched_logprobs=shapes.switched_logprobs,
             parse_special=about.parse_special,
         )
-        wanted = body.get("return_progress")
-        progress = shapes is CHAT and wanted is not None and flag("return_progress", wanted)
-        asked = replace(asked, progress=progress and asked.stream and about.tells_cached)
         with_logprobs = asked.params.logprobs is not None
         logprobs = [shapes.logprobs(model.tokenizer) for _ in range(asked.n if with_logprobs else 0)]
         return asked, Writer(shapes, model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)

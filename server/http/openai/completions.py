@@ -104,6 +104,7 @@ class TextWriter(Writer):
     """Makes the JSON objects of one response."""
 
     echoes: Sequence[PromptText] = field(default=())  # the prompts, if answers begin with theirs
+    _echoed: set[int] = field(default_factory=set)  # answers that have begun
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompts = [self._prompt(index, answer) for index, answer in enumerate(answers if self.echoes else ())]
@@ -115,7 +116,8 @@ class TextWriter(Writer):
         return written
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        if first and self.echoes:
+        if self.echoes and piece.progress is None and index not in self._echoed:
+            self._echoed.add(index)
             prompt, found = self._prompt(index, piece)
             yield self._part({"index": index, "text": prompt, "logprobs": found, "finish_reason": None})
         yield from super().events(index, piece, first=first)

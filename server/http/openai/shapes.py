@@ -125,7 +125,7 @@ class Writer:
             self._calls[index] = piece.call.index
         if piece.progress is not None:
             part = self._part(self._choice(index, self.shapes.piece(piece, 0)))
-            yield part | {"prompt_progress": self._progress(piece.progress)}
+            yield part | {"prompt_progress": prompt_progress(piece.progress, self._began)}
             return
         number = self._calls.get(index, 0)
         if piece.text or piece.reasoning or piece.call or piece.arguments or piece.logprobs:
@@ -142,16 +142,6 @@ class Writer:
     def failure(self, error: ApiError) -> Event:
         """The last event of a stream that an error ends."""
         return error.body()
-
-    def _progress(self, progress: Progress) -> dict[str, Any]:
-        """The progress in llama-server's shape."""
-        seconds = time.monotonic() - self._began
-        return {
-            "total": progress.total,
-            "cache": progress.cached,
-            "processed": progress.processed,
-            "time_ms": round(1000 * seconds),
-        }
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         return usage(usages, self.n) | ({} if self.tells_cached else {"prompt_tokens_details": None})
@@ -178,6 +168,16 @@ class Writer:
     ) -> dict[str, Any]:
         logprobs = self.logprobs[index].write(tokens) if self.logprobs and tokens is not None else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def prompt_progress(progress: Progress, began: float) -> dict[str, Any]:
+    """The progress of a prompt in llama-server's shape. began: when it came, by `time.monotonic`."""
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.processed,
+        "time_ms": round(1000 * (time.monotonic() - began)),
+    }
 
 
 def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:

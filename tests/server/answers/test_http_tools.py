@@ -72,6 +72,15 @@ def assert_valid(call: Any) -> None:
         jsonschema.validate(json.loads(call.function.arguments), WEATHER)
 
 
+FORM = {
+    "type": "object",
+    "properties": {"rain": {"type": "boolean"}},
+    "required": ["rain"],
+    "additionalProperties": False,
+}
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_calls_parse(family: Serving, stream: bool) -> None:
@@ -144,6 +153,32 @@ def test_a_model_that_wants_to_may_call(hermes: Serving) -> None:
         else:
             assert choice.finish_reason == "length" or choice.message.tool_calls is None
     assert seen > 1
+    form: Any = {"type": "json_schema", "json_schema": {"name": "form", "schema": FORM}}
+    called = [ask(hermes, seed=seed, logit_bias={"<tool_call>": 100}, response_format=form) for seed in range(3)]
+    assert all(answer.choices[0].message.tool_calls for answer in called)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_calls_or_text_of_a_schema(family: Serving, stream: bool) -> None:
+    """Agents with tools and a type of their result send both."""
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": FORM}}
+    for choice in ("auto", "required", "none"):
+        for seed in range(3):
+            given: dict[str, Any] = {"tool_choice": choice, "seed": seed, "response_format": form}
+            given |= {"parallel_tool_calls": False, "max_tokens": 400, "extra_body": at_once(family)}
+            if stream:
+                parts = [part.choices[0] for part in ask(family, stream=True, **given)]
+                text = "".join(part.delta.content or "" for part in parts)
+                called, reason = any(part.delta.tool_calls for part in parts), parts[-1].finish_reason
+            else:
+                (answer,) = ask(family, **given).choices
+                text, called = answer.message.content, bool(answer.message.tool_calls)
+                reason = answer.finish_reason
+            assert called or choice != "required" or reason == "length"
+            assert not called or choice != "none"
+            if not called and reason == "stop":
+                jsonschema.validate(json.loads(text), FORM)
 
 
 def test_no_call_where_none_is_wanted(hermes: Serving) -> None:
@@ -328,7 +363,16 @@ def allowed(what: Any) -> dict[str, Any]:
         (allowed({"mode": "auto", "tools": [NAMED_G]}), "tool_choice.allowed_tools.tools[0]", "'g', which is not one"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"parallel_tool_calls": 5}, "parallel_tool_calls", "must be true or false"),
-        ({"response_format": {"type": "json_object"}}, "tools", "exclude each other"),
+        (
+            {"extra_body": {"grammar": 'root ::= "a"'}},
+            "tools",
+            "a grammar, or a regular expression, exclude each other",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": ENDLESS}}},
+            "response_format",
+            "cannot be",
+        ),
         (
             {"messages": [*MESSAGES, {"role": "tool", "content": "so"}]},
             "messages[1].tool_call_id",

@@ -154,6 +154,7 @@ def test_an_answer_is_of_the_format(server: Serving) -> None:
     response = server.openai.responses.create(**arguments(text=format))
     assert 100 <= int(response.output_text) <= 999
     assert response.status == "completed"
+    assert response.text.to_dict() == format
 
 
 def test_what_a_request_says_is_repeated(server: Serving) -> None:

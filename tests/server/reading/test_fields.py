@@ -79,7 +79,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # of the others: a value, and what it 
 }
 ELSEWHERE = {  # that have tests of their own
     *("messages", "prompt", "continue_final_message", "add_generation_prompt", "top_logprobs", "n", "n_cmpl"),
-    *("stream", "stream_options", "return_progress", "include_reasoning", "reasoning_format"),
+    *("stream", "stream_options", "return_progress", "sse_ping_interval", "include_reasoning", "reasoning_format"),
     *("tools", "tool_choice", "parallel_tool_calls"),
 }
 

@@ -1,0 +1,170 @@
+"""Streams that have nothing to send yet show life, so that no proxy between server and client hangs up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import ollama
+import pytest
+
+from polarlm.engine import Engine
+from polarlm.server.http import streams
+from tests.server.http_server import Serving, eventually, serving
+
+WORDS = "the rain " * 8
+CHAT = {"messages": [{"role": "user", "content": WORDS}]}
+SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+OPTIONS = {"options": {"num_predict": 4, "temperature": 0}}
+BODIES: dict[str, dict[str, Any]] = {  # by path
+    "/v1/chat/completions": CHAT | SHORT,
+    "/v1/completions": {"prompt": WORDS} | SHORT,
+    "/v1/responses": {"input": WORDS, "max_output_tokens": 4, "temperature": 0, "ignore_eos": True},
+    "/v1/messages": CHAT | SHORT,
+    "/completion": {"prompt": WORDS} | SHORT,
+    "/api/chat": CHAT | OPTIONS,
+    "/api/generate": {"prompt": WORDS} | OPTIONS,
+}
+
+
+@pytest.fixture
+def server(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    monkeypatch.setattr(streams, "SILENT_SECONDS", 0.05)
+    with serving(tiny) as running:
+        yield running
+
+
+def is_sign(frame: str) -> bool:
+    if frame == ":":
+        return True
+    line = json.loads(frame) if frame.startswith("{") else {}
+    return line.get("done") is False and "" in (line.get("response"), line.get("message", {}).get("content"))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_shows_life_before_its_first_token(server: Serving, path: str) -> None:
+    body = BODIES[path] | {"stream": True}
+    separator = "\n" if path.startswith("/api/") else "\n\n"
+    server.gate.close()
+    with server.http.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_text()
+        read = next(lines)
+        while read.count(separator) < 3:
+            read += next(lines)
+        assert all(map(is_sign, read.split(separator)[:3]))
+        server.gate.open()
+        read += "".join(lines)
+    frames = [frame for frame in read.split(separator) if frame]
+    rest = [frame for frame in frames if not is_sign(frame)]
+    calm = [frame for frame in server.post(path, body).text.split(separator) if frame and not is_sign(frame)]
+    assert len(rest) == len(calm) > 1
+    assert '"error":{' not in rest[-1]
+
+
+def test_makers_clients_pass_over_the_signs(server: Serving) -> None:
+    def opened_by_a_sign() -> None:
+        eventually(lambda: server.busy)
+        server.loop.call_soon_threadsafe(server.loop.call_later, 0.2, server.gate.open)
+
+    url = f"http://127.0.0.1:{server.port}"
+    whole = server.post("/v1/chat/completions", CHAT | SHORT).json()["choices"][0]["message"]["content"]
+    server.gate.close()
+    chat = server.openai.chat.completions.create(
+        model="any",
+        messages=CHAT["messages"],
+        max_tokens=4,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    opened_by_a_sign()
+    assert "".join(part.choices[0].delta.content or "" for part in chat) == whole
+    server.gate.close()
+    responses = server.openai.responses.create(model="any", input=WORDS, max_output_tokens=4, stream=True)
+    opened_by_a_sign()
+    assert list(responses)[-1].type in ("response.completed", "response.incomplete")
+    server.gate.close()
+    with (
+        anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60) as client,
+        client.messages.stream(model="any", max_tokens=4, messages=CHAT["messages"]) as stream,
+    ):
+        opened_by_a_sign()
+        assert stream.get_final_message().usage.output_tokens > 0
+    server.gate.close()
+    lines = ollama.Client(url).chat("any", CHAT["messages"], stream=True, options=OPTIONS["options"])
+    first = next(lines)
+    assert (first.done, first.message.content) == (False, "")
+    server.gate.open()
+    assert list(lines)[-1].done
+
+
+def test_a_stream_that_falls_silent_later_shows_life_too(server: Serving) -> None:
+    server.gate.close()
+    with server.http.stream("POST", "/v1/completions", json=BODIES["/v1/completions"] | {"stream": True}) as answer:
+        frames = answer.iter_lines()
+        while not next(frames).startswith("data: "):
+            server.gate.let(1)
+        assert ":" in frames  # after what the gate has let through
+        server.gate.open()
+        assert list(frames)[-2] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_errors_have_their_status_until_something_was_sent(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    long = {"messages": [{"role": "user", "content": WORDS * 1000}], "stream": True}
+    assert server.post(path, {**BODIES[path], **long}).status_code == 400
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "SILENT_SECONDS", 3600)
+        patch.setattr(server.engine._model, "forward_units", _failing)
+        body = BODIES[path] | {"stream": True}
+        assert server.post(path, body).status_code == 500
+        patch.setattr(streams, "SILENT_SECONDS", 0.05)
+        server.gate.close()
+        with server.http.stream("POST", path, json=body) as answer:
+            server.gate.open()
+            read = answer.read().decode()
+    assert answer.status_code == 200
+    last = [line for line in read.splitlines() if line][-1]
+    assert "error" in json.loads(last.removeprefix("data: "))
+    assert "secret" not in read
+
+
+def _failing(*arguments: Any, **more: Any) -> Iterator[int]:
+    raise RuntimeError("a secret of the engine's")
+    yield 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+def test_a_request_sets_the_silence(server: Serving, path: str) -> None:
+    """`sse_ping_interval`, as llama-server has it."""
+    body = BODIES[path] | {"stream": True, "cache_prompt": False}
+    server.gate.close()
+    server.loop.call_soon_threadsafe(server.loop.call_later, 0.3, server.gate.open)
+    assert ":\n\n" not in server.post(path, body | {"sse_ping_interval": -1}).text
+    for wrong in (0, -2, "1", 0.5):
+        refused = server.post(path, body | {"sse_ping_interval": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "sse_ping_interval")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+def test_a_stream_tells_how_far_its_prompt_is(server: Serving, path: str) -> None:
+    """`return_progress`, as llama-server has it; with `echo`, the prompt comes once."""
+    body = BODIES[path] | {"return_progress": True, "cache_prompt": False, "sse_ping_interval": -1, "stream": True}
+    if path == "/v1/completions":
+        body |= {"echo": True, "logprobs": 0}
+    lines = [line for line in server.post(path, body).text.split("\n\n") if line and line != "data: [DONE]"]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    done = [one["processed"] for one in told]
+    assert 0 < done[0] <= done[-1] == told[-1]["total"]
+    assert done == sorted(done)
+    if path == "/v1/completions":
+        assert json.dumps(events).count(WORDS) == 1
+    whole = server.post(path, body | {"stream": False})
+    assert (whole.status_code, "prompt_progress" in whole.text) == (200, False)
