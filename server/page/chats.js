@@ -38,7 +38,7 @@ function openChat(conversation, fresh = true) {
   if ($("unkept").textContent === GONE) warn("");
   current = conversation;
   renaming = false;
-  for (const row of rows.splice(0)) row.element.remove();
+  for (const row of rows.splice(0)) drop(row);
   showSettings(current.settings);
   draw();
   settle();
@@ -231,7 +231,10 @@ function showNews(chat, { messages, settings }) {
   if (chat !== current) return;
   if (settings) showSettings(current.settings);
   if (!messages.length) return;
-  for (const row of rows) if (row.text && messages.includes(row.message)) fill(row);
+  for (const row of rows.filter(({ message }) => messages.includes(message))) {
+    if (row.text) fill(row);
+    else if (!row.foot) row.element.textContent = visible(textOf(row.message));
+  }
   draw();
   if (!live) settle();
   follow();

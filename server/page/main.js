@@ -51,7 +51,7 @@ $("message").addEventListener("keydown", (event) => {
     const row = rows.findLast(({ message }) => message.role === "user");
     if (!row || live) return;
     event.preventDefault();
-    edit(row);
+    edit(build(row));
   }
   if (event.key !== "Enter" || event.shiftKey) return;
   event.preventDefault();
