@@ -29,21 +29,18 @@ const newAnswer = (parent) => addMessage(current, parent, {
 
 /** Generates another version of an answer, which stays; an answer that was never received is requested again. */
 function regenerate(message) {
-  if (live || !settingsHold()) return;
   const { text, calls } = message;
-  following = true;
-  answer(text || calls.length ? newAnswer(parentOf(message)) : message);
-  $("message").focus();
+  resume(message, text || calls.length ? () => newAnswer(parentOf(message)) : undefined);
 }
 
 const canContinue = ({ text, calls, ending, error }) =>
   text !== "" && !calls.length && !$("schema").value.trim() && (error !== "" || ["length", "stopped", "loop", "edited", ""].includes(ending));
 
-/** Lets the model continue an answer. */
-function resume(message) {
+/** Lets the model continue an answer; `begin` returns another one, which it begins. */
+function resume(message, begin = () => message) {
   if (live || !settingsHold()) return;
   following = true;
-  answer(message);
+  answer(begin());
   $("message").focus();
 }
 
@@ -78,7 +75,7 @@ async function answer(message) {
   answered.set(message, message.changed ?? 0);
   settle();
   let before = used.tokens;
-  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null, changed: later(message.changed) });
+  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null, model: "", changed: later(message.changed) });
   if (!message.text) Object.assign(message, { reasoning: "", thought: null, calls: [] });
   draw();
   mine.row = rowOf(message);
@@ -89,6 +86,7 @@ async function answer(message) {
     const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: mine.stop.signal });
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
+      if (several.length && event.model) message.model = event.model;
       if (event.prompt_progress && live === mine) before = progressed(event.prompt_progress);
       const choice = event.choices?.[0];
       message.ending = choice?.finish_reason ?? message.ending;

@@ -6,14 +6,19 @@ function drawFoot(row) {
   const { message, foot } = row;
   const last = message === rows.at(-1).message, copied = () => message.text;
   const parts = [...arrows(row)];
-  if (message.role === "user") parts.unshift(sign(button("Edit", () => edit(row)), "edit"), copyButton("Copy message", copied, true));
-  if (message.role === "tool") parts.push(button("Edit", () => editResults(row)));
+  const branches = button("Branch", () => branch(message));
+  branches.title = "Continue from here in a new conversation";
+  if (message.role === "user") {
+    parts.unshift(sign(branches, "branch"), sign(button("Edit", () => edit(row)), "edit"), copyButton("Copy message", copied, true));
+    if (last) parts.unshift(button("Answer", () => resume(message, () => newAnswer(message))));
+  }
+  if (message.role === "tool") parts.push(button("Edit", () => editResults(row)), branches);
   if (message.role === "assistant" && live?.message !== message) {
     const whole = message.text || message.calls.length;
     const fails = !whole || message.error;
     parts.push(button(fails ? "Retry" : "Regenerate", () => regenerate(message), `quiet act ${fails ? "retry" : ""}`));
     if (last && canContinue(message)) parts.push(button("Continue", () => resume(message)));
-    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied));
+    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied), branches);
   }
   if (message.role === "assistant") parts.push(make("span", "figures", figuresOf(message)));
   const focused = foot.contains(document.activeElement) ? nameOf(document.activeElement) : null;
@@ -64,12 +69,12 @@ function arrows({ message }) {
   return [element];
 }
 
-function figuresOf({ usage, rate, ending, drafts, error, text }) {
+function figuresOf({ usage, rate, ending, drafts, error, text, model }) {
   if (!ending || (error && !usage)) return "";
   const most = Number(current.settings.max_tokens || Infinity);
   const why = ending === "length" && usage?.completion >= most ? "as long as the settings allow" : ENDINGS[ending];
   return [
-    usage && fromCache(usage), usage && count(usage.completion, "token"), rate && `${number(rate, 1)} tokens/s`,
+    model && visible(model), usage && fromCache(usage), usage && count(usage.completion, "token"), rate && `${number(rate, 1)} tokens/s`,
     drafts && `${number(drafts.accepted)} of ${count(drafts.all, "drafted token")} right`, why && ending === "stopped" && !text ? "stopped before the first token" : why,
   ].filter(Boolean).join(" · ");
 }

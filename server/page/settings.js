@@ -5,10 +5,10 @@
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"];
 const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
 
-/** The settings in an untrusted value: a string for each field that is not empty, and loop_check if it is off. */
+/** The settings in an untrusted value: a string for each field that is not empty, the model, and loop_check if it is off. */
 function readSettings(value) {
   const settings = {};
-  for (const name of FIELDS) {
+  for (const name of [...FIELDS, "model"]) {
     const given = value?.[name];
     if (typeof given === "string" ? given : Number.isFinite(given)) settings[name] = String(given);
   }
@@ -23,6 +23,8 @@ function lastSettings() {
 function showSettings(settings) {
   for (const name of FIELDS) $(name).value = settings[name] ?? "";
   $("loop_check").checked = settings.loop_check ?? true;
+  chosenModel = settings.model ?? "";
+  showChoice();
   for (const name of ["tools", "schema"]) checkJson(name);
   $("more").open ||= Boolean(settings.tools || settings.schema);
 }
@@ -31,6 +33,7 @@ function shownSettings() {
   const settings = {};
   for (const name of FIELDS) if ($(name).value !== "") settings[name] = $(name).value;
   if (!$("loop_check").checked) settings.loop_check = false;
+  if (chosenModel) settings.model = chosenModel;
   return settings;
 }
 
@@ -93,7 +96,7 @@ function fieldOf({ field, message }) {
 
 /** The fields of a request that follow from the settings. */
 function requestSettings() {
-  const body = {};
+  const body = askedModel() ? { model: askedModel() } : {};
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = $(name).valueAsNumber;
   if ($("cache_salt").value) body.cache_salt = $("cache_salt").value;
   if ($("tools").value.trim()) {
@@ -111,7 +114,7 @@ $("fields").addEventListener("input", (event) => {
   remember();
 });
 $("fields").addEventListener("reset", () => setTimeout(() => {
-  showSettings({});
+  showSettings(chosenModel ? { model: chosenModel } : {});
   remember();
 }));
 $("fields").addEventListener("submit", (event) => event.preventDefault());

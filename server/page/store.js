@@ -10,6 +10,7 @@
  * By its role, a message also has
  *   "user": text,
  *   "assistant": text, reasoning, calls: [{ id, name, arguments }]; after its end also ending, error, usage, drafts, rate, thought,
+ *      and model, its name, where the server has several;
  *   "tool": results: [{ id, name, text }], one for each call of the previous message.
  */
 
@@ -41,6 +42,18 @@ function addMessage(conversation, parent, message) {
   const holder = above(conversation, added);
   holder.shown = holder.children.push(added.id) - 1;
   return added;
+}
+
+/** A new conversation with the messages that are shown up to and including one, which has no messages in common with it. */
+function branchOf(conversation, last) {
+  const title = `${titleOf(conversation).replace(/ \(branch\)$/, "")} (branch)`;
+  const made = { ...newConversation(conversation.settings), title, named: Date.now() }, path = pathOf(conversation);
+  let parent = null;
+  for (const message of path.slice(0, path.indexOf(last) + 1)) {
+    const { id, parent: _, children, shown, ...rest } = message;
+    parent = addMessage(made, parent, structuredClone(rest));
+  }
+  return made;
 }
 
 const titleOf = (conversation) =>
@@ -80,7 +93,7 @@ function readConversation(value) {
               ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places) } : null,
             drafts: drafts && figure(drafts.all) !== null && figure(drafts.accepted) !== null
               ? { all: drafts.all, accepted: drafts.accepted } : null,
-            rate: figure(found.rate), thought: figure(found.thought),
+            rate: figure(found.rate), thought: figure(found.thought), model: string(found.model),
           });
         }
         waiting.push([found, addMessage(conversation, to, message)]);
