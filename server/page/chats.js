@@ -6,8 +6,9 @@ const chats = new Map(); // id → conversation; one without messages is not in 
 
 /** Shows how much of the context the current conversation takes, by its last answer. */
 function settle() {
-  const path = pathOf(current), last = path.findLast((message) => message.usage);
-  used = last
+  const path = pathOf(current), last = path.findLast((message) => message.usage && (message.role !== "summary" || inUse(message)));
+  if (last?.role === "summary") used = { tokens: last.compacted ?? last.usage.completion, cached: 0, exact: last.compacted !== null && last === path.at(-1) };
+  else used = last
     ? { tokens: last.usage.prompt + last.usage.completion, cached: last.usage.cached ?? 0, exact: last === path.at(-1) }
     : { tokens: 0, cached: 0, exact: path.length === 0 };
   meter();

@@ -8,7 +8,7 @@ function edit(row) {
   if (live || element.querySelector(".edit")) return;
   const mine = message.role === "user", form = make("form", "edit"), area = make("textarea");
   area.value = message.text;
-  area.setAttribute("aria-label", mine ? "Edit your message" : "Edit the answer");
+  area.setAttribute("aria-label", mine ? "Edit your message" : message.role === "summary" ? "Edit the summary" : "Edit the answer");
   const close = () => {
     form.remove();
     element.classList.remove("edited");
@@ -22,13 +22,14 @@ function edit(row) {
     close();
     buttonOf(rowOf(rewrite(message, area.value)), "Edit").focus();
   };
-  const send = make("button", "main", mine ? "Send" : "Save and continue");
+  const summary = message.role === "summary", send = make("button", "main", mine ? "Send" : summary ? "Save" : "Save and continue");
   const buttons = make("div", "row");
-  buttons.append(send, ...(mine ? [] : [button("Save", save, "")]), button("Cancel", cancel, ""));
+  buttons.append(send, ...(mine || summary ? [] : [button("Save", save, "")]), button("Cancel", cancel, ""));
   form.append(area, buttons);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (!area.value.trim() || live || !settingsHold()) return;
+    if (summary) return save();
     close();
     $("message").focus();
     if (mine) say({ role: "user", text: area.value.trim() }, above(current, message));

@@ -20,7 +20,13 @@ function drawFoot(row) {
     if (last && canContinue(message)) parts.push(button("Continue", () => resume(message)));
     if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied), branches);
   }
-  if (message.role === "assistant") parts.push(make("span", "figures", figuresOf(message)));
+  if (message.role === "summary" && live?.message !== message) {
+    nameSummary(row);
+    if (inUse(message) || message.off) parts.push(button(message.off ? "Use again" : "Undo", () => useSummary(message, message.off)));
+    parts.push(button(message.text ? "Regenerate" : "Retry", () => regenerate(message), `quiet act ${message.text ? "" : "retry"}`));
+    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy summary", copied));
+  }
+  if (["assistant", "summary"].includes(message.role)) parts.push(make("span", "figures", figuresOf(message)));
   const focused = foot.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   foot.replaceChildren(...parts);
   if (focused) buttonOf(row, focused)?.focus({ preventScroll: true });

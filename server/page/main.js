@@ -58,10 +58,13 @@ $("message").addEventListener("keydown", (event) => {
   $("say").requestSubmit();
 });
 
-$("say").addEventListener("submit", (event) => {
+$("say").addEventListener("submit", async (event) => {
   event.preventDefault();
+  const conversation = current;
+  if (!$("message").value.trim() || live || !settingsHold()) return;
+  if (isNearlyFull($("message").value) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
   const text = $("message").value.trim();
-  if (!text || live || !settingsHold()) return;
+  if (!text) return;
   $("message").value = "";
   say({ role: "user", text });
   $("message").focus();

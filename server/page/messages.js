@@ -23,6 +23,22 @@ function buildAnswer(row) {
   fill(row);
 }
 
+function buildSummary(row) {
+  buildAnswer(row);
+  row.title = make("p", "hint");
+  row.element.prepend(row.title);
+  nameSummary(row);
+}
+
+/** Says what a summary is for, and whether it is in use. */
+function nameSummary({ message, title, element }) {
+  const left = message.left ? ` The first ${count(message.left, "message")} did not fit, and ${message.left === 1 ? "is" : "are"} not in it.` : "";
+  title.textContent = message.off
+    ? "Summary, not in use: the model gets the messages above."
+    : `Summary: the model gets it in place of the messages above.${left}`;
+  element.classList.toggle("off", message.off);
+}
+
 /** Shows a whole answer anew; `going`: whether it is still being generated. */
 function fill(row, going = false) {
   row.thoughts?.remove();

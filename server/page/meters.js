@@ -25,6 +25,7 @@ function speed(tokens, milliseconds) {
 }
 
 function meter() {
+  $("compact").disabled = !canCompact();
   if (!stats) return;
   showChoice();
   if (stats.state) return meterless();

@@ -50,7 +50,7 @@ function heightOf(message) {
 /** A row with the text as it was written, which browsers find when they search the page, but do not lay out. */
 function plainRow(message) {
   const element = make("article", `message ${message.role} plain`, visible(textOf(message)));
-  element.setAttribute("aria-label", { user: "You", assistant: "Answer", tool: "Results of tools" }[message.role]);
+  element.setAttribute("aria-label", { user: "You", assistant: "Answer", summary: "Summary", tool: "Results of tools" }[message.role]);
   element.style.containIntrinsicHeight = `auto ${Math.round(heightOf(message))}px`;
   const row = { message, element };
   nearby.observe(element);
@@ -72,7 +72,7 @@ function build(row) {
   row.element.classList.remove("plain");
   row.element.replaceChildren();
   row.foot = make("footer", "foot");
-  ({ user: buildQuestion, assistant: buildAnswer, tool: buildResults })[row.message.role](row);
+  ({ user: buildQuestion, assistant: buildAnswer, summary: buildSummary, tool: buildResults })[row.message.role](row);
   drawFoot(row);
   return row;
 }

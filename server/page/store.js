@@ -11,11 +11,13 @@
  *   "user": text,
  *   "assistant": text, reasoning, calls: [{ id, name, arguments }]; after its end also ending, error, usage, drafts, rate, thought,
  *      and model, its name, where the server has several;
+ *   "summary": the same as an answer, and off, whether it is not in use; left, the messages that did not fit into its
+ *      request; compacted, the tokens of the prompt that it begins;
  *   "tool": results: [{ id, name, text }], one for each call of the previous message.
  */
 
 const DATABASE = "polarlm", SHELF = "conversations", FORMAT = "polarlm-conversations";
-const ROLES = ["user", "assistant", "tool"];
+const ROLES = ["user", "assistant", "tool", "summary"];
 
 const ID = /^[0-9a-f]{16}$/;
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -84,7 +86,10 @@ function readConversation(value) {
         if (found.role === "tool") {
           message.results = list(found.results, ({ id: call, name, text }) => ({ id: string(call), name: string(name), text: string(text) }));
         } else message.text = string(found.text);
-        if (found.role === "assistant") {
+        if (found.role === "summary") {
+          Object.assign(message, { off: found.off === true, left: figure(found.left) ?? 0, compacted: figure(found.compacted) });
+        }
+        if (found.role === "assistant" || found.role === "summary") {
           const { usage, drafts } = found;
           Object.assign(message, {
             reasoning: string(found.reasoning), ending: string(found.ending), error: string(found.error),
