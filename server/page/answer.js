@@ -58,7 +58,7 @@ function messagesUpTo(message) {
   const sent = [], system = [$("system").value.trim(), summary && `Summary of the conversation so far:\n\n${summary.text}`].filter(Boolean);
   if (system.length) sent.push({ role: "system", content: system.join("\n\n") });
   for (const each of messages) {
-    if (each.role === "user") sent.push({ role: "user", content: each.text });
+    if (each.role === "user") sent.push({ role: "user", content: contentOf(each) });
     if (each.role === "tool") for (const { id, text } of each.results) sent.push({ role: "tool", tool_call_id: id, content: text });
     if (each.role !== "assistant") continue;
     if (each.text || each.calls.length) sent.push(sentAnswer(each));

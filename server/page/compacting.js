@@ -21,9 +21,9 @@ function canCompact() {
   return Boolean(stats && !stats.state && !live && last?.role === "assistant" && last.text && !last.calls.length);
 }
 
-/** Whether a message of this text would leave little of the context. */
-const isNearlyFull = (text) =>
-  $("auto_compact").checked && canCompact() && used.tokens + text.length / SHORT > NEARLY_FULL * stats.context;
+/** Whether a message of this text, and `more` tokens of files, would leave little of the context. */
+const isNearlyFull = (text, more) =>
+  $("auto_compact").checked && canCompact() && used.tokens + more + text.length / SHORT > NEARLY_FULL * stats.context;
 
 /** The request for a summary: the conversation up to it, whose prompt is in the cache, and the instruction. */
 async function summaryRequest(message, signal) {

@@ -25,14 +25,22 @@ function edit(row) {
   const summary = message.role === "summary", send = make("button", "main", mine ? "Send" : summary ? "Save" : "Save and continue");
   const buttons = make("div", "row");
   buttons.append(send, ...(mine || summary ? [] : [button("Save", save, "")]), button("Cancel", cancel, ""));
-  form.append(area, buttons);
+  let files = message.files ?? [];
+  const list = make("ul", "files"), drawFiles = () => list.replaceChildren(...chips(files, (file) => {
+    files = files.filter((other) => other !== file);
+    drawFiles();
+    area.focus();
+  }));
+  list.setAttribute("aria-label", "Attached files");
+  drawFiles();
+  form.append(list, area, buttons);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!area.value.trim() || live || !settingsHold()) return;
+    if ((!area.value.trim() && !files.length) || live || !settingsHold()) return;
     if (summary) return save();
     close();
     $("message").focus();
-    if (mine) say({ role: "user", text: area.value.trim() }, above(current, message));
+    if (mine) say({ role: "user", text: area.value.trim(), ...(files.length && { files }) }, above(current, message));
     else resume(rewrite(message, area.value));
   });
   area.addEventListener("keydown", (event) => {

@@ -9,7 +9,8 @@ let listed = []; // what the list shows
 
 function found(conversation, words) {
   if (!words) return true;
-  const texts = Object.values(conversation.messages).flatMap(({ text, results }) => text ?? results.map((result) => result.text));
+  const texts = Object.values(conversation.messages).flatMap(({ text, results = [], files = [] }) =>
+    [text ?? "", ...[...results, ...files].flatMap((each) => [each.name, each.text])]);
   return [titleOf(conversation), ...texts].some((text) => text.toLowerCase().includes(words));
 }
 

@@ -61,12 +61,18 @@ $("message").addEventListener("keydown", (event) => {
 $("say").addEventListener("submit", async (event) => {
   event.preventDefault();
   const conversation = current;
-  if (!$("message").value.trim() || live || !settingsHold()) return;
-  if (isNearlyFull($("message").value) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
-  const text = $("message").value.trim();
-  if (!text) return;
+  const empty = () => !$("message").value.trim() && !attached.length;
+  if (empty() || live || !settingsHold()) return;
+  if (attached.some(({ text }) => text === null)) return tell("The files are being read …");
+  const tokens = attached.reduce((sum, file) => sum + file.tokens, 0);
+  if (isNearlyFull($("message").value, tokens) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
+  if (empty()) return;
+  const text = $("message").value.trim(), files = attached;
   $("message").value = "";
-  say({ role: "user", text });
+  attached = [];
+  drawAttached();
+  sayAttached("");
+  say({ role: "user", text, ...(files.length && { files }) });
   $("message").focus();
 });
 

@@ -14,6 +14,7 @@ function buildQuestion(row) {
   const text = new Markdown(row.body);
   text.write(row.message.text);
   text.end();
+  if (row.message.files?.length) row.body.prepend(...row.message.files.map(shownFile));
   row.element.append(row.body, row.foot);
 }
 

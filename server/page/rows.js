@@ -39,7 +39,7 @@ const parentOf = (message) => (message.parent === null ? null : current.messages
 // -- rows that are not built yet --------------------------------------------------------------------------------------
 
 const LINE = { characters: 80, pixels: 26 }; // of text, about
-const textOf = ({ text, results }) => text ?? results.map((result) => result.text).join("\n");
+const textOf = ({ text, results, files = [] }) => [...files.map(({ name }) => name), text ?? results.map((result) => result.text).join("\n")].join("\n");
 
 /** About the height of a built row, in pixels. */
 function heightOf(message) {

@@ -8,7 +8,7 @@
  * and `shown` is the index of the one that does. The parent of a first message is null. `named`, `chosen` and a message's
  * `changed` are times: when the title was given, the settings chosen, an answer last written; without one, at the beginning.
  * By its role, a message also has
- *   "user": text,
+ *   "user": text, files: [{ name, text, tokens }],
  *   "assistant": text, reasoning, calls: [{ id, name, arguments }]; after its end also ending, error, usage, drafts, rate, thought,
  *      and model, its name, where the server has several;
  *   "summary": the same as an answer, and off, whether it is not in use; left, the messages that did not fit into its
@@ -59,7 +59,8 @@ function branchOf(conversation, last) {
 }
 
 const titleOf = (conversation) =>
-  conversation.title || pathOf(conversation).find((message) => message.role === "user")?.text.trim().slice(0, 80) || "New chat";
+  conversation.title || nameOfMessage(pathOf(conversation).find(({ role }) => role === "user")) || "New chat";
+const nameOfMessage = (message) => (message?.text.trim() || message?.files?.[0]?.name || "").slice(0, 80);
 
 /** The conversation in an untrusted JSON value. Throws a Failure. */
 function readConversation(value) {
@@ -86,6 +87,9 @@ function readConversation(value) {
         if (found.role === "tool") {
           message.results = list(found.results, ({ id: call, name, text }) => ({ id: string(call), name: string(name), text: string(text) }));
         } else message.text = string(found.text);
+        if (found.role === "user" && Array.isArray(found.files)) {
+          message.files = list(found.files, (file) => ({ name: string(file.name), text: string(file.text), tokens: figure(file.tokens) ?? 0 }));
+        }
         if (found.role === "summary") {
           Object.assign(message, { off: found.off === true, left: figure(found.left) ?? 0, compacted: figure(found.compacted) });
         }

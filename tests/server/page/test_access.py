@@ -41,6 +41,7 @@ def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
         "auto_compact",
         "SUMMARY",
         "reset",
+        "attach",
         "message",
         "send",
     ]
