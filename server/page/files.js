@@ -2,8 +2,9 @@
 
 // Files of conversations.
 
-function exportChats(list) {
-  const text = JSON.stringify({ format: FORMAT, version: 1, conversations: list }, null, 1);
+/** Saves conversations, and with them prompts, as a file. */
+function exportChats(list, prompts = []) {
+  const text = JSON.stringify({ format: FORMAT, version: 1, conversations: list, ...(prompts.length && { prompts }) }, null, 1);
   const link = make("a"), address = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   link.href = address;
   link.download = list.length === 1 ? `${titleOf(list[0]).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.json` : "conversations.json";
@@ -18,6 +19,7 @@ async function importChats(text) {
   try { value = JSON.parse(text); } catch { throw new Failure("This file is not JSON."); }
   if (value?.format !== FORMAT || !Array.isArray(value.conversations)) throw new Failure("This file has no conversations of this page in it.");
   const read = value.conversations.map(readConversation).filter((chat) => chat.children.length);
+  savePrompts(readPrompts(value.prompts));
   const known = read.filter(({ id }) => chats.has(id)).length;
   for (const chat of read) {
     const here = chats.get(chat.id);
@@ -29,7 +31,7 @@ async function importChats(text) {
   return [read.length - known, known];
 }
 
-$("export-all").addEventListener("click", () => exportChats([...chats.values()]));
+$("export-all").addEventListener("click", () => exportChats([...chats.values()], savedPrompts()));
 $("import").addEventListener("click", () => $("file").click());
 $("file").addEventListener("change", async () => {
   const [file] = $("file").files;

@@ -1,10 +1,9 @@
 "use strict";
 
-// The list of conversations: search, names, and what is done with several at once.
+// The list of conversations: search, names, deletion.
 
 let deleted = []; // the conversations that can be restored
 let renaming = false; // whether the current conversation is being renamed
-let picked = null; // the conversations that are selected; null while none can be
 let listed = []; // what the list shows
 
 function found(conversation, words) {
@@ -27,12 +26,13 @@ function drawList() {
   if ($("none").textContent !== none) $("none").textContent = none;
   $("export-all").disabled = $("select").disabled = !chats.size;
   if (picked) drawPicks();
-  const items = [picked, ...sorted.flatMap((chat) => [chat, titleOf(chat), chat === current])], list = $("list");
+  const items = [picked, kept("localStorage", FOLDED), words, ...sorted.flatMap((chat) => [chat, titleOf(chat), folderOf(chat), chat === current])];
+  const list = $("list");
   if (items.length === listed.length && items.every((item, place) => item === listed[place])) return; // new items would lose a click
   listed = items;
   const focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
-  list.replaceChildren(...sorted.map(picked ? pickItem : listItem));
-  if (focused) (list.querySelector(`[data-does="${focused}"]`) ?? list.querySelector("[aria-current]"))?.focus({ preventScroll: true });
+  list.replaceChildren(...inFolders(sorted, picked ? pickItem : listItem, picked || words));
+  if (focused) (list.querySelector(`[data-does="${CSS.escape(focused)}"]`) ?? list.querySelector("[aria-current]"))?.focus({ preventScroll: true });
 }
 
 function listItem(chat) {
@@ -48,7 +48,10 @@ function listItem(chat) {
   item.append(opener);
   if (chat !== current) return item;
   opener.setAttribute("aria-current", "true");
-  const does = { rename: ["Rename", () => rename(chat, opener)], save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove([chat])] };
+  const does = {
+    rename: ["Rename", () => rename(chat, opener)], move: ["Folder", () => move([chat])],
+    save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove([chat])],
+  };
   const row = make("div", "row");
   for (const [key, [label, act]] of Object.entries(does)) {
     const made = button(label, act, "quiet");
@@ -116,57 +119,5 @@ $("restore").addEventListener("click", () => {
   else drawList();
   ($("list").querySelector("[aria-current]") ?? $("list").querySelector("button, input")).focus();
 });
-
-// -- several at once --------------------------------------------------------------------------------------------------
-
-/** Shows boxes in place of the conversations' buttons, or the buttons again. */
-function pick(yes) {
-  picked = yes ? new Set() : null;
-  $("files").hidden = yes;
-  $("picks").hidden = !yes;
-  drawList();
-  $(yes ? "pick-all" : "select").focus();
-}
-
-function pickItem(chat) {
-  const item = make("li"), label = make("label", "chat"), box = make("input");
-  box.type = "checkbox";
-  box.checked = picked.has(chat);
-  box.addEventListener("change", () => {
-    if (box.checked) picked.add(chat);
-    else picked.delete(chat);
-    drawPicks();
-  });
-  label.append(box, dir(make("span", "", visible(titleOf(chat)))));
-  item.append(label);
-  return item;
-}
-
-function drawPicks() {
-  for (const chat of picked) if (!chats.has(chat.id)) picked.delete(chat); // another tab has deleted it
-  $("export-picked").disabled = $("remove-picked").disabled = !picked.size;
-  $("remove-picked").textContent = picked.size ? `Delete ${number(picked.size)}` : "Delete";
-}
-
-$("select").addEventListener("click", () => pick(true));
-$("pick-done").addEventListener("click", () => pick(false));
-$("pick-all").addEventListener("click", () => {
-  const boxes = [...$("list").querySelectorAll("input")], all = boxes.every(({ checked }) => checked);
-  for (const box of boxes) if (box.checked === all) box.click();
-});
-$("export-picked").addEventListener("click", () => exportChats([...picked]));
-$("remove-picked").addEventListener("click", () => {
-  const list = [...picked];
-  pick(false);
-  remove(list);
-});
-$("picks").addEventListener("keydown", leavePicks);
-$("list").addEventListener("keydown", leavePicks);
-
-function leavePicks(event) {
-  if (event.key !== "Escape" || !picked) return;
-  event.stopPropagation();
-  pick(false);
-}
 
 $("search").addEventListener("input", drawList);

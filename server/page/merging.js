@@ -9,13 +9,14 @@ const answered = new WeakMap(); // answer written in this tab → `changed` of i
 
 /**
  * Merges `theirs`, a conversation as another tab or a file has it, into `mine`: messages and their versions by id, and
- * whatever was changed later there: a message, the name, the settings. What is shown here stays shown.
+ * whatever was changed later there: a message, the name, the folder, the settings. What is shown here stays shown.
  * Returns { messages, settings }: the messages that were added or changed here, and whether the settings were.
  */
 function absorb(mine, theirs) {
   const messages = [], settings = theirs.chosen > (mine.chosen ?? 0);
   if (settings) Object.assign(mine, { settings: theirs.settings, chosen: theirs.chosen });
   if (theirs.named > (mine.named ?? 0)) Object.assign(mine, { title: theirs.title, named: theirs.named });
+  if (theirs.filed > (mine.filed ?? 0)) Object.assign(mine, { folder: theirs.folder, filed: theirs.filed });
   mine.changed = Math.max(mine.changed, theirs.changed);
   for (const message of Object.values(theirs.messages)) {
     const own = mine.messages[message.id];

@@ -111,6 +111,7 @@ function requestSettings() {
 }
 
 $("fields").addEventListener("input", (event) => {
+  if (event.target.id === "prompt-name") return;
   if (event.target.id === "tools" || event.target.id === "schema") checkJson(event.target.id);
   remember();
 });

@@ -3,10 +3,11 @@
 // Conversations: trees of messages, kept in this browser.
 
 /*
- * A conversation: { id, title, named, changed, settings, chosen, children, shown, messages: { ID: message } }
+ * A conversation: { id, title, named, folder, filed, changed, settings, chosen, children, shown, messages: { ID: message } }
  * A message: { id, parent, changed, children, shown, role, … }: `children` are the ids of the messages that may follow it,
- * and `shown` is the index of the one that does. The parent of a first message is null. `named`, `chosen` and a message's
- * `changed` are times: when the title was given, the settings chosen, an answer last written; without one, at the beginning.
+ * and `shown` is the index of the one that does. The parent of a first message is null. `named`, `filed`, `chosen`
+ * and a message's `changed` are times: when the title was given, the folder chosen, the settings chosen, an answer last
+ * written; without one, at the beginning.
  * By its role, a message also has
  *   "user": text, files: [{ name, text, tokens }],
  *   "assistant": text, reasoning, calls: [{ id, name, arguments }]; after its end also ending, error, usage, drafts, rate, thought,
@@ -49,7 +50,7 @@ function addMessage(conversation, parent, message) {
 /** A new conversation with the messages that are shown up to and including one, which has no messages in common with it. */
 function branchOf(conversation, last) {
   const title = `${titleOf(conversation).replace(/ \(branch\)$/, "")} (branch)`;
-  const made = { ...newConversation(conversation.settings), title, named: Date.now() }, path = pathOf(conversation);
+  const made = { ...newConversation(conversation.settings), title, named: Date.now(), folder: conversation.folder }, path = pathOf(conversation);
   let parent = null;
   for (const message of path.slice(0, path.indexOf(last) + 1)) {
     const { id, parent: _, children, shown, ...rest } = message;
@@ -74,6 +75,7 @@ function readConversation(value) {
   const conversation = newConversation(readSettings(value.settings));
   if (ID.test(value.id)) conversation.id = value.id;
   Object.assign(conversation, { title: string(value.title).slice(0, 200), named: figure(value.named), chosen: figure(value.chosen) });
+  Object.assign(conversation, { folder: string(value.folder).trim().slice(0, 80), filed: figure(value.filed) });
   conversation.changed = figure(value.changed) ?? conversation.changed;
   const copyChildren = (source, parent) => {
     const waiting = [[source, parent]], seen = new Set();

@@ -35,6 +35,7 @@ def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
         *chats,
         "log",
         "system",
+        "SUMMARY",
         *numbers,
         "cache_salt",
         "loop_check",

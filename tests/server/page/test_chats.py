@@ -276,6 +276,57 @@ def test_several_conversations_are_deleted_and_brought_back_together(page: Brows
     assert page.run("return document.activeElement.id") == "select"
 
 
+def folders(page: Browser) -> dict[str, list[str]]:
+    """The names in each folder that the list shows; those of "" are in none."""
+    script = """
+        const names = (list) => [...list.querySelectorAll(":scope > li > .chat")].map(({textContent}) => textContent);
+        const inside = [...document.querySelectorAll(".folder")].map((item) =>
+            [item.querySelector("button").firstChild.data, names(item.querySelector("ul"))]);
+        return Object.fromEntries([["", names(document.getElementById("list"))], ...inside]);
+    """
+    return page.run(script)
+
+
+@pytest.mark.slow
+def test_conversations_are_put_into_folders(page: Browser) -> None:
+    says(page, ["one"])
+    for text in ("first", "second", "third"):
+        send_and_wait(page, text)
+        page.click("#new")
+    page.click("#list li:first-child .chat")
+    page.click("[data-does=move]")
+    page.type("#folder", "Work" + ENTER)
+    assert folders(page) == {"": ["second", "first"], "Work": ["third"]}
+    assert page.run("return document.activeElement.dataset.does") == "move"
+    page.click("#select")
+    page.press(ENTER)  # All
+    page.click("#move-picked")
+    page.type("#folder", "Home" + ENTER)
+    assert folders(page) == {"": [], "Home": ["third", "second", "first"]}
+    page.until(lambda: [chat["folder"] for chat in kept(page)] == ["Home"] * 3)
+    page.click(".folder > button")
+    assert folders(page) == {"": [], "Home": []}
+    assert page.run("return document.activeElement.ariaExpanded") == "false"
+    page.reload()
+    page.until(lambda: folders(page) == {"": [], "Home": []})
+    page.type("#search", "first")
+    assert folders(page) == {"": [], "Home": ["first"]}
+
+
+@pytest.mark.slow
+def test_a_conversation_leaves_its_folder(page: Browser) -> None:
+    says(page, ["one"])
+    send_and_wait(page, "first")
+    for name, shown_then in (("Work", {"": [], "Work": ["first"]}), ("\ue017", {"": ["first"]})):  # Delete
+        page.click("[data-does=move]")
+        page.type("#folder", name + ENTER)
+        page.until(lambda shown_then=shown_then: folders(page) == shown_then)
+    page.click("[data-does=move]")
+    page.type("#folder", "Other" + ESCAPE)
+    assert folders(page) == {"": ["first"]}
+    assert not page.shown("#move")
+
+
 @pytest.mark.slow
 def test_a_conversation_that_is_deleted_while_its_answer_comes_stays_deleted(page: Browser) -> None:
     says(page, ["half", {"wait": 60000}])
