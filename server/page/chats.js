@@ -65,7 +65,10 @@ function branch(message) {
 }
 
 async function openShelved() {
-  for (const chat of await openShelf()) if (!chats.has(chat.id)) chats.set(chat.id, chat);
+  for (const chat of await openShelf()) {
+    if (!chats.has(chat.id)) chats.set(chat.id, chat);
+    unsent.add(chat.id);
+  }
   if (!current.children.length) openAddressed();
   drawList();
 }

@@ -148,5 +148,5 @@ document.addEventListener("visibilitychange", () => {
 
 showSettings(current.settings);
 drawList();
+inTurn(openShelved); // first: what the server tells of deleted conversations holds for those of the browser, too
 look();
-openShelved();

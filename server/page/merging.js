@@ -34,10 +34,14 @@ function absorb(mine, theirs) {
   return { messages, settings };
 }
 
-/** Merges the children of a message: those of `theirs` in their order, then those only here. The same child stays shown. */
+/**
+ * Merges the children of a message. If `theirs` has others, its own come first, in their order, then those only here;
+ * otherwise all stay where they are, as their numbers on the page do. The same child stays shown.
+ */
 function unite(conversation, mine, theirs) {
   const id = mine === conversation ? null : mine.id, shown = mine.children[mine.shown] ?? theirs.children[theirs.shown];
   const known = theirs.children.filter((child) => conversation.messages[child]?.parent === id); // a file may have loops
+  if (known.every((child) => mine.children.includes(child))) return;
   mine.children = [...known, ...mine.children.filter((child) => !known.includes(child))];
   mine.shown = Math.max(0, mine.children.indexOf(shown));
 }

@@ -82,6 +82,7 @@ async function look() {
     stats = answered;
     if ($("status").textContent === worry) tell("");
     meter();
+    if (keeps !== false) sync();
     if (known !== stats.model && !stats.state) { // to ask of a model that is not in memory would load it
       known = stats.model;
       showProps(await (await ask(`props?${query}`)).json());

@@ -1,6 +1,6 @@
 "use strict";
 
-// Conversations: trees of messages, kept in this browser.
+// Conversations: trees of messages, kept in this browser, and at the server if it keeps them.
 
 /*
  * A conversation: { id, title, named, folder, filed, changed, settings, chosen, children, shown, messages: { ID: message } }
@@ -120,7 +120,7 @@ function readConversation(value) {
 // -- the browser's database -------------------------------------------------------------------------------------------
 
 const NOT_KEPT = "This browser keeps nothing here (a private window, or storage is forbidden): conversations last until this tab is closed. Export saves them to a file.";
-const GONE = "This conversation was deleted in another tab. It is shown here until you leave it; a message brings it back.";
+const GONE = "This conversation was deleted in another tab or browser. It is shown here until you leave it; a message brings it back.";
 const NO_ROOM = "The browser’s storage is full: what changed last is not kept. Delete conversations, or export them to a file.";
 
 let database = null; // null if the browser keeps nothing
@@ -174,7 +174,12 @@ async function shelve(id, change) {
  * stays on the page that shows it, with all that is typed there, and only a deliberate act restores it (`again`): a
  * message, Undo, an import.
  */
-const keepConversation = (conversation, again = false) => shelve(conversation.id, async (shelf) => {
+async function keepConversation(conversation, again = false) {
+  await store(conversation, again);
+  if (chats.get(conversation.id) === conversation) sendChat(conversation);
+}
+
+const store = (conversation, again) => shelve(conversation.id, async (shelf) => {
   const { id } = conversation, kept = await granted(shelf.get(id));
   if (!kept && shelved.has(id) && !again) return;
   const news = kept && absorb(conversation, kept);
@@ -185,7 +190,12 @@ const keepConversation = (conversation, again = false) => shelve(conversation.id
   if (news) showNews(conversation, news);
 });
 
-const removeConversation = (id) => shelve(id, (shelf) => shelf.delete(id));
+function removeConversation(id) {
+  removeSent(id);
+  return forget(id);
+}
+
+const forget = (id) => shelve(id, (shelf) => shelf.delete(id));
 
 /** Shows a sentence about conversations that are not kept; hides it if the sentence is empty. */
 function warn(sentence) {
