@@ -8,6 +8,7 @@ const TRIES = 5; // of a change that others come before
 
 let keeps = null; // whether the server keeps conversations; null until it has told
 let seen = 0; // the revision up to which the page has the server's changes
+let passing = ""; // the sentence about a trouble that ends when the next request succeeds
 let syncing = Promise.resolve(); // the last request, or the last of those that wait for it
 
 const mirrors = new Map(); // id → { head, messages }: a conversation as the server has it
@@ -39,7 +40,10 @@ function removeSent(id) {
 /** Runs a task after those that were begun before. */
 function inTurn(task) {
   syncing = syncing.then(task).catch((error) => {
-    if (error.status !== 401) warn(`The server does not keep what has changed: ${error.message}`);
+    if (!keeps || error.status === 401) return;
+    const sentence = `The server does not keep what has changed: ${error.message}`;
+    warn(sentence);
+    if (error.status !== 413) passing = sentence;
   });
   return syncing;
 }
@@ -49,6 +53,7 @@ function sync() {
   return inTurn(async () => {
     await pull();
     if (!keeps) return;
+    if (passing && $("unkept").textContent === passing) warn("");
     for (const id of [...unsent]) {
       const chat = chats.get(id);
       if (chat && live?.conversation === chat) continue; // it is sent when the answer is complete

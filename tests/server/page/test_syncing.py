@@ -136,6 +136,28 @@ def test_what_the_server_does_not_take_stays_in_the_browser_with_a_sentence(page
 
 
 @pytest.mark.slow
+def test_what_is_said_while_the_server_is_away_is_sent_when_it_is_back(page: Browser, keeper: Process) -> None:
+    page.run(
+        """
+        window.away = true;
+        const real = window.fetch;
+        window.fetch = async (path, options) => {
+          if (window.away && path.startsWith("conversations")) throw new TypeError("away");
+          return real(path, options);
+        };
+        """
+    )
+    says(page, ["one"])
+    send_and_wait(page, "first")
+    page.until(lambda: "The server cannot be reached" in page.text("#unkept"))
+    assert texts(keeper) == []
+    page.run("window.away = false")
+    look(page)
+    assert texts(keeper) == ["first", "one"]
+    assert page.text("#unkept") == ""
+
+
+@pytest.mark.slow
 def test_a_conversation_from_elsewhere_is_checked_as_a_file_is(page: Browser, keeper: Process) -> None:
     wrong = {"role": "user", "text": 5, "children": "x"}
     fine = {"id": "d" * 16, "parent": None, "children": [], "shown": 9, "role": "user", "text": "<b>fine</b>"}
