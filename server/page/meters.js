@@ -82,11 +82,11 @@ async function look() {
     stats = answered;
     if ($("status").textContent === worry) tell("");
     meter();
-    if (keeps !== false) sync();
     if (known !== stats.model && !stats.state) { // to ask of a model that is not in memory would load it
       known = stats.model;
       showProps(await (await ask(`props?${query}`)).json());
     }
+    if (keeps !== false) sync();
   } catch (error) {
     if (error.status === 401) return lock();
     worry = error.message;

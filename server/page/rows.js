@@ -58,11 +58,10 @@ function plainRow(message) {
 }
 
 const nearby = new IntersectionObserver((entries) => {
-  for (const { isIntersecting, target } of entries) {
-    const row = isIntersecting && rows.find(({ element }) => element === target);
-    if (row) build(row);
-  }
-  follow();
+  const near = new Set(entries.filter(({ isIntersecting }) => isIntersecting).map(({ target }) => target));
+  const waiting = rows.filter(({ element, foot }) => !foot && near.has(element));
+  waiting.forEach(build);
+  if (waiting.length) follow(); // otherwise it would take back a step of the user's whose event has not come yet
 }, { root: $("log"), rootMargin: "100% 0px" });
 
 /** Builds the row of a message unless it is built, and returns it. */
