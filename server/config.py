@@ -74,6 +74,13 @@ class ServerConfig:
     sessions: str | None = setting(
         None, "--sessions", metavar="FOLDER", help="let clients save and load sessions, by name, in this folder"
     )
+    conversations: str | None = setting(
+        None,
+        "--conversations",
+        metavar="FOLDER",
+        help="keep the chat page's conversations in this folder too, the same in every browser; without an API key, "
+        "only in those on this machine",
+    )
     share_blocks: bool = setting(
         False,
         "--share-blocks",
@@ -254,6 +261,7 @@ _CHECKS: Mapping[str, Check] = {
     "socket_port": _PORT,
     "unix": _PATH,
     "sessions": _PATH,
+    "conversations": _PATH,
     "max_sessions_size": _size,
     "models": that(lambda text: Path(text).expanduser().exists(), "there is no such folder or file"),
     "models_memory": _size,

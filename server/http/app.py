@@ -20,7 +20,9 @@ from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import release
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import ServerConfig
+from polarlm.server.http.conversations import Conversations
 from polarlm.server.http.dialects import dialects
+from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, ErrorShapes
 from polarlm.server.http.generation import Generation
 from polarlm.server.http.guard import Guard
@@ -58,6 +60,8 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),
         *Sessions(driver).routes(),
+        *Conversations(config).routes(),
+        *Documents(config).routes(),
         *_blocks(driver, config),
         *(route for dialect in dialects() for route in dialect.routes(driver)),
         Route("/", page),

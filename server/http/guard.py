@@ -20,6 +20,7 @@ _OPEN = {
 }  # paths that need no key: the first three are for monitors, and the page asks its user for the key
 
 _BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers that only browsers send
+_TYPES = {"/documents/text": "application/pdf"}  # of bodies that are no JSON; forms of other origins cannot send these
 _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 
 
@@ -61,8 +62,9 @@ class Guard:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         may_lack_type = scope["path"].startswith(_UNTYPED) and not _BROWSERS & set(headers.keys())
-        if scope["method"] == "POST" and not _is_json(headers.getlist("content-type"), may_lack_type):
-            return ApiError(415, "Content-Type must be application/json", "unsupported_media_type", "Content-Type")
+        wanted = _TYPES.get(scope["path"], "application/json")
+        if scope["method"] == "POST" and not _is(wanted, headers.getlist("content-type"), may_lack_type):
+            return ApiError(415, f"Content-Type must be {wanted}", "unsupported_media_type", "Content-Type")
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             sentence = "This server takes no compressed requests: send the body as it is, without Content-Encoding"
             return ApiError(415, sentence, "unsupported_media_type", "Content-Encoding")
@@ -93,10 +95,10 @@ class Guard:
         return self._key is None or hmac.compare_digest(given.encode(), self._key)
 
 
-def _is_json(content_types: list[str], may_be_missing: bool) -> bool:
+def _is(wanted: str, content_types: list[str], may_be_missing: bool) -> bool:
     if not content_types:
         return may_be_missing
-    return len(content_types) == 1 and content_types[0].partition(";")[0].strip().lower() == "application/json"
+    return len(content_types) == 1 and content_types[0].partition(";")[0].strip().lower() == wanted
 
 
 def _without_port(host: str) -> str:

@@ -20,7 +20,9 @@ from polarlm.model_loaders import LoadError
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import ANTHROPIC, cors, error_shapes, no_response, with_and_without_v1
 from polarlm.server.http.bodies import read_body
+from polarlm.server.http.conversations import Conversations
 from polarlm.server.http.described import OLLAMA
+from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.guard import Guard
 from polarlm.server.http.page import page
@@ -68,6 +70,8 @@ def create_models_app(supervisor: Supervisor, proxy: Proxy, config: ServerConfig
         Route("/api/show", api.show, methods=["POST"]),
         Route("/api/pull", api.pull, methods=["POST"]),
         Route("/api/version", api.ollama_version),
+        *Conversations(config).routes(),
+        *Documents(config).routes(),
         Route("/", page),
         *(Route(path, proxy.serve, methods=["POST"]) for path in spelt(POSTED)),
         *(Route(path, proxy.serve) for path in spelt(ASKED)),

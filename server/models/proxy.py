@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
@@ -75,6 +75,8 @@ class Proxy:
             fields = read_json(data)
         name = fields.get("model") or request.query_params.get("model") or ""
         served = self._supervisor.find(text("model", name))
+        if path == "/stats" and served.state != READY:
+            return JSONResponse({"model": served.model.name, "state": served.progress()})
         if path in MONITORED and served.state != READY:
             raise Refused("model_not_loaded", f"{served.model.name} is {served.state}: it is loaded by a request")
         keep = self._supervisor.usual_keep(served)

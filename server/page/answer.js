@@ -23,38 +23,42 @@ function say(message, parent = rows.at(-1)?.message ?? null) {
   return answer(newAnswer(said));
 }
 
-const newAnswer = (parent) => addMessage(current, parent, {
-  role: "assistant", text: "", reasoning: "", calls: [], ending: "", error: "", usage: null, rate: null, thought: null,
-});
+const EMPTY = { text: "", reasoning: "", ending: "", error: "", usage: null, rate: null, thought: null }; // what is known of an answer before it comes
+const newAnswer = (parent) => addMessage(current, parent, { role: "assistant", ...EMPTY, calls: [] });
 
 /** Generates another version of an answer, which stays; an answer that was never received is requested again. */
 function regenerate(message) {
-  if (live || !settingsHold()) return;
   const { text, calls } = message;
-  following = true;
-  answer(text || calls.length ? newAnswer(parentOf(message)) : message);
-  $("message").focus();
+  const other = () => (message.role === "summary" ? addMessage(current, parentOf(message), newSummary()) : newAnswer(parentOf(message)));
+  resume(message, text || calls.length ? other : undefined);
 }
 
 const canContinue = ({ text, calls, ending, error }) =>
   text !== "" && !calls.length && !$("schema").value.trim() && (error !== "" || ["length", "stopped", "loop", "edited", ""].includes(ending));
 
-/** Lets the model continue an answer. */
-function resume(message) {
+/** Lets the model continue an answer; `begin` returns another one, which it begins. */
+function resume(message, begin = () => message) {
   if (live || !settingsHold()) return;
   following = true;
-  answer(message);
+  answer(begin());
   $("message").focus();
 }
 
-/** The messages up to and including an answer. The server continues the answer if it has text. */
+/** What is sent of the messages up to and including one. The server continues an answer that has text. */
 function messagesUpTo(message) {
   const messages = [];
-  for (let at = message; at; at = parentOf(at)) messages.unshift(at);
-  const sent = [], system = $("system").value.trim();
-  if (system) sent.push({ role: "system", content: system });
+  let summary = null;
+  for (let at = message; at; at = parentOf(at)) {
+    if (inUse(at)) {
+      summary = at;
+      break;
+    }
+    messages.unshift(at);
+  }
+  const sent = [], system = [$("system").value.trim(), summary && `Summary of the conversation so far:\n\n${summary.text}`].filter(Boolean);
+  if (system.length) sent.push({ role: "system", content: system.join("\n\n") });
   for (const each of messages) {
-    if (each.role === "user") sent.push({ role: "user", content: each.text });
+    if (each.role === "user") sent.push({ role: "user", content: contentOf(each) });
     if (each.role === "tool") for (const { id, text } of each.results) sent.push({ role: "tool", tool_call_id: id, content: text });
     if (each.role !== "assistant") continue;
     if (each.text || each.calls.length) sent.push(sentAnswer(each));
@@ -75,20 +79,23 @@ async function answer(message) {
   const mine = live = { conversation, message, row: null, stop: new AbortController() };
   const pace = { pieces: 0, first: 0, last: 0, thought: 0, thoughtOut: false }, begins = [];
   let flow = "", usage = null, drawing = 0, trouble = null, keptAt = performance.now();
+  prefilling?.abort();
   answered.set(message, message.changed ?? 0);
   settle();
   let before = used.tokens;
-  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null, changed: later(message.changed) });
+  Object.assign(message, { ending: "", error: "", usage: null, rate: null, drafts: null, model: "", changed: later(message.changed) });
   if (!message.text) Object.assign(message, { reasoning: "", thought: null, calls: [] });
   draw();
   mine.row = rowOf(message);
   fill(mine.row, true);
   begin(mine);
   try {
-    const body = { messages: messagesUpTo(message), stream: true, stream_options: { include_usage: true }, return_progress: true, ...requestSettings() };
+    const asked = message.role === "summary" ? await summaryRequest(message, mine.stop.signal) : { messages: messagesUpTo(message), ...requestSettings() };
+    const body = { ...asked, stream: true, stream_options: { include_usage: true }, return_progress: true };
     const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: mine.stop.signal });
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
+      if (several.length && event.model) message.model = event.model;
       if (event.prompt_progress && live === mine) before = progressed(event.prompt_progress);
       const choice = event.choices?.[0];
       message.ending = choice?.finish_reason ?? message.ending;
@@ -211,15 +218,16 @@ function finish(mine, pace, usage, trouble, before) {
   grow(row);
   row.text.end();
   complain(row, true);
-  used = usage
+  used = usage && message.role !== "summary"
     ? { tokens: usage.total_tokens, cached: message.usage.cached ?? 0, exact: true }
     : { tokens: before + pace.pieces, cached: used.cached, exact: pace.pieces === 0 };
   speed(tokens, timed);
   draw();
+  if (message.role === "summary") settle();
   busy(false);
   if (trouble instanceof Failure) point(trouble);
   if (trouble?.status === 401) lock(message);
-  tell(trouble && !stopped ? "" : stopped || message.ending === "loop" ? "Stopped." : message.calls.length ? "It waits for results." : "Answered.");
+  tell(trouble && !stopped ? "" : stopped || message.ending === "loop" ? "Stopped." : message.calls.length ? "It waits for results." : message.role === "summary" ? "Compacted." : "Answered.");
   if (message.text && !message.error) announce(spoken(row.body));
   drawList();
   meter();

@@ -16,7 +16,7 @@ async function ask(path, options = {}) {
   const headers = {};
   const key = kept("sessionStorage", KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
-  if (options.body) headers["Content-Type"] = "application/json";
+  if (options.body) headers["Content-Type"] = options.type ?? "application/json";
   let response;
   try {
     response = await fetch(path, { ...options, headers, cache: "no-store" });

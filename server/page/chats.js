@@ -1,16 +1,14 @@
 "use strict";
 
-// The conversations of this browser: the list at the side, files of them, and switching between them.
+// The conversations of this browser, and switching between them.
 
 const chats = new Map(); // id → conversation; one without messages is not in it
-let deleted = null; // the conversation that can be restored
-let renaming = false; // whether the current conversation is being renamed
-let listed = []; // what the list shows
 
 /** Shows how much of the context the current conversation takes, by its last answer. */
 function settle() {
-  const path = pathOf(current), last = path.findLast((message) => message.usage);
-  used = last
+  const path = pathOf(current), last = path.findLast((message) => message.usage && (message.role !== "summary" || inUse(message)));
+  if (last?.role === "summary") used = { tokens: last.compacted ?? last.usage.completion, cached: 0, exact: last.compacted !== null && last === path.at(-1) };
+  else used = last
     ? { tokens: last.usage.prompt + last.usage.completion, cached: last.usage.cached ?? 0, exact: last === path.at(-1) }
     : { tokens: 0, cached: 0, exact: path.length === 0 };
   meter();
@@ -38,7 +36,7 @@ function openChat(conversation, fresh = true) {
   if ($("unkept").textContent === GONE) warn("");
   current = conversation;
   renaming = false;
-  for (const row of rows.splice(0)) row.element.remove();
+  for (const row of rows.splice(0)) drop(row);
   showSettings(current.settings);
   draw();
   settle();
@@ -57,161 +55,20 @@ function newChat() {
   $("message").focus();
 }
 
-// -- the list ---------------------------------------------------------------------------------------------------------
-
-function found(conversation, words) {
-  if (!words) return true;
-  const texts = Object.values(conversation.messages).flatMap(({ text, results }) => text ?? results.map((result) => result.text));
-  return [titleOf(conversation), ...texts].some((text) => text.toLowerCase().includes(words));
+/** Continues after a message in a new conversation. */
+function branch(message) {
+  openChat(branchOf(current, message));
+  changed();
+  announce("This is the new conversation.");
+  const rest = message.role === "user" ? buttonOf(rows.at(-1), "Answer") : $("message");
+  rest.focus();
 }
-
-function nameTab() {
-  document.title = current.children.length ? `${visible(titleOf(current))} – PolarLM` : "PolarLM";
-}
-
-function drawList() {
-  if (renaming) return; // a new list would lose what is typed there
-  nameTab();
-  const words = $("search").value.trim().toLowerCase();
-  const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
-  const none = sorted.length ? "" : words ? "No conversation has these words in it." : "No conversation is kept yet.";
-  if ($("none").textContent !== none) $("none").textContent = none;
-  $("export-all").disabled = !chats.size;
-  const items = sorted.flatMap((chat) => [chat, titleOf(chat), chat === current]), list = $("list");
-  if (items.length === listed.length && items.every((item, place) => item === listed[place])) return; // new items would lose a click
-  listed = items;
-  const focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
-  list.replaceChildren(...sorted.map(listItem));
-  if (focused) (list.querySelector(`[data-does="${focused}"]`) ?? list.querySelector("[aria-current]"))?.focus({ preventScroll: true });
-}
-
-function listItem(chat) {
-  const item = make("li"), name = visible(titleOf(chat));
-  const opener = button(name, () => {
-    if (chat !== current) openChat(chat);
-    if ($("chats").classList.contains("open")) sheet("chats", false);
-    $("message").focus();
-  }, "chat");
-  opener.dir = "auto";
-  opener.title = name;
-  opener.dataset.does = chat.id;
-  item.append(opener);
-  if (chat !== current) return item;
-  opener.setAttribute("aria-current", "true");
-  const does = { rename: ["Rename", () => rename(chat, opener)], save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove(chat)] };
-  const row = make("div", "row");
-  for (const [key, [label, act]] of Object.entries(does)) {
-    const made = button(label, act, "quiet");
-    made.dataset.does = key;
-    row.append(made);
-  }
-  item.append(row);
-  return item;
-}
-
-/** Replaces a conversation's button with a field for its name. Nothing else moves: it may be clicked next. */
-function rename(chat, opener) {
-  const field = make("input");
-  field.value = titleOf(chat);
-  field.maxLength = 200;
-  field.setAttribute("aria-label", "Name of the conversation");
-  const done = (keepIt) => {
-    if (!renaming) return;
-    renaming = false;
-    if (keepIt) {
-      Object.assign(chat, { title: field.value.trim(), named: later(chat.named) });
-      keepConversation(chat);
-    }
-    opener.textContent = opener.title = visible(titleOf(chat));
-    nameTab();
-    field.replaceWith(opener);
-  };
-  field.addEventListener("keydown", (event) => {
-    if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
-    event.preventDefault(); // otherwise the key would press the button that is focused next
-    event.stopPropagation();
-    done(event.key === "Enter");
-    drawList();
-    $("list").querySelector("[data-does=rename]")?.focus();
-  });
-  field.addEventListener("blur", () => done(true));
-  renaming = true;
-  opener.replaceWith(field);
-  field.focus();
-  field.select();
-}
-
-function remove(chat) {
-  deleted = chat;
-  chats.delete(chat.id);
-  removeConversation(chat.id);
-  openChat(newConversation(lastSettings()));
-  $("undone").textContent = `Deleted “${visible(titleOf(chat))}”.`;
-  $("undo").hidden = false;
-  $("restore").focus();
-}
-
-$("restore").addEventListener("click", () => {
-  const chat = deleted;
-  deleted = null;
-  $("undo").hidden = true;
-  chats.set(chat.id, chat);
-  keepConversation(chat, true);
-  openChat(chat);
-  $("list").querySelector("[aria-current]")?.focus();
-});
-
-$("search").addEventListener("input", drawList);
-
-// -- files ------------------------------------------------------------------------------------------------------------
-
-function exportChats(list) {
-  const text = JSON.stringify({ format: FORMAT, version: 1, conversations: list }, null, 1);
-  const link = make("a"), address = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  link.href = address;
-  link.download = list.length === 1 ? `${titleOf(list[0]).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.json` : "conversations.json";
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(address), 60_000);
-  $("shelf-says").textContent = `${count(list.length, "conversation")} exported.`;
-}
-
-/** Adds the conversations of a file; known ones get what the file has in addition. Returns [added, known]. */
-async function importChats(text) {
-  let value;
-  try { value = JSON.parse(text); } catch { throw new Failure("This file is not JSON."); }
-  if (value?.format !== FORMAT || !Array.isArray(value.conversations)) throw new Failure("This file has no conversations of this page in it.");
-  const read = value.conversations.map(readConversation).filter((chat) => chat.children.length);
-  const known = read.filter(({ id }) => chats.has(id)).length;
-  for (const chat of read) {
-    const here = chats.get(chat.id);
-    if (here) showNews(here, absorb(here, chat));
-    chats.set(chat.id, here ?? chat);
-    await keepConversation(here ?? chat, true);
-  }
-  drawList();
-  return [read.length - known, known];
-}
-
-$("export-all").addEventListener("click", () => exportChats([...chats.values()]));
-$("import").addEventListener("click", () => $("file").click());
-$("file").addEventListener("change", async () => {
-  const [file] = $("file").files;
-  if (!file) return;
-  try {
-    const [added, known] = await importChats(await file.text());
-    const parts = [added || !known ? `${count(added, "conversation")} imported.` : ""];
-    if (known) parts.push(`${count(known, "conversation")} ${known === 1 ? "was" : "were"} here already: what the file has more is added.`);
-    $("shelf-says").textContent = parts.join(" ").trim();
-  } catch (error) {
-    $("shelf-says").textContent = error instanceof Failure ? error.message : "This file cannot be read.";
-  }
-  $("file").value = "";
-});
-
-// -- other changes of the list ----------------------------------------------------------------------------------------
 
 async function openShelved() {
-  for (const chat of await openShelf()) if (!chats.has(chat.id)) chats.set(chat.id, chat);
+  for (const chat of await openShelf()) {
+    if (!chats.has(chat.id)) chats.set(chat.id, chat);
+    unsent.add(chat.id);
+  }
   if (!current.children.length) openAddressed();
   drawList();
 }
@@ -231,7 +88,10 @@ function showNews(chat, { messages, settings }) {
   if (chat !== current) return;
   if (settings) showSettings(current.settings);
   if (!messages.length) return;
-  for (const row of rows) if (row.text && messages.includes(row.message)) fill(row);
+  for (const row of rows.filter(({ message }) => messages.includes(message))) {
+    if (row.text) fill(row);
+    else if (!row.foot) row.element.textContent = visible(textOf(row.message));
+  }
   draw();
   if (!live) settle();
   follow();

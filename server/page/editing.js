@@ -8,7 +8,7 @@ function edit(row) {
   if (live || element.querySelector(".edit")) return;
   const mine = message.role === "user", form = make("form", "edit"), area = make("textarea");
   area.value = message.text;
-  area.setAttribute("aria-label", mine ? "Edit your message" : "Edit the answer");
+  area.setAttribute("aria-label", mine ? "Edit your message" : message.role === "summary" ? "Edit the summary" : "Edit the answer");
   const close = () => {
     form.remove();
     element.classList.remove("edited");
@@ -22,16 +22,25 @@ function edit(row) {
     close();
     buttonOf(rowOf(rewrite(message, area.value)), "Edit").focus();
   };
-  const send = make("button", "main", mine ? "Send" : "Save and continue");
+  const summary = message.role === "summary", send = make("button", "main", mine ? "Send" : summary ? "Save" : "Save and continue");
   const buttons = make("div", "row");
-  buttons.append(send, ...(mine ? [] : [button("Save", save, "")]), button("Cancel", cancel, ""));
-  form.append(area, buttons);
+  buttons.append(send, ...(mine || summary ? [] : [button("Save", save, "")]), button("Cancel", cancel, ""));
+  let files = message.files ?? [];
+  const list = make("ul", "files"), drawFiles = () => list.replaceChildren(...chips(files, (file) => {
+    files = files.filter((other) => other !== file);
+    drawFiles();
+    area.focus();
+  }));
+  list.setAttribute("aria-label", "Attached files");
+  drawFiles();
+  form.append(list, area, buttons);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!area.value.trim() || live || !settingsHold()) return;
+    if ((!area.value.trim() && !files.length) || live || !settingsHold()) return;
+    if (summary) return save();
     close();
     $("message").focus();
-    if (mine) say({ role: "user", text: area.value.trim() }, above(current, message));
+    if (mine) say({ role: "user", text: area.value.trim(), ...(files.length && { files }) }, above(current, message));
     else resume(rewrite(message, area.value));
   });
   area.addEventListener("keydown", (event) => {

@@ -15,6 +15,13 @@ function make(name, className = "", text = "") {
   return made;
 }
 
+function button(name, does, className = "quiet act") {
+  const made = make("button", className, name);
+  made.type = "button";
+  made.addEventListener("click", does);
+  return made;
+}
+
 /** Shows a button as a sign. Its text becomes its name, for screen readers. */
 function sign(button, name) {
   const [drawing, use] = ["svg", "use"].map((element) => document.createElementNS("http://www.w3.org/2000/svg", element));

@@ -51,19 +51,28 @@ $("message").addEventListener("keydown", (event) => {
     const row = rows.findLast(({ message }) => message.role === "user");
     if (!row || live) return;
     event.preventDefault();
-    edit(row);
+    edit(build(row));
   }
   if (event.key !== "Enter" || event.shiftKey) return;
   event.preventDefault();
   $("say").requestSubmit();
 });
 
-$("say").addEventListener("submit", (event) => {
+$("say").addEventListener("submit", async (event) => {
   event.preventDefault();
-  const text = $("message").value.trim();
-  if (!text || live || !settingsHold()) return;
+  const conversation = current;
+  const empty = () => !$("message").value.trim() && !attached.length;
+  if (empty() || live || !settingsHold()) return;
+  if (attached.some(({ text }) => text === null)) return tell("The files are being read …");
+  const tokens = attached.reduce((sum, file) => sum + file.tokens, 0);
+  if (isNearlyFull($("message").value, tokens) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
+  if (empty()) return;
+  const text = $("message").value.trim(), files = attached;
   $("message").value = "";
-  say({ role: "user", text });
+  attached = [];
+  drawAttached();
+  sayAttached("");
+  say({ role: "user", text, ...(files.length && { files }) });
   $("message").focus();
 });
 
@@ -139,5 +148,5 @@ document.addEventListener("visibilitychange", () => {
 
 showSettings(current.settings);
 drawList();
+inTurn(openShelved); // first: what the server tells of deleted conversations holds for those of the browser, too
 look();
-openShelved();

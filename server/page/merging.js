@@ -9,13 +9,14 @@ const answered = new WeakMap(); // answer written in this tab → `changed` of i
 
 /**
  * Merges `theirs`, a conversation as another tab or a file has it, into `mine`: messages and their versions by id, and
- * whatever was changed later there: a message, the name, the settings. What is shown here stays shown.
+ * whatever was changed later there: a message, the name, the folder, the settings. What is shown here stays shown.
  * Returns { messages, settings }: the messages that were added or changed here, and whether the settings were.
  */
 function absorb(mine, theirs) {
   const messages = [], settings = theirs.chosen > (mine.chosen ?? 0);
   if (settings) Object.assign(mine, { settings: theirs.settings, chosen: theirs.chosen });
   if (theirs.named > (mine.named ?? 0)) Object.assign(mine, { title: theirs.title, named: theirs.named });
+  if (theirs.filed > (mine.filed ?? 0)) Object.assign(mine, { folder: theirs.folder, filed: theirs.filed });
   mine.changed = Math.max(mine.changed, theirs.changed);
   for (const message of Object.values(theirs.messages)) {
     const own = mine.messages[message.id];
@@ -33,10 +34,14 @@ function absorb(mine, theirs) {
   return { messages, settings };
 }
 
-/** Merges the children of a message: those of `theirs` in their order, then those only here. The same child stays shown. */
+/**
+ * Merges the children of a message. If `theirs` has others, its own come first, in their order, then those only here;
+ * otherwise all stay where they are, as their numbers on the page do. The same child stays shown.
+ */
 function unite(conversation, mine, theirs) {
   const id = mine === conversation ? null : mine.id, shown = mine.children[mine.shown] ?? theirs.children[theirs.shown];
   const known = theirs.children.filter((child) => conversation.messages[child]?.parent === id); // a file may have loops
+  if (known.every((child) => mine.children.includes(child))) return;
   mine.children = [...known, ...mine.children.filter((child) => !known.includes(child))];
   mine.shown = Math.max(0, mine.children.indexOf(shown));
 }

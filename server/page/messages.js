@@ -1,40 +1,6 @@
 "use strict";
 
-// The messages that are shown: their elements and their buttons.
-
-let current = newConversation(lastSettings()); // the conversation that is shown
-let rows = []; // { message, element, … } of each message that is shown
-
-/** Shows the messages of the current conversation. Rows that are shown already stay as they are. */
-function draw() {
-  const path = pathOf(current);
-  let same = 0;
-  while (same < rows.length && rows[same].message === path[same]) same += 1;
-  for (const row of rows.splice(same)) row.element.remove();
-  for (const message of path.slice(same)) {
-    const row = { user: userRow, assistant: assistantRow, tool: toolRow }[message.role](message);
-    rows.push(row);
-    $("turns").append(row.element);
-  }
-  rows.forEach(drawFoot);
-  $("welcome").hidden = path.length > 0;
-}
-
-const rowOf = (message) => rows.find((row) => row.message === message);
-const parentOf = (message) => (message.parent === null ? null : current.messages[message.parent]);
-
-function article(message, name) {
-  const element = make("article", `message ${message.role}`);
-  element.setAttribute("aria-label", name);
-  return element;
-}
-
-function button(name, does, className = "quiet act") {
-  const made = make("button", className, name);
-  made.type = "button";
-  made.addEventListener("click", does);
-  return made;
-}
+// The three kinds of messages: what is in their rows.
 
 function fold(className, summary) {
   const element = make("details", `fold ${className}`);
@@ -42,22 +8,36 @@ function fold(className, summary) {
   return element;
 }
 
-// -- the three kinds of messages --------------------------------------------------------------------------------------
-
-function userRow(message) {
-  const element = article(message, "You"), foot = make("footer", "foot"), body = make("div", "question text"), text = new Markdown(body);
-  text.write(message.text);
+/** Fills the row of a question; the functions below do the same for an answer and for results of tools. */
+function buildQuestion(row) {
+  row.body = make("div", "question text");
+  const text = new Markdown(row.body);
+  text.write(row.message.text);
   text.end();
-  element.append(body, foot);
-  return { message, element, body, foot };
+  if (row.message.files?.length) row.body.prepend(...row.message.files.map(shownFile));
+  row.element.append(row.body, row.foot);
 }
 
-function assistantRow(message) {
-  const element = article(message, "Answer"), foot = make("footer", "foot");
-  const row = { message, element, foot, thoughts: null, body: make("div", "answer text"), calls: make("div", "calls"), written: 0 };
-  element.append(row.body, row.calls, foot);
+function buildAnswer(row) {
+  Object.assign(row, { thoughts: null, body: make("div", "answer text"), calls: make("div", "calls"), written: 0 });
+  row.element.append(row.body, row.calls, row.foot);
   fill(row);
-  return row;
+}
+
+function buildSummary(row) {
+  buildAnswer(row);
+  row.title = make("p", "hint");
+  row.element.prepend(row.title);
+  nameSummary(row);
+}
+
+/** Says what a summary is for, and whether it is in use. */
+function nameSummary({ message, title, element }) {
+  const left = message.left ? ` The first ${count(message.left, "message")} did not fit, and ${message.left === 1 ? "is" : "are"} not in it.` : "";
+  title.textContent = message.off
+    ? "Summary, not in use: the model gets the messages above."
+    : `Summary: the model gets it in place of the messages above.${left}`;
+  element.classList.toggle("off", message.off);
 }
 
 /** Shows a whole answer anew; `going`: whether it is still being generated. */
@@ -121,8 +101,8 @@ function indented(json) {
   try { return JSON.stringify(JSON.parse(json), null, 2); } catch { return json; }
 }
 
-function toolRow(message) {
-  const element = article(message, "Results of tools"), foot = make("footer", "foot"), body = make("div", "calls");
+function buildResults({ message, element, foot }) {
+  const body = make("div", "calls");
   for (const { name, text } of message.results) {
     const result = fold("call", `Result of ${visible(name)}`), shown = make("pre", "", visibleCode(indented(text)));
     shown.tabIndex = 0;
@@ -132,7 +112,6 @@ function toolRow(message) {
     body.append(result);
   }
   element.append(body, foot);
-  return { message, element, body, foot };
 }
 
 /** A sentence about what went wrong with an answer; empty if nothing did. */
@@ -152,85 +131,3 @@ function complain(row, now = false) {
   row.foot.before(notice);
 }
 
-// -- below a message --------------------------------------------------------------------------------------------------
-
-function drawFoot(row) {
-  const { message, foot } = row;
-  const last = message === rows.at(-1).message, copied = () => message.text;
-  const parts = [...arrows(row)];
-  if (message.role === "user") parts.unshift(sign(button("Edit", () => edit(row)), "edit"), copyButton("Copy message", copied, true));
-  if (message.role === "tool") parts.push(button("Edit", () => editResults(row)));
-  if (message.role === "assistant" && live?.message !== message) {
-    const whole = message.text || message.calls.length;
-    const fails = !whole || message.error;
-    parts.push(button(fails ? "Retry" : "Regenerate", () => regenerate(message), `quiet act ${fails ? "retry" : ""}`));
-    if (last && canContinue(message)) parts.push(button("Continue", () => resume(message)));
-    if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy answer", copied));
-  }
-  if (message.role === "assistant") parts.push(make("span", "figures", figuresOf(message)));
-  const focused = foot.contains(document.activeElement) ? nameOf(document.activeElement) : null;
-  foot.replaceChildren(...parts);
-  if (focused) buttonOf(row, focused)?.focus({ preventScroll: true });
-  const waits = message.role === "assistant" && last && message.calls.length > 0 && live?.message !== message;
-  if (waits && !row.form) {
-    row.form = resultsForm(message.calls.map(({ id, name }) => ({ id, name, text: "" })), "Send results", (results) => {
-      row.form.remove();
-      row.form = null;
-      say({ role: "tool", results }, message);
-    });
-    foot.before(row.form);
-  }
-  if (!waits && row.form && !isTyped(row.form)) {
-    row.form.remove();
-    row.form = null;
-  }
-}
-
-/** Whether a form has a result that the user has begun to type. */
-const isTyped = (form) => [...form.querySelectorAll("textarea")].some(({ value }) => value);
-
-const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
-const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((made) => nameOf(made) === name);
-
-/** The number of the version of a message that is shown, with buttons to show others; nothing for a single version. */
-function arrows({ message }) {
-  const holder = above(current, message), all = holder.children.length;
-  if (all < 2) return [];
-  const turn = (by, name, sign) => {
-    const made = button(sign, () => {
-      holder.shown += by;
-      draw();
-      settle();
-      keepConversation(current);
-      const buttons = rowOf(current.messages[holder.children[holder.shown]]).foot.querySelectorAll(".arrows button");
-      [...buttons].sort((a, b) => a.disabled - b.disabled || (a.textContent === sign ? -1 : 1))[0].focus();
-    });
-    made.setAttribute("aria-label", name);
-    made.disabled = !(holder.shown + by in holder.children);
-    return made;
-  };
-  const element = make("span", "arrows");
-  element.setAttribute("role", "group");
-  element.setAttribute("aria-label", `Version ${holder.shown + 1} of ${all}`);
-  element.append(turn(-1, "Earlier version", "‹"), make("span", "", `${holder.shown + 1}/${all}`), turn(1, "Later version", "›"));
-  return [element];
-}
-
-function figuresOf({ usage, rate, ending, drafts, error, text }) {
-  if (!ending || (error && !usage)) return "";
-  const most = Number(current.settings.max_tokens || Infinity);
-  const why = ending === "length" && usage?.completion >= most ? "as long as the settings allow" : ENDINGS[ending];
-  return [
-    usage && fromCache(usage), usage && count(usage.completion, "token"), rate && `${number(rate, 1)} tokens/s`,
-    drafts && `${number(drafts.accepted)} of ${count(drafts.all, "drafted token")} right`, why && ending === "stopped" && !text ? "stopped before the first token" : why,
-  ].filter(Boolean).join(" · ");
-}
-
-const fromCache = ({ prompt, cached, places = {} }) =>
-  cached === null ? count(prompt, "prompt token") : `${number(cached)} of ${number(prompt)} prompt tokens from the cache${fromTiers(places)}`;
-
-/** How many of the cached tokens came from a tier of the cache, in brackets. */
-function fromTiers(places) {
-  const tiers = Object.entries(places).filter(([place]) => place !== "store");
-  return tiers.length ? ` (${tiers.map(([place, tokens]) => `${number(tokens)} from ${place}`).join(", ")})` : "";
-}

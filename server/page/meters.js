@@ -25,7 +25,10 @@ function speed(tokens, milliseconds) {
 }
 
 function meter() {
+  $("compact").disabled = !canCompact();
   if (!stats) return;
+  showChoice();
+  if (stats.state) return meterless();
   const about = used.exact ? "" : "≈ ";
   $("model").textContent = stats.model;
   $("context").textContent = `${about}${number(used.tokens)} of ${number(stats.context)}`;
@@ -49,21 +52,41 @@ function meter() {
   drawBlocks(blocksOf(used.tokens, used.cached, stats), stats);
 }
 
+/** Shows that the model is not in memory, so that nothing is known of its cache. */
+function meterless() {
+  for (const id of ["context", "bits", "memory", "requests"]) $(id).textContent = "–";
+  for (const id of ["types", "saved", "in-use"]) $(id).textContent = "";
+  $("context-brief").textContent = $("types").textContent = `The model is ${stats.state}`;
+  if (stats.state === "unloaded") $("types").textContent = "The model is not in memory. A message loads it.";
+  $("filled").value = 0;
+  $("bars").hidden = true;
+  const nothing = { block_size: 1, bits_per_value: 16, context: 0 };
+  drawBlocks(blocksOf(0, 0, nothing), nothing);
+  $("blocks-say").textContent = "";
+  drawn = "";
+  if (live && live.row && !live.message.text) tell(stats.state === "unloaded" ? "Loading the model …" : `The model is ${stats.state} …`);
+}
+
 let looking = 0;
 let worry = ""; // the error of the last request
+let listing = null; // the first request for the models
 let known = ""; // the name of the model whose /props are shown
 
 /** Requests /stats now, and repeatedly while the page is visible. */
 async function look() {
   clearTimeout(looking);
   try {
-    stats = await (await ask(`stats?tokens=${used.tokens}`)).json();
+    if (!listing) await (listing = listModels().catch((error) => { listing = null; throw error; }));
+    const query = ofModel(), answered = await (await ask(`stats?${[`tokens=${used.tokens}`, query].filter(Boolean).join("&")}`)).json();
+    if (query !== ofModel()) return look(); // another model was chosen meanwhile
+    stats = answered;
     if ($("status").textContent === worry) tell("");
     meter();
-    if (known !== stats.model) {
+    if (known !== stats.model && !stats.state) { // to ask of a model that is not in memory would load it
       known = stats.model;
-      showProps(await (await ask("props")).json());
+      showProps(await (await ask(`props?${query}`)).json());
     }
+    if (keeps !== false) sync();
   } catch (error) {
     if (error.status === 401) return lock();
     worry = error.message;

@@ -4,15 +4,16 @@
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"];
 const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
+const SWITCHES = ["loop_check", "auto_compact"];
 
-/** The settings in an untrusted value: a string for each field that is not empty, and loop_check if it is off. */
+/** The settings in an untrusted value: a string for each field that is not empty, the model, and the SWITCHES that are off. */
 function readSettings(value) {
   const settings = {};
-  for (const name of FIELDS) {
+  for (const name of [...FIELDS, "model"]) {
     const given = value?.[name];
     if (typeof given === "string" ? given : Number.isFinite(given)) settings[name] = String(given);
   }
-  if (value?.loop_check === false) settings.loop_check = false;
+  for (const name of SWITCHES) if (value?.[name] === false) settings[name] = false;
   return settings;
 }
 
@@ -22,7 +23,9 @@ function lastSettings() {
 
 function showSettings(settings) {
   for (const name of FIELDS) $(name).value = settings[name] ?? "";
-  $("loop_check").checked = settings.loop_check ?? true;
+  for (const name of SWITCHES) $(name).checked = settings[name] ?? true;
+  chosenModel = settings.model ?? "";
+  showChoice();
   for (const name of ["tools", "schema"]) checkJson(name);
   $("more").open ||= Boolean(settings.tools || settings.schema);
 }
@@ -30,7 +33,8 @@ function showSettings(settings) {
 function shownSettings() {
   const settings = {};
   for (const name of FIELDS) if ($(name).value !== "") settings[name] = $(name).value;
-  if (!$("loop_check").checked) settings.loop_check = false;
+  for (const name of SWITCHES) if (!$(name).checked) settings[name] = false;
+  if (chosenModel) settings.model = chosenModel;
   return settings;
 }
 
@@ -93,7 +97,7 @@ function fieldOf({ field, message }) {
 
 /** The fields of a request that follow from the settings. */
 function requestSettings() {
-  const body = {};
+  const body = askedModel() ? { model: askedModel() } : {};
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = $(name).valueAsNumber;
   if ($("cache_salt").value) body.cache_salt = $("cache_salt").value;
   if ($("tools").value.trim()) {
@@ -107,11 +111,12 @@ function requestSettings() {
 }
 
 $("fields").addEventListener("input", (event) => {
+  if (event.target.id === "prompt-name") return;
   if (event.target.id === "tools" || event.target.id === "schema") checkJson(event.target.id);
   remember();
 });
 $("fields").addEventListener("reset", () => setTimeout(() => {
-  showSettings({});
+  showSettings(chosenModel ? { model: chosenModel } : {});
   remember();
 }));
 $("fields").addEventListener("submit", (event) => event.preventDefault());

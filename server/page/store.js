@@ -1,20 +1,24 @@
 "use strict";
 
-// Conversations: trees of messages, kept in this browser.
+// Conversations: trees of messages, kept in this browser, and at the server if it keeps them.
 
 /*
- * A conversation: { id, title, named, changed, settings, chosen, children, shown, messages: { ID: message } }
+ * A conversation: { id, title, named, folder, filed, changed, settings, chosen, children, shown, messages: { ID: message } }
  * A message: { id, parent, changed, children, shown, role, … }: `children` are the ids of the messages that may follow it,
- * and `shown` is the index of the one that does. The parent of a first message is null. `named`, `chosen` and a message's
- * `changed` are times: when the title was given, the settings chosen, an answer last written; without one, at the beginning.
+ * and `shown` is the index of the one that does. The parent of a first message is null. `named`, `filed`, `chosen`
+ * and a message's `changed` are times: when the title was given, the folder chosen, the settings chosen, an answer last
+ * written; without one, at the beginning.
  * By its role, a message also has
- *   "user": text,
+ *   "user": text, files: [{ name, text, tokens }],
  *   "assistant": text, reasoning, calls: [{ id, name, arguments }]; after its end also ending, error, usage, drafts, rate, thought,
+ *      and model, its name, where the server has several;
+ *   "summary": the same as an answer, and off, whether it is not in use; left, the messages that did not fit into its
+ *      request; compacted, the tokens of the prompt that it begins;
  *   "tool": results: [{ id, name, text }], one for each call of the previous message.
  */
 
 const DATABASE = "polarlm", SHELF = "conversations", FORMAT = "polarlm-conversations";
-const ROLES = ["user", "assistant", "tool"];
+const ROLES = ["user", "assistant", "tool", "summary"];
 
 const ID = /^[0-9a-f]{16}$/;
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -43,8 +47,21 @@ function addMessage(conversation, parent, message) {
   return added;
 }
 
+/** A new conversation with the messages that are shown up to and including one, which has no messages in common with it. */
+function branchOf(conversation, last) {
+  const title = `${titleOf(conversation).replace(/ \(branch\)$/, "")} (branch)`;
+  const made = { ...newConversation(conversation.settings), title, named: Date.now(), folder: conversation.folder }, path = pathOf(conversation);
+  let parent = null;
+  for (const message of path.slice(0, path.indexOf(last) + 1)) {
+    const { id, parent: _, children, shown, ...rest } = message;
+    parent = addMessage(made, parent, structuredClone(rest));
+  }
+  return made;
+}
+
 const titleOf = (conversation) =>
-  conversation.title || pathOf(conversation).find((message) => message.role === "user")?.text.trim().slice(0, 80) || "New chat";
+  conversation.title || nameOfMessage(pathOf(conversation).find(({ role }) => role === "user")) || "New chat";
+const nameOfMessage = (message) => (message?.text.trim() || message?.files?.[0]?.name || "").slice(0, 80);
 
 /** The conversation in an untrusted JSON value. Throws a Failure. */
 function readConversation(value) {
@@ -58,6 +75,7 @@ function readConversation(value) {
   const conversation = newConversation(readSettings(value.settings));
   if (ID.test(value.id)) conversation.id = value.id;
   Object.assign(conversation, { title: string(value.title).slice(0, 200), named: figure(value.named), chosen: figure(value.chosen) });
+  Object.assign(conversation, { folder: string(value.folder).trim().slice(0, 80), filed: figure(value.filed) });
   conversation.changed = figure(value.changed) ?? conversation.changed;
   const copyChildren = (source, parent) => {
     const waiting = [[source, parent]], seen = new Set();
@@ -71,7 +89,13 @@ function readConversation(value) {
         if (found.role === "tool") {
           message.results = list(found.results, ({ id: call, name, text }) => ({ id: string(call), name: string(name), text: string(text) }));
         } else message.text = string(found.text);
-        if (found.role === "assistant") {
+        if (found.role === "user" && Array.isArray(found.files)) {
+          message.files = list(found.files, (file) => ({ name: string(file.name), text: string(file.text), tokens: figure(file.tokens) ?? 0 }));
+        }
+        if (found.role === "summary") {
+          Object.assign(message, { off: found.off === true, left: figure(found.left) ?? 0, compacted: figure(found.compacted) });
+        }
+        if (found.role === "assistant" || found.role === "summary") {
           const { usage, drafts } = found;
           Object.assign(message, {
             reasoning: string(found.reasoning), ending: string(found.ending), error: string(found.error),
@@ -80,7 +104,7 @@ function readConversation(value) {
               ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places) } : null,
             drafts: drafts && figure(drafts.all) !== null && figure(drafts.accepted) !== null
               ? { all: drafts.all, accepted: drafts.accepted } : null,
-            rate: figure(found.rate), thought: figure(found.thought),
+            rate: figure(found.rate), thought: figure(found.thought), model: string(found.model),
           });
         }
         waiting.push([found, addMessage(conversation, to, message)]);
@@ -96,7 +120,7 @@ function readConversation(value) {
 // -- the browser's database -------------------------------------------------------------------------------------------
 
 const NOT_KEPT = "This browser keeps nothing here (a private window, or storage is forbidden): conversations last until this tab is closed. Export saves them to a file.";
-const GONE = "This conversation was deleted in another tab. It is shown here until you leave it; a message brings it back.";
+const GONE = "This conversation was deleted in another tab or browser. It is shown here until you leave it; a message brings it back.";
 const NO_ROOM = "The browser’s storage is full: what changed last is not kept. Delete conversations, or export them to a file.";
 
 let database = null; // null if the browser keeps nothing
@@ -150,7 +174,12 @@ async function shelve(id, change) {
  * stays on the page that shows it, with all that is typed there, and only a deliberate act restores it (`again`): a
  * message, Undo, an import.
  */
-const keepConversation = (conversation, again = false) => shelve(conversation.id, async (shelf) => {
+async function keepConversation(conversation, again = false) {
+  await store(conversation, again);
+  if (chats.get(conversation.id) === conversation) sendChat(conversation);
+}
+
+const store = (conversation, again) => shelve(conversation.id, async (shelf) => {
   const { id } = conversation, kept = await granted(shelf.get(id));
   if (!kept && shelved.has(id) && !again) return;
   const news = kept && absorb(conversation, kept);
@@ -161,7 +190,12 @@ const keepConversation = (conversation, again = false) => shelve(conversation.id
   if (news) showNews(conversation, news);
 });
 
-const removeConversation = (id) => shelve(id, (shelf) => shelf.delete(id));
+function removeConversation(id) {
+  removeSent(id);
+  return forget(id);
+}
+
+const forget = (id) => shelve(id, (shelf) => shelf.delete(id));
 
 /** Shows a sentence about conversations that are not kept; hides it if the sentence is empty. */
 function warn(sentence) {

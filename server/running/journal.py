@@ -20,7 +20,7 @@ from polarlm.engine.requests.prompts import Prompt
 _REQUESTS = logging.getLogger("server.requests")
 _MOST_PATH = 200  # characters of a path, which clients choose
 # Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
-_ASKED_ALL_THE_TIME = {"/stats", "/health", "/v1/health", "/ping"}
+_ASKED_ALL_THE_TIME = {"/stats", "/conversations", "/health", "/v1/health", "/ping"}
 
 
 @dataclass

@@ -186,7 +186,8 @@ def test_an_idle_model_is_unloaded_and_loaded_when_it_is_asked_for(tmp_path: Pat
     with front(two_models(tmp_path), idle_unload=0.01) as server:
         before = said(server.ask("big"))
         server.becomes("big", UNLOADED)
-        assert server.http.get("/stats", params={"model": "big"}).json()["error"]["code"] == "model_not_loaded"
+        assert server.http.get("/metrics", params={"model": "big"}).json()["error"]["code"] == "model_not_loaded"
+        assert server.http.get("/stats", params={"model": "big"}).json() == {"model": "big", "state": "unloaded"}
         assert said(server.ask("big")) == before
 
 

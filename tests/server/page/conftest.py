@@ -50,6 +50,7 @@ def page(visit: Callable[[Process], Browser], server: Process) -> Iterator[Brows
     """The page of the server, ready; afterwards, when it is left, nothing is computed for it any more."""
     page = visit(server)
     page.until(lambda: "bits/value" in page.text("#bits"))
+    page.until(lambda: page.run("return document.getElementById('temperature').placeholder"))
     yield page
     page.protocol("Emulation.setEmulatedMedia", features=[])
     page.open("about:blank")

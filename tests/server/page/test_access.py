@@ -31,7 +31,21 @@ def test_shift_enter_begins_a_line(page: Browser) -> None:
 def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
     numbers = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"]
     chats = ["new", "search", "import"]
-    order = [*chats, "log", "system", *numbers, "cache_salt", "loop_check", "SUMMARY", "reset", "message", "send"]
+    order = [
+        *chats,
+        "log",
+        "system",
+        "SUMMARY",
+        *numbers,
+        "cache_salt",
+        "loop_check",
+        "auto_compact",
+        "SUMMARY",
+        "reset",
+        "attach",
+        "message",
+        "send",
+    ]
     page.run("document.getElementById('new').focus()")
     reached = []
     for _ in order:

@@ -98,6 +98,36 @@ def test_the_real_server_goes_on_with_an_answer(page: Browser) -> None:
 
 
 @pytest.mark.slow
+def test_a_conversation_branches_after_an_answer(page: Browser) -> None:
+    says(page, ["one"], ["two"], ["other"])
+    choose(page, system="be brief")
+    send_and_wait(page, "first")
+    send_and_wait(page, "second")
+    press_button(page, "Branch", 1)
+    assert (shown(page), titles(page)) == (["first", "one"], ["first (branch)", "first"])
+    assert page.run("return system.value") == "be brief"
+    send_and_wait(page, "elsewhere")
+    assert messages(page) == ["be brief", "first", "one", "elsewhere"]
+    page.until(lambda: len(kept(page)) == 2)
+    ids = [set(chat["messages"]) for chat in kept(page)]
+    assert not ids[0] & ids[1]
+    page.run("history.back()")
+    page.until(lambda: shown(page) == ["first", "one", "second", "two"])
+
+
+@pytest.mark.slow
+def test_a_branch_after_a_question_waits_until_it_is_changed_or_answered(page: Browser) -> None:
+    says(page, ["one"], ["other"])
+    send_and_wait(page, "first")
+    press_button(page, "Branch", 0)
+    assert shown(page) == ["first"]
+    assert page.run("return document.activeElement.textContent") == "Answer"
+    page.press(ENTER)
+    page.until(lambda: shown(page) == ["first", "other"] and done(page))
+    assert messages(page) == ["first"]
+
+
+@pytest.mark.slow
 def test_an_edited_answer_is_kept_without_asking(page: Browser) -> None:
     says(page, ["one"])
     send_and_wait(page, "first")
@@ -215,6 +245,86 @@ def test_a_deleted_conversation_can_be_brought_back(page: Browser) -> None:
     assert shown(page) == ["first", "one"]
     page.until(lambda: len(kept(page)) == 1)
     assert not page.shown("#undo")
+
+
+@pytest.mark.slow
+def test_several_conversations_are_deleted_and_brought_back_together(page: Browser) -> None:
+    says(page, ["one"])
+    for text in ("first", "second", "third"):
+        send_and_wait(page, text)
+        page.click("#new")
+    page.click("#select")
+    assert page.run("return [...document.querySelectorAll('#list input')].map(({labels: [it]}) => it.textContent)") == [
+        *("third", "second", "first")
+    ]
+    assert page.run("return document.getElementById('remove-picked').disabled")
+    for place in (1, 3):
+        page.click(f"#list li:nth-child({place}) input")
+    assert page.text("#remove-picked") == "Delete 2"
+    page.click("#remove-picked")
+    assert titles(page) == ["second"]
+    page.until(lambda: len(kept(page)) == 1)
+    assert page.text("#undone") == "Deleted 2 conversations."
+    page.press(ENTER)
+    assert titles(page) == ["third", "second", "first"]
+    page.until(lambda: len(kept(page)) == 3)
+    page.click("#select")
+    page.press(ENTER)  # All
+    assert page.text("#remove-picked") == "Delete 3"
+    page.press(ESCAPE)
+    assert titles(page) == ["third", "second", "first"]
+    assert page.run("return document.activeElement.id") == "select"
+
+
+def folders(page: Browser) -> dict[str, list[str]]:
+    """The names in each folder that the list shows; those of "" are in none."""
+    script = """
+        const names = (list) => [...list.querySelectorAll(":scope > li > .chat")].map(({textContent}) => textContent);
+        const inside = [...document.querySelectorAll(".folder")].map((item) =>
+            [item.querySelector("button").firstChild.data, names(item.querySelector("ul"))]);
+        return Object.fromEntries([["", names(document.getElementById("list"))], ...inside]);
+    """
+    return page.run(script)
+
+
+@pytest.mark.slow
+def test_conversations_are_put_into_folders(page: Browser) -> None:
+    says(page, ["one"])
+    for text in ("first", "second", "third"):
+        send_and_wait(page, text)
+        page.click("#new")
+    page.click("#list li:first-child .chat")
+    page.click("[data-does=move]")
+    page.type("#folder", "Work" + ENTER)
+    assert folders(page) == {"": ["second", "first"], "Work": ["third"]}
+    assert page.run("return document.activeElement.dataset.does") == "move"
+    page.click("#select")
+    page.press(ENTER)  # All
+    page.click("#move-picked")
+    page.type("#folder", "Home" + ENTER)
+    assert folders(page) == {"": [], "Home": ["third", "second", "first"]}
+    page.until(lambda: [chat["folder"] for chat in kept(page)] == ["Home"] * 3)
+    page.click(".folder > button")
+    assert folders(page) == {"": [], "Home": []}
+    assert page.run("return document.activeElement.ariaExpanded") == "false"
+    page.reload()
+    page.until(lambda: folders(page) == {"": [], "Home": []})
+    page.type("#search", "first")
+    assert folders(page) == {"": [], "Home": ["first"]}
+
+
+@pytest.mark.slow
+def test_a_conversation_leaves_its_folder(page: Browser) -> None:
+    says(page, ["one"])
+    send_and_wait(page, "first")
+    for name, shown_then in (("Work", {"": [], "Work": ["first"]}), ("\ue017", {"": ["first"]})):  # Delete
+        page.click("[data-does=move]")
+        page.type("#folder", name + ENTER)
+        page.until(lambda shown_then=shown_then: folders(page) == shown_then)
+    page.click("[data-does=move]")
+    page.type("#folder", "Other" + ESCAPE)
+    assert folders(page) == {"": ["first"]}
+    assert not page.shown("#move")
 
 
 @pytest.mark.slow

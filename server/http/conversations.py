@@ -1,0 +1,120 @@
+"""/conversations: the chat page's conversations at the server, the same in every browser of its user."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import re
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.bodies import read_body
+from polarlm.server.http.errors import ApiError
+from polarlm.server.reading.values import LARGEST, BadRequest, count
+from polarlm.server.running.conversations import Change, ConversationStore
+
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class Conversations:
+    """Three endpoints. Without a key, only browsers on this machine may use them.
+
+    The server reads nothing in a conversation but ids: the page checks what comes back as it checks files.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._store = None if config.conversations is None else ConversationStore(config.conversations)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/conversations", self.since),
+            Route("/conversations/{id}", self.write, methods=["POST"]),
+            Route("/conversations/{id}", self.remove, methods=["DELETE"]),
+        ]
+
+    async def since(self, request: Request) -> Response:
+        """/conversations?since=N: {"kept", "conversations": {ID: {"head", "messages": {ID: …}}}, "revision", "more"}
+
+        They are those changed after revision N, with what changed in them; the head of a deleted one is null.
+        {"kept": false} if no conversations of this client are kept here.
+        """
+        if self._store is None or not self._knows(request):
+            return JSONResponse({"kept": False})
+        store = self._store
+        given = request.query_params.get("since", "0")
+        if re.fullmatch("[0-9]{1,15}", given) is None:
+            raise BadRequest("since", "since must be a revision: a whole number")
+        found, revision, more = await asyncio.to_thread(store.since, int(given))
+        shown = ",".join(f"{json.dumps(name)}:{_written(change)}" for name, change in found.items())
+        body = f'{{"kept":true,"revision":{revision},"more":{json.dumps(more)},"conversations":{{{shown}}}}}'
+        return Response(body, media_type="application/json")
+
+    async def write(self, request: Request) -> Response:
+        """{"base", "head", "messages": {ID: …}} → {"revision"}; 409 if the conversation has changed after `base`."""
+        store, name = self._allowed(request), _read_id(request)
+        body = await read_body(request, self._config.max_body)
+        base = count("base", body.get("base", 0), 0, LARGEST)
+        head, messages = _object("head", body.get("head")), _object("messages", body.get("messages"))
+        for key, message in messages.items():
+            if _ID.fullmatch(key) is None:
+                raise BadRequest("messages", "messages must have ids of 16 hexadecimal digits")
+            _object(f"messages.{key}", message)
+        written = {key: json.dumps(message) for key, message in messages.items()}
+        revision = await asyncio.to_thread(store.write, name, base, json.dumps(head), written)
+        if revision is None:
+            sentence = (
+                f"The conversation has changed after revision {base}: read what is new, and send the change again"
+            )
+            raise ApiError(409, sentence, "conflict", "base")
+        return JSONResponse({"revision": revision})
+
+    async def remove(self, request: Request) -> Response:
+        """Deletes a conversation → {"revision"}"""
+        store, name = self._allowed(request), _read_id(request)
+        return JSONResponse({"revision": await asyncio.to_thread(store.remove, name)})
+
+    def _allowed(self, request: Request) -> ConversationStore:
+        """The store. Raises ApiError without one, and for a client on another machine if there is no key."""
+        if self._store is None:
+            raise ApiError(501, "This server keeps no conversations: start it with --conversations", "not_supported")
+        if not self._knows(request):
+            sentence = "This server keeps conversations for this machine's browsers alone: start it with an API key"
+            raise ApiError(403, sentence, "not_allowed")
+        return self._store
+
+    def _knows(self, request: Request) -> bool:
+        return self._config.api_key is not None or _is_here(request)
+
+
+def _is_here(request: Request) -> bool:
+    """Whether the client is on this machine."""
+    try:
+        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read_id(request: Request) -> str:
+    name = str(request.path_params["id"])
+    if _ID.fullmatch(name) is None:
+        raise BadRequest("id", "a conversation's id has 16 hexadecimal digits")
+    return name
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRequest(name, f"{name} must be a JSON object")
+    return value
+
+
+def _written(change: Change) -> str:
+    """A change as JSON: its parts are JSON already."""
+    messages = ",".join(f"{json.dumps(name)}:{body}" for name, body in change.messages.items())
+    head = f'"head":{change.head or "null"},' if change.has_head else ""
+    return f'{{{head}"messages":{{{messages}}}}}'

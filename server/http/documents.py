@@ -1,0 +1,61 @@
+"""/documents/text: the text of a PDF that a user attaches to a message of the chat page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from polarlm.server.config import ServerConfig
+from polarlm.server.http.bodies import read_bytes
+from polarlm.server.http.errors import ApiError
+
+LARGER = 16  # a PDF may have this many times the bytes of --max-body: most of them are fonts and pictures
+_AT_ONCE = 2  # files that are received or read; others wait
+_SECONDS = 30.0
+
+
+class Documents:
+    """The endpoint. A process of its own reads each file, since a made-up one may take for ever, or all memory."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._most = config.max_body
+        self._free = asyncio.Semaphore(_AT_ONCE)
+
+    def routes(self) -> list[Route]:
+        return [Route("/documents/text", self.text, methods=["POST"])]
+
+    async def text(self, request: Request) -> Response:
+        """A PDF → {"text", "pages"}. Raises ApiError, or ClientDisconnect."""
+        if find_spec("pypdf") is None:
+            sentence = "This server reads no PDF files: its extra pdf is not installed (pip install 'polarlm[pdf]')"
+            raise ApiError(501, sentence, "not_supported")
+        async with self._free:
+            data = bytes(await read_bytes(request, LARGER * self._most))
+            found = json.loads(await _read(data, self._most))
+        if "error" in found:
+            raise ApiError(400, found["error"], "invalid_request")
+        return JSONResponse(found)
+
+
+async def _read(data: bytes, most: int) -> bytes:
+    """What `polarlm.server.reading.pdf` writes about a file. Raises ApiError."""
+    program = (sys.executable, "-m", "polarlm.server.reading.pdf", str(most))
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe, stderr=nothing)
+    try:
+        written, _ = await asyncio.wait_for(process.communicate(data), _SECONDS)
+    except asyncio.TimeoutError:
+        raise ApiError(400, f"This PDF was not read within {_SECONDS:.0f} seconds", "invalid_request") from None
+    finally:  # also if the client is gone
+        with suppress(ProcessLookupError):
+            process.kill()
+    if process.returncode != 0:
+        raise ApiError(400, "This PDF cannot be read: it is damaged, or needs too much memory", "invalid_request")
+    return written

@@ -1,0 +1,123 @@
+"use strict";
+
+// The list of conversations: search, names, deletion.
+
+let deleted = []; // the conversations that can be restored
+let renaming = false; // whether the current conversation is being renamed
+let listed = []; // what the list shows
+
+function found(conversation, words) {
+  if (!words) return true;
+  const texts = Object.values(conversation.messages).flatMap(({ text, results = [], files = [] }) =>
+    [text ?? "", ...[...results, ...files].flatMap((each) => [each.name, each.text])]);
+  return [titleOf(conversation), ...texts].some((text) => text.toLowerCase().includes(words));
+}
+
+function nameTab() {
+  document.title = current.children.length ? `${visible(titleOf(current))} – PolarLM` : "PolarLM";
+}
+
+function drawList() {
+  if (renaming) return; // a new list would lose what is typed there
+  nameTab();
+  const words = $("search").value.trim().toLowerCase();
+  const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
+  const none = sorted.length ? "" : words ? "No conversation has these words in it." : "No conversation is kept yet.";
+  if ($("none").textContent !== none) $("none").textContent = none;
+  $("export-all").disabled = $("select").disabled = !chats.size;
+  if (picked) drawPicks();
+  const items = [picked, kept("localStorage", FOLDED), words, ...sorted.flatMap((chat) => [chat, titleOf(chat), folderOf(chat), chat === current])];
+  const list = $("list");
+  if (items.length === listed.length && items.every((item, place) => item === listed[place])) return; // new items would lose a click
+  listed = items;
+  const focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
+  list.replaceChildren(...inFolders(sorted, picked ? pickItem : listItem, picked || words));
+  if (focused) (list.querySelector(`[data-does="${CSS.escape(focused)}"]`) ?? list.querySelector("[aria-current]"))?.focus({ preventScroll: true });
+}
+
+function listItem(chat) {
+  const item = make("li"), name = visible(titleOf(chat));
+  const opener = button(name, () => {
+    if (chat !== current) openChat(chat);
+    if ($("chats").classList.contains("open")) sheet("chats", false);
+    $("message").focus();
+  }, "chat");
+  opener.dir = "auto";
+  opener.title = name;
+  opener.dataset.does = chat.id;
+  item.append(opener);
+  if (chat !== current) return item;
+  opener.setAttribute("aria-current", "true");
+  const does = {
+    rename: ["Rename", () => rename(chat, opener)], move: ["Folder", () => move([chat])],
+    save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove([chat])],
+  };
+  const row = make("div", "row");
+  for (const [key, [label, act]] of Object.entries(does)) {
+    const made = button(label, act, "quiet");
+    made.dataset.does = key;
+    row.append(made);
+  }
+  item.append(row);
+  return item;
+}
+
+/** Replaces a conversation's button with a field for its name. Nothing else moves: it may be clicked next. */
+function rename(chat, opener) {
+  const field = make("input");
+  field.value = titleOf(chat);
+  field.maxLength = 200;
+  field.setAttribute("aria-label", "Name of the conversation");
+  const done = (keepIt) => {
+    if (!renaming) return;
+    renaming = false;
+    if (keepIt) {
+      Object.assign(chat, { title: field.value.trim(), named: later(chat.named) });
+      keepConversation(chat);
+    }
+    opener.textContent = opener.title = visible(titleOf(chat));
+    nameTab();
+    field.replaceWith(opener);
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
+    event.preventDefault(); // otherwise the key would press the button that is focused next
+    event.stopPropagation();
+    done(event.key === "Enter");
+    drawList();
+    $("list").querySelector("[data-does=rename]")?.focus();
+  });
+  field.addEventListener("blur", () => done(true));
+  renaming = true;
+  opener.replaceWith(field);
+  field.focus();
+  field.select();
+}
+
+function remove(list) {
+  deleted = list;
+  for (const { id } of list) {
+    chats.delete(id);
+    removeConversation(id);
+  }
+  if (list.includes(current)) openChat(newConversation(lastSettings()));
+  else drawList();
+  $("undone").textContent = `Deleted ${list.length === 1 ? `“${visible(titleOf(list[0]))}”` : count(list.length, "conversation")}.`;
+  $("undo").hidden = false;
+  $("restore").focus();
+}
+
+$("restore").addEventListener("click", () => {
+  const restored = deleted;
+  deleted = [];
+  $("undo").hidden = true;
+  for (const chat of restored) {
+    chats.set(chat.id, chat);
+    keepConversation(chat, true);
+  }
+  if (restored.length === 1) openChat(restored[0]);
+  else drawList();
+  ($("list").querySelector("[aria-current]") ?? $("list").querySelector("button, input")).focus();
+});
+
+$("search").addEventListener("input", drawList);

@@ -1,0 +1,42 @@
+"use strict";
+
+// Which model answers, where the server has several.
+
+let several = []; // the names of the server's models; empty if it has one alone
+let chosenModel = ""; // by the current conversation's settings; empty: whichever the server takes
+
+/** Asks the server for its models, and shows a list to choose from if it has several. */
+async function listModels() {
+  const { data } = await (await ask("v1/models")).json();
+  several = data.filter(({ status }) => status).map(({ id }) => id); // a server of one model says nothing of its status
+  $("choice").hidden = !several.length;
+  $("model").hidden = several.length > 0;
+  showChoice();
+}
+
+/** Shows the model that the conversation has chosen, or else the one that the server would take. */
+function showChoice() {
+  const shown = chosenModel || stats?.model || "", names = several.includes(shown) || !shown ? several : [...several, shown];
+  const options = [...$("choice").options].map(({ value }) => value);
+  if (names.join("\n") !== options.join("\n")) {
+    $("choice").replaceChildren(...names.map((name) => {
+      const option = make("option", "", several.includes(name) ? visible(name) : `${visible(name)} (not here)`);
+      option.value = name;
+      return option;
+    }));
+  }
+  $("choice").value = shown;
+}
+
+/** The model that requests name; undefined if the server has one alone. */
+const askedModel = () => (several.length ? $("choice").value || undefined : undefined);
+
+/** The query of a request for what the server tells of the model. */
+const ofModel = () => (askedModel() ? `model=${encodeURIComponent(askedModel())}` : "");
+
+$("choice").addEventListener("focus", () => listModels().catch(() => {})); // a folder may have others by now
+$("choice").addEventListener("change", () => {
+  chosenModel = $("choice").value;
+  remember();
+  look();
+});

@@ -1,0 +1,56 @@
+"use strict";
+
+// What is done with several conversations at once.
+
+let picked = null; // the conversations that are selected; null while none can be
+
+/** Shows boxes in place of the conversations' buttons, or the buttons again. */
+function pick(yes) {
+  picked = yes ? new Set() : null;
+  $("files").hidden = yes;
+  $("picks").hidden = !yes;
+  drawList();
+  $(yes ? "pick-all" : "select").focus();
+}
+
+function pickItem(chat) {
+  const item = make("li"), label = make("label", "chat"), box = make("input");
+  box.type = "checkbox";
+  box.checked = picked.has(chat);
+  box.addEventListener("change", () => {
+    if (box.checked) picked.add(chat);
+    else picked.delete(chat);
+    drawPicks();
+  });
+  label.append(box, dir(make("span", "", visible(titleOf(chat)))));
+  item.append(label);
+  return item;
+}
+
+function drawPicks() {
+  for (const chat of picked) if (!chats.has(chat.id)) picked.delete(chat); // another tab has deleted it
+  for (const name of ["export", "remove", "move"]) $(`${name}-picked`).disabled = !picked.size;
+  $("remove-picked").textContent = picked.size ? `Delete ${number(picked.size)}` : "Delete";
+}
+
+$("select").addEventListener("click", () => pick(true));
+$("pick-done").addEventListener("click", () => pick(false));
+$("pick-all").addEventListener("click", () => {
+  const boxes = [...$("list").querySelectorAll("input")], all = boxes.every(({ checked }) => checked);
+  for (const box of boxes) if (box.checked === all) box.click();
+});
+$("move-picked").addEventListener("click", () => move([...picked]));
+$("export-picked").addEventListener("click", () => exportChats([...picked]));
+$("remove-picked").addEventListener("click", () => {
+  const list = [...picked];
+  pick(false);
+  remove(list);
+});
+$("picks").addEventListener("keydown", leavePicks);
+$("list").addEventListener("keydown", leavePicks);
+
+function leavePicks(event) {
+  if (event.key !== "Escape" || !picked) return;
+  event.stopPropagation();
+  pick(false);
+}

@@ -1,0 +1,133 @@
+"""Keeps the chat page's conversations in one SQLite file."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from polarlm.engine import EngineError
+
+FILE = "conversations.sqlite3"
+_BUSY_SECONDS = 10.0  # for which another server with the same folder may write
+_MOST_BYTES = 4 << 20  # of an answer to `since`, and then the rest of one change
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, revision INTEGER NOT NULL, head TEXT);
+CREATE TABLE IF NOT EXISTS messages (
+    conversation TEXT NOT NULL, id TEXT NOT NULL, revision INTEGER NOT NULL, body TEXT NOT NULL,
+    PRIMARY KEY (conversation, id)
+);
+CREATE INDEX IF NOT EXISTS changed_conversations ON conversations (revision);
+CREATE INDEX IF NOT EXISTS changed_messages ON messages (revision);
+"""
+
+
+@dataclass
+class Change:
+    """What is new of a conversation. `head` and the bodies of messages are JSON; a deleted one has no head."""
+
+    head: str | None = None
+    has_head: bool = False  # whether the head, or the deletion, is part of what is new
+    messages: dict[str, str] = field(default_factory=dict)
+
+
+class ConversationStore:
+    """Conversations by id, in a file in `folder`. Every change has a revision, a number that grows over all of them.
+
+    Threads and servers may use it at the same time. Its methods raise EngineError if the disk is full or
+    the file is damaged.
+    """
+
+    def __init__(self, folder: str) -> None:
+        path = Path(folder).expanduser()
+        self._lock = threading.Lock()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path / FILE, os.O_CREAT | os.O_RDWR, 0o600))  # for its owner alone
+            self._file = sqlite3.connect(
+                path / FILE, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            self._file.execute("PRAGMA journal_mode = WAL")
+            self._file.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise EngineError(f"conversations cannot be kept in {folder}: {error}", "storage") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def since(self, revision: int) -> tuple[dict[str, Change], int, bool]:
+        """(what changed after a revision, by conversation; the revision that this leads to; whether there is more)."""
+        with self._lock, _told():
+            rows = self._file.execute(
+                "SELECT revision, id, NULL, head FROM conversations WHERE revision > ? UNION ALL "
+                "SELECT revision, conversation, id, body FROM messages WHERE revision > ? ORDER BY 1",
+                (revision, revision),
+            )
+            found: dict[str, Change] = {}
+            size = 0
+            for changed, conversation, message, text in rows:
+                if size > _MOST_BYTES and changed != revision:
+                    return found, revision, True
+                change = found.setdefault(conversation, Change())
+                if message is None:
+                    change.head, change.has_head = text, True
+                else:
+                    change.messages[message] = text
+                size += len(text or "")
+                revision = changed
+            return found, revision, False
+
+    def write(self, conversation: str, base: int, head: str, messages: Mapping[str, str]) -> int | None:
+        """Change a conversation, and return the revision; None, and no change, if it has changed after `base`."""
+        with self._lock, _told(), _transaction(self._file):
+            if self._revision_of(conversation) > base:
+                return None
+            revision = self._next()
+            self._file.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?)", (conversation, revision, head))
+            self._file.executemany(
+                "INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?)",
+                [(conversation, message, revision, body) for message, body in messages.items()],
+            )
+            return revision
+
+    def remove(self, conversation: str) -> int:
+        """Delete a conversation; that it was deleted is kept, so that others hear of it. Returns the revision."""
+        with self._lock, _told(), _transaction(self._file):
+            revision = self._next()
+            self._file.execute("DELETE FROM messages WHERE conversation = ?", (conversation,))
+            self._file.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, NULL)", (conversation, revision))
+            return revision
+
+    def _revision_of(self, conversation: str) -> int:
+        row = self._file.execute("SELECT revision FROM conversations WHERE id = ?", (conversation,)).fetchone()
+        return 0 if row is None else int(row[0])
+
+    def _next(self) -> int:
+        # Every change writes its conversation's row, so that no message has a later revision.
+        return 1 + int(self._file.execute("SELECT coalesce(max(revision), 0) FROM conversations").fetchone()[0])
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors of SQLite as EngineError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise EngineError(f"conversations cannot be kept or read now: {error}", "storage") from None
+
+
+@contextmanager
+def _transaction(file: sqlite3.Connection) -> Iterator[None]:
+    """A transaction in which no other server writes between its reads and its writes; an error undoes all of it."""
+    file.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        file.execute("ROLLBACK")
+        raise
+    file.execute("COMMIT")

@@ -1,0 +1,56 @@
+"""/documents/text: the text of PDF files, and sentences about those that have none."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import httpx
+import pypdf
+import pytest
+
+from polarlm.engine import Engine
+from tests.server.http_server import KEY, Serving, serving
+from tests.server.pdfs import made_pdf
+
+
+@pytest.fixture
+def guarded(engine: Engine) -> Iterator[Serving]:
+    with serving(engine, api_key=KEY, max_body=2000) as running:
+        yield running
+
+
+def send(server: Serving, data: bytes, kind: str = "application/pdf", **headers: str) -> httpx.Response:
+    return server.http.post("/documents/text", content=data, headers={"Content-Type": kind, **headers})
+
+
+def locked(data: bytes) -> bytes:
+    written = pypdf.PdfWriter(io.BytesIO(data))
+    written.encrypt("secret", algorithm="RC4-128")
+    out = io.BytesIO()
+    written.write(out)
+    return out.getvalue()
+
+
+def test_a_pdf_becomes_text_and_others_a_sentence(guarded: Serving) -> None:
+    assert send(guarded, made_pdf("Hello, PDF")).json() == {"text": "Hello, PDF", "pages": 1}
+    wrong = {
+        b"plain text": "is not a PDF",
+        b"%PDF-1.7 and nothing else": "is damaged",
+        made_pdf("Hello")[:300]: "is damaged",
+        made_pdf(""): "only pictures",
+        made_pdf("a" * 3000): "more text than a request may have",
+        locked(made_pdf("Hello")): "locked with a password",
+    }
+    for data, sentence in wrong.items():
+        answer = send(guarded, data)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        assert sentence in answer.json()["error"]["message"]
+
+
+def test_it_needs_the_key_the_type_and_a_bounded_size(guarded: Serving) -> None:
+    data = made_pdf("Hello")
+    assert send(guarded, data, Authorization="Bearer other").status_code == 401
+    assert send(guarded, data, kind="text/plain").status_code == 415  # which a form of another origin can send
+    assert send(guarded, data + b" " * 32_000).status_code == 413
+    assert send(guarded, data).status_code == 200

@@ -1,0 +1,62 @@
+"""The file of conversations: changes have revisions, and none overwrites one that its writer has not seen."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from polarlm.engine import EngineError
+from polarlm.server.running.conversations import FILE, Change, ConversationStore
+
+A, B = "a" * 16, "b" * 16
+
+
+def test_what_changed_is_told_once_and_a_stale_change_is_refused(tmp_path: Path) -> None:
+    one, other = ConversationStore(str(tmp_path / "new")), ConversationStore(str(tmp_path / "new"))
+    first = one.write(A, 0, "{}", {"1": '"one"'})
+    assert first is not None
+    assert other.since(0) == ({A: Change("{}", True, {"1": '"one"'})}, first, False)
+    second = other.write(A, first, '{"title":"x"}', {"2": '"two"'})
+    assert second is not None
+    assert one.write(A, first, "{}", {"1": '"lost"'}) is None
+    assert one.since(first) == ({A: Change('{"title":"x"}', True, {"2": '"two"'})}, second, False)
+    assert one.write(B, first, "{}", {}) == second + 1  # another conversation has not changed
+    assert other.since(second + 1) == ({}, second + 1, False)
+    assert stat.S_IMODE((tmp_path / "new" / FILE).stat().st_mode) == 0o600
+
+
+def test_a_deletion_is_told_and_only_who_has_seen_it_brings_the_conversation_back(tmp_path: Path) -> None:
+    store = ConversationStore(str(tmp_path))
+    first = store.write(A, 0, "{}", {"1": '"one"'})
+    assert first is not None
+    gone = store.remove(A)
+    assert store.since(first) == ({A: Change(None, True, {})}, gone, False)
+    assert store.write(A, first, "{}", {}) is None
+    assert store.write(A, gone, "{}", {"2": '"two"'}) == gone + 1
+    assert store.since(0) == ({A: Change("{}", True, {"2": '"two"'})}, gone + 1, False)
+
+
+def test_much_is_told_in_parts_that_end_between_changes(tmp_path: Path) -> None:
+    store = ConversationStore(str(tmp_path))
+    for place in range(8):
+        store.write(f"{place:016}", 0, "{}", {name: json.dumps("x" * 500_000) for name in ("1", "2")})
+    found, revision, parts, more = dict[str, Change](), 0, 0, True
+    while more:
+        part, revision, more = store.since(revision)
+        assert all(len(change.messages) == 2 and change.has_head for change in part.values())
+        assert not found.keys() & part.keys()
+        found |= part
+        parts += 1
+    assert (len(found), parts) == (8, 2)
+
+
+def test_a_folder_that_cannot_be_used_and_a_damaged_file_are_sentences(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match="conversations cannot be kept in"):
+        ConversationStore(str(tmp_path / "file"))
+    (tmp_path / FILE).write_bytes(b"no database" * 1000)
+    with pytest.raises(EngineError, match=r"conversations cannot be kept in .*not a database"):
+        ConversationStore(str(tmp_path))
