@@ -274,7 +274,12 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
             u = rows[t]
             n = np.sqrt(np.mean(u**2))
             target[t] = u + along[t] @ errors
-            code, y = rounded_by_definition(codec, target[t] / n, f, weights, metric.survivors)
+            if metric.tilt_mean is not None and not isinstance(codec, Paths):
+                tried = [rounded_by_definition(codec, u / (f_n * n), f, weights, 1) for f_n in encode.NORM_FACTORS]
+                costs = [tilted_cost(u, y, metric, head) for _, y in tried]
+                code, y = tried[int(np.argmin(costs))]
+            else:
+                code, y = rounded_by_definition(codec, target[t] / n, f, weights, metric.survivors)
             errors[t] = u - n * y
             codes[head, block, t] = code
             norms[head, block, t] = (
@@ -302,9 +307,20 @@ def rounded_by_definition(codec, unit, feedback, weights, survivors):
     return codes, y
 
 
-def tilted_norm(u, y, metric, head):
+def leaning(u, metric, head):
+    """The second moment and the mean of the queries that attend to the key u."""
     second, mean = metric.matrix[head].astype(np.float64), metric.tilt_mean[head].astype(np.float64)
-    w = mean + u @ (second - np.outer(mean, mean)) / np.sqrt(len(u))
+    return second, mean + u @ (second - np.outer(mean, mean)) / np.sqrt(len(u))
+
+
+def tilted_cost(u, y, metric, head):
+    second, w = leaning(u, metric, head)
+    e = u - tilted_norm(u, y, metric, head) * y
+    return e @ second @ e + (e @ w) ** 2
+
+
+def tilted_norm(u, y, metric, head):
+    second, w = leaning(u, metric, head)
     tilted = (u @ second @ y + (u @ w) * (y @ w)) / (y @ second @ y + (y @ w) ** 2)
     plain = (u @ y) / (y @ y)
     return max(0, np.clip(tilted, 0.8 * plain, 1.25 * plain))

@@ -18,7 +18,12 @@ from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measure
 from polarlm.engine.backends.native.kernels.encode.norms import write_norms
-from polarlm.engine.backends.native.kernels.encode.rounding import round_all_tokens, round_alone, write_codes
+from polarlm.engine.backends.native.kernels.encode.rounding import (
+    round_all_tokens,
+    round_alone,
+    round_with_best_norms,
+    write_codes,
+)
 from polarlm.engine.backends.native.kernels.encode.skewed import round_skewed
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Encoding, PackedTiles, Unit
 from polarlm.engine.jit.compile.compiler import Kernel
@@ -43,9 +48,11 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
                 round_alone(unit)
             elif encoding.along_tokens:
                 round_skewed(unit)
+            elif encoding.tries_norms:
+                round_with_best_norms(unit)
             else:
                 round_all_tokens(unit)
-            if encoding.has_metric:
+            if encoding.has_metric and not encoding.tries_norms:
                 write_norms(unit)
             if tiles.by_token:
                 write_codes(unit, unit.errors)  # reuses the memory of the errors

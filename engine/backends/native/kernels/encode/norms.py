@@ -13,7 +13,10 @@ _F16 = vector(F32, LANES)
 
 
 def write_norms(unit: Unit) -> None:
-    """Replace `norms` by those of least cost, given the targets in `x` and their errors in `errors`, overwritten."""
+    """Replace `norms` by those of least cost, given the targets in `x` and their errors in `errors`, overwritten.
+
+    Where several norms are tried, the costs with them → `costs`, less what is the same for all codes of a vector.
+    """
     e, tilted = unit.e, unit.encoding.tilted
     vector_tile = unit.vector_tile(2)
     with e.loop(0, unit.row, 64 * vector_tile) as offset:
@@ -45,7 +48,9 @@ def write_norms(unit: Unit) -> None:
                         own.add_mean(means[row], xs[row], ys[row])
         for number, own in enumerate(by_vector):
             place = offset + 64 * number
-            ratio = own.tilted(unit.dim) if tilted else own.fitted()
+            ratio, cost = own.tilted(unit.dim) if tilted else own.fitted()
+            if unit.encoding.tries_norms:
+                e.store(cost, unit.costs + place)
             norm = ratio * e.load(unit.norms + place, _F16)
             e.store(e.fmax(norm, 0.0), unit.norms + place)
 
@@ -84,21 +89,27 @@ class _Sums:
         for name, a, b in (("mean_x", mean, x), ("mean_y", mean, y), ("plain_xy", x, y), ("plain_yy", y, y)):
             self._add(name, a, b)
 
-    def fitted(self) -> Value:
-        """The factor of y that minimises the cost of the error."""
-        return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
+    def fitted(self) -> tuple[Value, Value]:
+        """The factor of y that minimises the cost of the error, and that cost, less x·S·xᵀ."""
+        cross, square = self.sums["xy"].get(), self.sums["yy"].get()
+        ratio = self._ratio(cross, square)
+        return ratio, self._cost(ratio, cross, square)
 
-    def tilted(self, dim: Value) -> Value:
-        """The same factor for the queries that attend to each key; see `engine.quantization.encode`."""
+    def tilted(self, dim: Value) -> tuple[Value, Value]:
+        """The same for the queries that attend to each key; see `engine.quantization.encode`."""
         e = self.e
         got = {name: total.get() for name, total in self.sums.items()}
         root = e.splat(e.sqrt(dim.trunc(I32).to_float()), LANES)
         lean_x = (got["xx"] - got["mean_x"] * got["mean_x"]) / root + got["mean_x"]
         lean_y = (got["xy"] - got["mean_x"] * got["mean_y"]) / root + got["mean_y"]
-        tilted = self._ratio(e.fma(lean_x, lean_y, got["xy"]), e.fma(lean_y, lean_y, got["yy"]))
+        cross, square = e.fma(lean_x, lean_y, got["xy"]), e.fma(lean_y, lean_y, got["yy"])
         plain = self._ratio(got["plain_xy"], got["plain_yy"])
         low, high = TILT_RANGE
-        return e.fmin(e.fmax(tilted, plain * low), plain * high)
+        ratio = e.fmin(e.fmax(self._ratio(cross, square), plain * low), plain * high)
+        return ratio, self._cost(ratio, cross, square)
+
+    def _cost(self, ratio: Value, cross: Value, square: Value) -> Value:
+        return ratio * (ratio * square - cross * 2.0)
 
     def _ratio(self, numerator: Value, denominator: Value) -> Value:
         """numerator / denominator, or 1 where the denominator is 0."""
