@@ -75,12 +75,16 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
         rows = _by_round(x[:, start : start + step], metric.token_feedback)
         if isinstance(rounding, PathRounding):
             rounded = _search(rounding, rows, metric)
-            codes, norms = rounded.codes, _fitted(rounded, metric).norms
+            tilted = metric.tilt_mean is not None
+            codes, norms = (
+                rounded.codes,
+                _tilted_norms(rounded, metric)[0] if tilted else _fitted_norms(rounded, metric),
+            )
         elif metric.tilt_mean is not None:
             codes, norms = _best_of_norms(rounding, rows, metric)
         else:
             rounded = _round(rounding, rows, metric, np.ones(1, np.float32))
-            codes, norms = rounded.codes, _fitted(rounded, metric).norms
+            codes, norms = rounded.codes, _fitted_norms(rounded, metric)
         both = codes.swapaxes(3, 4), norms[..., None]
         encoded.append([_by_block(rows, metric.token_feedback) for rows in both])
     codes, norms = (np.concatenate(slabs, axis=1) for slabs in zip(*encoded, strict=True))
@@ -184,7 +188,7 @@ def _best_of_norms(rounding: Rounding, x: np.ndarray, metric: Metric) -> tuple[n
     """
     count, factors = x.shape[3], np.float32(NORM_FACTORS)
     rounded = _round(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
-    norms, costs = _fitted(rounded, metric)
+    norms, costs = _tilted_norms(rounded, metric)
     best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)
     chosen = best * count + np.arange(count)
     codes = np.take_along_axis(rounded.codes, chosen[:, :, :, None], axis=4)
@@ -272,29 +276,32 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.divide(numerator, denominator, out=np.ones_like(numerator), where=denominator > 0)
 
 
-class _Fitted(NamedTuple):
-    """Norms of least cost (K, G, T, R), and the costs with them, less what is the same for all codes of a vector."""
+def _fitted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
+    """Return the norms (K, G, T, R) that minimize the cost of errors against the target."""
+    decoded = rounded.decoded
+    weighted = metric.matrix[:, None, None] @ decoded
+    return _ratio(_dot(rounded.target, weighted), _dot(decoded, weighted)) * rounded.norms
 
-    norms: np.ndarray
-    costs: np.ndarray
 
+def _tilted_norms(rounded: _Rounded, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Return the norms that minimize the cost for the queries that attend to each key, and that cost, (K, G, T, R).
 
-def _fitted(rounded: _Rounded, metric: Metric) -> _Fitted:
-    """Fit the norms to the metric, or, if it has a tilt, to the queries that attend to each key."""
-    x, decoded = rounded.target, rounded.decoded
+    With the ratio r of a norm to the one that rounded, the error is (1 − r)·x + r·e. Sums over x and e, not over x and
+    what is decoded, keep the cost precise.
+    """
+    assert metric.tilt_mean is not None
+    x, errors, decoded = rounded.x, rounded.errors, rounded.decoded
+    mean = metric.tilt_mean[:, None, None, :, None]
     second = metric.matrix[:, None, None]
-    weighted = second @ decoded
-    cross, square = _dot(x, weighted), _dot(decoded, weighted)
-    if metric.tilt_mean is None:
-        ratio = _ratio(cross, square)
-    else:
-        mean = metric.tilt_mean[:, None, None, :, None]
-        lean = (second - mean * mean.swapaxes(3, 4)) @ x  # (K, G, T, D, R)
-        lean /= np.float32(np.sqrt(x.shape[3]))
-        lean += mean
-        lean_x, lean_decoded = _dot(x, lean), _dot(decoded, lean)
-        cross, square = cross + lean_x * lean_decoded, square + np.square(lean_decoded)
-        plain = _ratio(_dot(x, decoded), _dot(decoded, decoded))
-        low, high = TILT_RANGE
-        ratio = np.clip(_ratio(cross, square), low * plain, high * plain)
-    return _Fitted(ratio * rounded.norms, ratio * (ratio * square - 2 * cross))
+    lean = (second - mean * mean.swapaxes(3, 4)) @ x  # (K, G, T, D, R)
+    lean /= np.float32(np.sqrt(x.shape[3]))
+    lean += mean
+    weighted, lean_x, lean_e = second @ errors, _dot(x, lean), _dot(errors, lean)
+    xx, xe, ee = _dot(x, second @ x), _dot(x, weighted), _dot(errors, weighted)
+    with_x, with_e = xx - xe + lean_x * (lean_x - lean_e), xe - ee + lean_e * (lean_x - lean_e)
+    plain = _ratio(_dot(x, decoded), _dot(decoded, decoded))
+    low, high = TILT_RANGE
+    ratio = np.clip(_ratio(with_x, with_x - with_e), low * plain, high * plain)
+    rest = 1 - ratio
+    costs = rest * (rest * xx + 2 * ratio * xe) + ratio * ratio * ee + np.square(rest * lean_x + ratio * lean_e)
+    return ratio * rounded.norms, costs
