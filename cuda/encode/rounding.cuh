@@ -249,18 +249,19 @@ struct Rounder {
         }
     }
 
-    // y: the point of a token's code; e: the target's error; a: the target, which is e + y · size.
-    __device__ __forceinline__ void read_back(float (&y)[W], float (&e)[W], float (&a)[W], int pair, int token,
+    // y: the point of a token's code; a: the target; v: its error if norms are tilted, else y.
+    __device__ __forceinline__ void read_back(float (&y)[W], float (&v)[W], float (&a)[W], int pair, int token,
                                               float size) const {
         load_cell(y, points + new_codes[pair * R::CODE_STRIDE + token] * W);
 #pragma unroll
         for (int w = 0; w < W; ++w) {
-            e[w] = x[(pair * W + w) * STRIDE + token];
-            a[w] = e[w] + y[w] * size;
+            const float error = x[(pair * W + w) * STRIDE + token];
+            v[w] = cost.mean ? error : y[w];
+            a[w] = error + y[w] * size;
         }
     }
 
-    // This warp's share of a·Me, e·Me, a·Ma and, if norms are tilted, a·mean, e·mean, a·y, y·y. M is symmetric: these
+    // This warp's share of a·Mv, v·Mv, a·Ma and, if norms are tilted, a·mean, v·mean, a·y, y·y. M is symmetric: these
     // are sums over the entries below its diagonal and half of the diagonal, counted for both sides.
     __device__ __forceinline__ void sum_costs(int first, int share, int token) {
         constexpr int rows = 8;
@@ -269,34 +270,34 @@ struct Rounder {
         for (int round = 0; round * SHARES * rows < D; ++round) {  // in alternating order: later rows are longer
             const int top = (round * SHARES + (round % 2 ? SHARES - 1 - share : share)) * rows;
             if (top >= D) continue;
-            float e_m[rows] = {}, a_m[rows] = {};
+            float v_m[rows] = {}, a_m[rows] = {};
 #pragma unroll 1
             for (int pair = 0; pair < top / W; ++pair) {
-                float y[W], e[W], a[W], m[rows];
-                read_back(y, e, a, pair, token, size);
+                float y[W], v[W], a[W], m[rows];
+                read_back(y, v, a, pair, token, size);
 #pragma unroll
                 for (int w = 0; w < W; ++w) {
                     load_floats(m, cost.matrix + (pair * W + w) * D + top);
 #pragma unroll
-                    for (int i = 0; i < rows; ++i) e_m[i] += m[i] * e[w], a_m[i] += m[i] * a[w];
+                    for (int i = 0; i < rows; ++i) v_m[i] += m[i] * v[w], a_m[i] += m[i] * a[w];
                 }
             }
 #pragma unroll
             for (int pair = 0; pair < rows / W; ++pair) {
-                float y[W], e[W], a[W], m[rows];
-                read_back(y, e, a, top / W + pair, token, size);
+                float y[W], v[W], a[W], m[rows];
+                read_back(y, v, a, top / W + pair, token, size);
 #pragma unroll
                 for (int w = 0; w < W; ++w) {
                     const int c = pair * W + w;
                     load_floats(m, cost.matrix + (top + c) * D + top);
-                    const float e_c = e_m[c] + 0.5f * m[c] * e[w], a_c = a_m[c] + 0.5f * m[c] * a[w];
-                    sums[0] += a[w] * e_c + e[w] * a_c, sums[1] += 2.0f * e[w] * e_c, sums[2] += 2.0f * a[w] * a_c;
+                    const float v_c = v_m[c] + 0.5f * m[c] * v[w], a_c = a_m[c] + 0.5f * m[c] * a[w];
+                    sums[0] += a[w] * v_c + v[w] * a_c, sums[1] += 2.0f * v[w] * v_c, sums[2] += 2.0f * a[w] * a_c;
                     if (cost.mean) {
                         const float mean = cost.mean[top + c];
-                        sums[3] += a[w] * mean, sums[4] += e[w] * mean, sums[5] += a[w] * y[w], sums[6] += y[w] * y[w];
+                        sums[3] += a[w] * mean, sums[4] += v[w] * mean, sums[5] += a[w] * y[w], sums[6] += y[w] * y[w];
                     }
 #pragma unroll
-                    for (int i = c + 1; i < rows; ++i) e_m[i] += m[i] * e[w], a_m[i] += m[i] * a[w];
+                    for (int i = c + 1; i < rows; ++i) v_m[i] += m[i] * v[w], a_m[i] += m[i] * a[w];
                 }
             }
         }
@@ -304,7 +305,7 @@ struct Rounder {
         for (int i = 0; i < SUMS; ++i) partial[(share * SUMS + i) * TOKENS + token] = sums[i];
     }
 
-    // The norm of least cost, and that cost.
+    // The norm of least cost, and that cost if norms are tilted.
     struct Fitted {
         float norm, cost;
     };
@@ -317,19 +318,13 @@ struct Rounder {
         for (int c = 0; c < SHARES; ++c)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) s[i] += partial[(c * SUMS + i) * TOKENS + t];
-        const float ae = s[0], ee = s[1], aa = s[2];
+        if (!cost.mean) return {fmaxf(quotient(s[0] * size, s[1] * size * size) * size, 0.0f), 0.0f};
         // What is read back with this size is a − e. With another one, r times as large, the error is (1 − r)·a + r·e.
-        float with_a = aa - ae, with_e = ae - ee, lean_a = 0.0f, lean_e = 0.0f;
-        if (cost.mean) {
-            const float root = sqrtf(float(D));
-            lean_a = (aa - s[3] * s[3]) / root + s[3], lean_e = (ae - s[3] * s[4]) / root + s[4];
-            with_a += lean_a * (lean_a - lean_e), with_e += lean_e * (lean_a - lean_e);
-        }
-        float ratio = quotient(with_a, with_a - with_e);
-        if (cost.mean) {
-            const float plain = quotient(s[5] * size, s[6] * size * size);
-            ratio = fminf(fmaxf(ratio, TILT_LOW * plain), TILT_HIGH * plain);
-        }
+        const float ae = s[0], ee = s[1], aa = s[2], root = sqrtf(float(D));
+        const float lean_a = (aa - s[3] * s[3]) / root + s[3], lean_e = (ae - s[3] * s[4]) / root + s[4];
+        const float with_a = aa - ae + lean_a * (lean_a - lean_e), with_e = ae - ee + lean_e * (lean_a - lean_e);
+        const float plain = quotient(s[5] * size, s[6] * size * size);
+        const float ratio = fminf(fmaxf(quotient(with_a, with_a - with_e), TILT_LOW * plain), TILT_HIGH * plain);
         const float rest = 1.0f - ratio, lean = rest * lean_a + ratio * lean_e;
         return {fmaxf(ratio * size, 0.0f),
                 rest * (rest * aa + 2.0f * ratio * ae) + ratio * ratio * ee + lean * lean};
