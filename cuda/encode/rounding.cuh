@@ -6,7 +6,7 @@ struct Rounder {
     using R = RounderMemory<L, Codec>;
     static constexpr int D = L::D, W = Codec::WIDTH, PAIRS = R::PAIRS, STRIDE = R::STRIDE;
     static constexpr int AHEAD_IN_PAIRS = TOKENS < L::N ? 2 : 4, AHEAD_IN_SHARES = TOKENS < L::N ? 2 : 5;  // unrolling
-    static constexpr int GROUPS = R::GROUPS, SHARES = R::SHARES, FEEDERS = R::FEEDERS, SUMS = R::SUMS;
+    static constexpr int GROUPS = R::GROUPS, FEEDERS = R::FEEDERS;
 
     float *x;                   // (D, STRIDE): targets, then errors; columns are tokens
     float *partial;             // (2, FEEDERS, W, TOKENS): feedback to this front and the next; (SHARES, SUMS, TOKENS)
@@ -133,11 +133,12 @@ struct Rounder {
             }
             __syncthreads();
         }
-        if (token < TOKENS) sum_costs(first, feeder + 1, token);
+        const NormFit<L, Codec> norm_fit = {x, points, partial, new_codes, cost};
+        if (token < TOKENS) norm_fit.sum_costs(sizes[first + token], feeder + 1, token);
         __syncthreads();
         if (threadIdx.x < TOKENS) {
             const int t = threadIdx.x;
-            const Fitted fitted = fit(t, sizes[first + t]);
+            const auto fitted = norm_fit(sizes[first + t], t);
             const bool best = number == 0 || fitted.cost < least[t];
             if (best) norms[first + t] = fitted.norm, least[t] = fitted.cost;
             partial[t] = best;
@@ -247,86 +248,5 @@ struct Rounder {
             place[w * STRIDE] = own.error[w] = target[w] - rounded[w];
             own_error[w * TOKENS] = value[w] - rounded[w];
         }
-    }
-
-    // y: the point of a token's code; a: the target; v: its error if norms are tilted, else y.
-    __device__ __forceinline__ void read_back(float (&y)[W], float (&v)[W], float (&a)[W], int pair, int token,
-                                              float size) const {
-        load_cell(y, points + new_codes[pair * R::CODE_STRIDE + token] * W);
-#pragma unroll
-        for (int w = 0; w < W; ++w) {
-            const float error = x[(pair * W + w) * STRIDE + token];
-            v[w] = cost.mean ? error : y[w];
-            a[w] = error + y[w] * size;
-        }
-    }
-
-    // This warp's share of a·Mv, v·Mv, a·Ma and, if norms are tilted, a·mean, v·mean, a·y, y·y. M is symmetric: these
-    // are sums over the entries below its diagonal and half of the diagonal, counted for both sides.
-    __device__ __forceinline__ void sum_costs(int first, int share, int token) {
-        constexpr int rows = 8;
-        const float size = sizes[first + token];
-        float sums[SUMS] = {};
-        for (int round = 0; round * SHARES * rows < D; ++round) {  // in alternating order: later rows are longer
-            const int top = (round * SHARES + (round % 2 ? SHARES - 1 - share : share)) * rows;
-            if (top >= D) continue;
-            float v_m[rows] = {}, a_m[rows] = {};
-#pragma unroll 1
-            for (int pair = 0; pair < top / W; ++pair) {
-                float y[W], v[W], a[W], m[rows];
-                read_back(y, v, a, pair, token, size);
-#pragma unroll
-                for (int w = 0; w < W; ++w) {
-                    load_floats(m, cost.matrix + (pair * W + w) * D + top);
-#pragma unroll
-                    for (int i = 0; i < rows; ++i) v_m[i] += m[i] * v[w], a_m[i] += m[i] * a[w];
-                }
-            }
-#pragma unroll
-            for (int pair = 0; pair < rows / W; ++pair) {
-                float y[W], v[W], a[W], m[rows];
-                read_back(y, v, a, top / W + pair, token, size);
-#pragma unroll
-                for (int w = 0; w < W; ++w) {
-                    const int c = pair * W + w;
-                    load_floats(m, cost.matrix + (top + c) * D + top);
-                    const float v_c = v_m[c] + 0.5f * m[c] * v[w], a_c = a_m[c] + 0.5f * m[c] * a[w];
-                    sums[0] += a[w] * v_c + v[w] * a_c, sums[1] += 2.0f * v[w] * v_c, sums[2] += 2.0f * a[w] * a_c;
-                    if (cost.mean) {
-                        const float mean = cost.mean[top + c];
-                        sums[3] += a[w] * mean, sums[4] += v[w] * mean, sums[5] += a[w] * y[w], sums[6] += y[w] * y[w];
-                    }
-#pragma unroll
-                    for (int i = c + 1; i < rows; ++i) v_m[i] += m[i] * v[w], a_m[i] += m[i] * a[w];
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) partial[(share * SUMS + i) * TOKENS + token] = sums[i];
-    }
-
-    // The norm of least cost, and that cost if norms are tilted.
-    struct Fitted {
-        float norm, cost;
-    };
-
-    // From those sums: by the metric, or for the queries where norms are tilted.
-    __device__ __forceinline__ Fitted fit(int t, float size) const {
-        const auto quotient = [](float above, float below) { return below > 0.0f ? above / below : 1.0f; };
-        float s[SUMS] = {};
-#pragma unroll 2
-        for (int c = 0; c < SHARES; ++c)
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) s[i] += partial[(c * SUMS + i) * TOKENS + t];
-        if (!cost.mean) return {fmaxf(quotient(s[0] * size, s[1] * size * size) * size, 0.0f), 0.0f};
-        // What is read back with this size is a − e. With another one, r times as large, the error is (1 − r)·a + r·e.
-        const float ae = s[0], ee = s[1], aa = s[2], root = sqrtf(float(D));
-        const float lean_a = (aa - s[3] * s[3]) / root + s[3], lean_e = (ae - s[3] * s[4]) / root + s[4];
-        const float with_a = aa - ae + lean_a * (lean_a - lean_e), with_e = ae - ee + lean_e * (lean_a - lean_e);
-        const float plain = quotient(s[5] * size, s[6] * size * size);
-        const float ratio = fminf(fmaxf(quotient(with_a, with_a - with_e), TILT_LOW * plain), TILT_HIGH * plain);
-        const float rest = 1.0f - ratio, lean = rest * lean_a + ratio * lean_e;
-        return {fmaxf(ratio * size, 0.0f),
-                rest * (rest * aa + 2.0f * ratio * ae) + ratio * ratio * ee + lean * lean};
     }
 };
