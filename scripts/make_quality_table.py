@@ -197,26 +197,6 @@ def _peers(measured: Measured) -> str:
     return "\n".join([report.table(header, rows), "", _source(measured, full)])
 
 
-def allocation_table() -> str:
-    """What types by layer are worth at equal bits, on two texts, and how they were found."""
-    found = newest(f"allocation-{DEMO}")
-    texts = [newest(f"bits-smollm2-135m-instruct-{text}-????-??-??") for text in ("wikitext", "shakespeare")]
-    header = ["Keys/values", "bits/value", *(f"KL{part}, {one['text']}" for one in texts for part in ("", ", coded"))]
-    rows = []
-    for name, first in _by_type(texts[0]).items():
-        both = first, _by_type(texts[1])[name]
-        cells = [_with_error(row[scored], "kl_mean", small) for row in both for scored in (SERVED, CODED)]
-        label = "types by layer" if "@" in name else _label(name)
-        rows.append([label, f"{first[SERVED]['bits_per_value']:.3f}", *cells])
-    commands = " and\n".join(f"`{one['command']}`" for one in texts)
-    return (
-        f"{report.table(header, rows)}\n\n{texts[0]['model']}, {texts[0]['windows']} windows of "
-        f"{texts[0]['window']:,} tokens of each text; measured on {texts[0]['date']} with\n{commands}.\n"
-        f"The types by layer are those that `{found['command']}` found:\n"
-        f"`--cache-type-k {found['cache_type_k']}`\n`--cache-type-v {found['cache_type_v']}`."
-    )
-
-
 def _with_error(row: Measured, figure: str, text: Callable[[float], str]) -> str:
     return with_error(row[figure], row["errors"][figure], text)
 
@@ -283,7 +263,6 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "hybrid figures": hybrid_figures_table,
         "peers": peers_table,
         "hybrid peers": hybrid_peers_table,
-        "allocation": allocation_table,
     },
 }
 
