@@ -186,7 +186,7 @@ def _best_of_norms(rounding: Rounding, x: np.ndarray, metric: Metric) -> tuple[n
 
     Returns the codes (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R).
     """
-    count, factors = x.shape[3], np.float32(NORM_FACTORS)
+    count, factors = x.shape[3], np.array(NORM_FACTORS, np.float32)
     rounded = _round(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
     norms, costs = _tilted_norms(rounded, metric)
     best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)
