@@ -232,7 +232,7 @@ def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarra
         if before:
             aim = aim + pair_feedback[:, :, front.pairs, :, :before] @ target_errors[:, :, front.tokens, :before]
         scaled = (aim * inverse[:, :, front.tokens, None]).swapaxes(3, 4)
-        code, points = rounding.nearest(scaled.reshape(-1, width))
+        code, points = rounding.nearest(np.ascontiguousarray(scaled.reshape(-1, width)))  # of one block it is a view
         codes[:, :, front.cells] = code.reshape(scaled.shape[:-1])
         decoded = points.reshape(scaled.shape).swapaxes(3, 4) * norms[:, :, front.tokens, None]
         error_cells[:, :, front.cells] = x_cells[:, :, front.cells] - decoded

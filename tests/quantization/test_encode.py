@@ -250,6 +250,16 @@ def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
 # -- encoding against its definition, one vector at a time ---------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3"])
+def test_one_block_of_one_head_has_the_codes_that_it_has_among_others(name):
+    codec, x = codecs.get(name), gaussian(2, 2, 64, 16, seed=11)
+    metric = keys_metric(codec.rounding, dim=16)
+    both = encode_with_metric(codec, x, metric)
+    alone = encode_with_metric(codec, x[:1, :1], by_layer(metric, 2)[0])
+    for field, among in both.items():
+        np.testing.assert_array_equal(alone[field], among[:1, :1])
+
+
 def without(metric, part):
     """The metric with one part switched off: "feedback", "tilt" or "tokens"."""
     if part == "feedback":
