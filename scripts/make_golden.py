@@ -46,7 +46,7 @@ TYPES: dict[str, tuple[str, ...]] = {
     "llama_gqa_linear": _FAMILIES,
     "llama_wide_heads_biases": ("balanced", "f16", "quality", "compact"),
     "mistral_window_sharded": ("balanced", "f16", "turbo4"),
-    DEMO: ("balanced", "q8_0/q4_0"),
+    DEMO: ("balanced", "q4_0"),
 }
 PROMPT_TOKENS, MOST_TOKENS = 140, 32
 QUESTION = "How do I boil an egg?"

@@ -21,12 +21,11 @@ from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, CacheType, at_least, model_named
 from polarlm.bench.plot_labels import spread
 from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, plain_log, save
+from polarlm.bench.quality.coded_prompt import CodedPrompt, whole_store
 from polarlm.bench.quality.divergence import compare
 from polarlm.bench.quality.scores import small, windows
 from polarlm.bench.quality.states import exact_states, served_states
 from polarlm.bench.report import Output
-from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.numpy.attention import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Array
 from polarlm.engine.cli.commands import note, run
@@ -34,10 +33,7 @@ from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import cache_shape, store_plan
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.quantization.encode import decode_centred, encode_centred
 from polarlm.engine.state.store import KVStore
 
 if TYPE_CHECKING:
@@ -73,98 +69,6 @@ class Depth:
     errors: dict[str, list[float]] = field(default_factory=dict)  # relative, of keys and values since the last depth
 
 
-class _Prompt:
-    """A prompt in full precision, whose complete blocks can be replaced by what their codes decode to.
-
-    It is in the current block of a store whose blocks are as long as a window. Rotations and scales of keys and values
-    are those of the coded model's store.
-    """
-
-    def __init__(self, coded: Transformer, store: KVStore) -> None:
-        self.model = Transformer(coded.ops, coded.config, coded.weights, store)
-        self._sequence = store.new_sequence()
-        self._formats = [coded.store.cache(layer).format for layer in range(len(coded.config.layers))]
-        self._block = coded.store.shape.block_size
-        empty = np.empty((coded.config.attention.kv_heads, 0, coded.config.attention.head_dim), np.float32)
-        self._decoded = [[empty, empty] for _ in self._formats]
-
-    @property
-    def _sides(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Views of each layer's stored keys and values (K, T, D)."""
-        length, slot = self._sequence.length, self._sequence.tables[0].current
-        caches: list[LayerCache] = [self.model.store.cache(layer) for layer in range(len(self._formats))]
-        return [(cache.full_k[slot][:, :length], cache.full_v[slot][:, :length]) for cache in caches]
-
-    def grow(self, ids: Sequence[int], depth: Depth) -> None:
-        """Append the ids that the prompt does not have yet, whole blocks, and record the errors of their codes."""
-        done = self._sequence.length
-        span = self.model.store.open(self._sequence, len(ids) - done)
-        self.model.forward([span], ids[done:])
-        self.model.store.commit(span)
-        for format, sides, decoded in zip(self._formats, self._sides, self._decoded, strict=True):
-            for side, name in enumerate(("keys", "values")):
-                new = sides[side][:, done:].astype(np.float32)
-                blocks = new.reshape(len(new), -1, self._block, new.shape[2])
-                back = self._read_back(format, blocks, side)
-                error, size = (np.sqrt(np.square(x).sum(axis=(0, 2, 3))) for x in (back - blocks, blocks))
-                depth.errors.setdefault(name, []).extend((error / size).tolist())
-                back = back.reshape(new.shape)
-                decoded[side] = np.concatenate([decoded[side], back], axis=1)
-
-    @staticmethod
-    def _read_back(format: CacheFormat, blocks: np.ndarray, side: int) -> np.ndarray:
-        """Keys (side 0) or values (1) of complete blocks (K, B, N, D), encoded and decoded."""
-        if side == 0:
-            fields = encode_centred(format.codec_k, blocks, format.metric_k, format.mean_bits)
-            return decode_centred(format.codec_k, *fields)
-        return decode_centred(format.codec_v, *encode_centred(format.codec_v, blocks, format.metric_v))
-
-    def logits(self, ids: Sequence[int], keys: slice, values: slice, taps: Any = None) -> np.ndarray:
-        """Logits (T, V) of the next ids, which are not appended. keys, values: the tokens of the prompt whose keys and
-        values are read as codes."""
-        exact = [[side.copy() for side in sides] for sides in self._sides]
-        for sides, decoded in zip(self._sides, self._decoded, strict=True):
-            for side, coded in enumerate((keys, values)):
-                sides[side][:, coded] = decoded[side][:, coded]
-        self.model.taps = taps
-        span = self.model.store.open(self._sequence, len(ids))
-        try:
-            return self.model.logits(self.model.forward([span], ids))
-        finally:
-            self.model.store.abort(span)
-            self.model.taps = None
-            for sides, kept in zip(self._sides, exact, strict=True):
-                for side in (0, 1):
-                    sides[side][:] = kept[side]
-
-    def share(self, q: np.ndarray, k: np.ndarray, layer: int) -> np.ndarray:
-        """The share of attention on complete blocks after the first, (T,), mean of all heads.
-
-        q (T, H, D), k (T, K, D): a layer's queries and keys of the tokens after the prompt, from the taps.
-        """
-        config = self.model.config.attentions[layer]
-        keys = np.concatenate([self._sides[layer][0].astype(np.float32), k.swapaxes(0, 1)], axis=1)
-        grouped = q.reshape(len(q), config.kv_heads, -1, config.head_dim).transpose(1, 2, 0, 3)
-        scores = grouped @ keys[:, None].swapaxes(2, 3) * config.score_scale  # (K, G, T, S)
-        length = self._sequence.length
-        scores[..., length:][..., ~np.tri(len(q), dtype=bool)] = -np.inf
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        coded = weights[..., self._block : length].sum(axis=-1) / weights.sum(axis=-1)
-        return coded.mean(axis=(0, 1))
-
-    def release(self) -> None:
-        self.model.store.release(self._sequence)
-
-
-def whole_store(coded: Transformer, settings: Mapping[str, Any]) -> KVStore:
-    """A store for `_Prompt`, with `ctx_size` tokens in one block. settings: those of the coded model's store."""
-    config = settle(None, None, {**settings, "block_size": -(-settings["ctx_size"] // 4) * 4})
-    ops, layers = coded.ops, len(coded.config.layers)
-    shape = cache_shape(config, WHOLE, ops, coded.config)
-    plan = store_plan(config, ops, coded.config, shape, ops.room_beside(0))
-    return KVStore(ops, plan, coded.store.conditioning, [(None, None)] * layers)
-
-
 def measure(coded: Transformer, store: KVStore, cut: Sequence[Sequence[int]]) -> list[Depth]:
     """The figures of all windows, which have equal lengths. store: from `whole_store`."""
     block, length = coded.store.shape.block_size, len(cut[0])
@@ -174,7 +78,7 @@ def measure(coded: Transformer, store: KVStore, cut: Sequence[Sequence[int]]) ->
         tokens *= 2
     with tqdm(total=len(cut) * (2 + len(depths)), desc="Computing", unit="part", disable=None) as bar:
         for window in cut:
-            prompt = _Prompt(coded, store)
+            prompt = CodedPrompt(coded, store)
             exact = exact_states(prompt.model, window)
             bar.update()
             served = served_states(coded, window)
@@ -184,14 +88,15 @@ def measure(coded: Transformer, store: KVStore, cut: Sequence[Sequence[int]]) ->
                     rows = slice(first, first + block)
                     both = (model.logits(states[rows]) for model, states in ((prompt.model, exact), (coded, served)))
                     depth.kl.setdefault(SERVED, []).extend(compare(*both).kl.tolist())
-                    prompt.grow(window[:first], depth)
+                    for name, errors in prompt.grow(window[:first]).items():
+                        depth.errors.setdefault(name, []).extend(errors)
                     _compare(prompt, window[rows], first, depth)
                 bar.update()
             prompt.release()
     return depths
 
 
-def _compare(prompt: _Prompt, ids: Sequence[int], length: int, depth: Depth) -> None:
+def _compare(prompt: CodedPrompt, ids: Sequence[int], length: int, depth: Depth) -> None:
     """Add the figures of `ids`, the block after a prompt of `length` tokens."""
     block, none = len(ids), slice(0, 0)
     parts: dict[tuple[str, int], dict[int, np.ndarray]] = {}  # (name, layer) → first position → rows from there

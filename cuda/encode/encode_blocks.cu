@@ -27,9 +27,10 @@
 // ROUNDED).
 // DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS,
 // a multiple of TOKENS / 32, at least twice that; LARGEST, to which values are clipped before rounding; TILT_LOW,
-// TILT_HIGH, least and largest ratio of a tilted norm to the norm of least squares.
+// TILT_HIGH, least and largest ratio of a tilted norm to the norm of least squares; NORM_FACTORS, a list of floats:
+// norms to round keys with, over the rms.
 // PRECOND: full-precision records are finite; pools aligned to 128 bytes, other arrays to 16.
-// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, rounding.cuh.
+// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, fitting.cuh, rounding.cuh.
 
 template <class Codec, class L, class Full>
 __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {

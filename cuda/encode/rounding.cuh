@@ -1,17 +1,19 @@
 // Chooses codes and norms of a block as `engine.quantization.encode` does: with a metric, by error feedback between
-// pairs and between tokens and with fitted or tilted norms; without, the nearest points. Part of encode_blocks.cu.
+// pairs and between tokens and with fitted or tilted norms, of which keys get the best of several; without, the nearest
+// points. Part of encode_blocks.cu.
 template <class L, class Codec>
 struct Rounder {
     using R = RounderMemory<L, Codec>;
     static constexpr int D = L::D, W = Codec::WIDTH, PAIRS = R::PAIRS, STRIDE = R::STRIDE;
     static constexpr int AHEAD_IN_PAIRS = TOKENS < L::N ? 2 : 4, AHEAD_IN_SHARES = TOKENS < L::N ? 2 : 5;  // unrolling
-    static constexpr int GROUPS = R::GROUPS, SHARES = R::SHARES, FEEDERS = R::FEEDERS, SUMS = R::SUMS;
+    static constexpr int GROUPS = R::GROUPS, FEEDERS = R::FEEDERS;
 
     float *x;                   // (D, STRIDE): targets, then errors; columns are tokens
     float *partial;             // (2, FEEDERS, W, TOKENS): feedback to this front and the next; (SHARES, SUMS, TOKENS)
     float *errors;              // (2, W, TOKENS): value minus rounded value, of this front and the previous one
     float *points, *mean;       // (POINTS, W), (D)
-    float *sizes, *norms;       // (N): rms of the tokens; norms to be stored
+    float *sizes, *norms;       // (N): norms that the tokens are rounded with; norms to be stored
+    float *least;               // (TOKENS): the least cost of each token so far
     unsigned short *codes;      // (N, PAIRS)
     unsigned short *new_codes;  // (PAIRS, CODE_STRIDE): codes of the tokens in x
     const unsigned char *full;
@@ -22,6 +24,7 @@ struct Rounder {
         : x(area<float>(shared, 0)), partial(area<float>(shared, R::PARTIAL)), errors(area<float>(shared, R::ERRORS)),
           points(area<float>(shared, R::POINTS)), mean(area<float>(shared, R::MEAN)),
           sizes(area<float>(shared, R::SIZES)), norms(area<float>(shared, R::NORMS)),
+          least(area<float>(shared, R::LEAST)),
           codes(area<unsigned short>(shared, R::CODES)), new_codes(area<unsigned short>(shared, R::NEW_CODES)),
           cost(cost), nearest{points, candidates} {}
 
@@ -39,31 +42,43 @@ struct Rounder {
             }
             store_mean<L>(move.record(), mean);
         }
-        for (int first = 0; first < L::N; first += TOKENS) {
-            if (L::MEAN_BITS == 0 || TOKENS < L::N) load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
-            __syncthreads();
-            measure(first);
-            __syncthreads();
-            full = move.full();
-            if (cost.feedback) round_with_feedback(first);
-            else round_to_nearest(first);
-            __syncthreads();
+        constexpr float factors[] = {NORM_FACTORS};
+        constexpr int count = sizeof factors / sizeof *factors;
+        const int norms_to_try = !L::VALUES && cost.mean ? count : 1;
+        for (int first = 0; first < L::N; first += TOKENS)
 #pragma unroll 1
-            for (int i = threadIdx.x; i < TOKENS * PAIRS; i += THREADS)
-                codes[first * PAIRS + i] = new_codes[i % PAIRS * R::CODE_STRIDE + i / PAIRS];
-            __syncthreads();
-        }
+            for (int number = 0; number < norms_to_try; ++number) {
+                float factor = factors[0];
+#pragma unroll
+                for (int i = 1; i < count; ++i)
+                    if (number == i) factor = factors[i];
+                if (L::MEAN_BITS == 0 || TOKENS < L::N || number > 0)
+                    load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
+                __syncthreads();
+                measure(first, factor);
+                __syncthreads();
+                full = move.full();
+                if (cost.feedback) round_with_feedback(first, number);
+                else round_to_nearest(first);
+                __syncthreads();
+#pragma unroll 1
+                for (int i = threadIdx.x; i < TOKENS * PAIRS; i += THREADS)
+                    if (!cost.feedback || is_best(i / PAIRS))
+                        codes[first * PAIRS + i] = new_codes[i % PAIRS * R::CODE_STRIDE + i / PAIRS];
+                __syncthreads();
+            }
         Codec::pack(move.record(), codes, norms, move.side->tables, threadIdx.x, THREADS);
     }
 
-    // Subtracts the mean from x and writes the rms of its tokens. Eight lanes share a token and add in NumPy's order.
-    __device__ void measure(int first) {
+    // Subtracts the mean from x and writes the rms of its tokens, times `factor`. Eight lanes share a token and add in
+    // NumPy's order.
+    __device__ void measure(int first, float factor) {
         constexpr int head = D <= 128 ? D : D / 2 / 8 * 8;
         for (int four = threadIdx.x / 32; four < TOKENS / 4; four += WARPS) {
             const int t = 4 * four + threadIdx.x % 32 / 8;
             float sum = squares(x + t, 0, head);
             if (head < D) sum = __fadd_rn(sum, squares(x + t, head, D));
-            if (threadIdx.x % 8 == 0) sizes[first + t] = __fsqrt_rn(__fdiv_rn(sum, float(D)));
+            if (threadIdx.x % 8 == 0) sizes[first + t] = __fmul_rn(__fsqrt_rn(__fdiv_rn(sum, float(D))), factor);
         }
     }
 
@@ -97,7 +112,7 @@ struct Rounder {
 
     // The first GROUPS warps round a front while the others add up the feedback to the next one. The feedback of a
     // token's previous pair and of the previous token comes too late for that: round_pair adds it.
-    __device__ __forceinline__ void round_with_feedback(int first) {
+    __device__ __forceinline__ void round_with_feedback(int first, int number) {
         if (L::VALUES && cost.token_feedback && first > 0) catch_up(first);
         const int warp = threadIdx.x / 32, feeder = warp / GROUPS - 1, token = warp % GROUPS * 32 + threadIdx.x % 32;
         const int fronts = PAIRS + (cost.token_feedback ? TOKENS - 1 : 0);
@@ -118,10 +133,20 @@ struct Rounder {
             }
             __syncthreads();
         }
-        if (token < TOKENS) sum_costs(first, feeder + 1, token);
+        const NormFit<L, Codec> norm_fit = {x, points, partial, new_codes, cost};
+        if (token < TOKENS) norm_fit.sum_costs(sizes[first + token], feeder + 1, token);
         __syncthreads();
-        if (threadIdx.x < TOKENS) norms[first + threadIdx.x] = norm_of(threadIdx.x, sizes[first + threadIdx.x]);
+        if (threadIdx.x < TOKENS) {
+            const int t = threadIdx.x;
+            const auto fitted = norm_fit(sizes[first + t], t);
+            const bool best = number == 0 || fitted.cost < least[t];
+            if (best) norms[first + t] = fitted.norm, least[t] = fitted.cost;
+            partial[t] = best;
+        }
     }
+
+    // Whether the latest codes of a token are its best ones so far.
+    __device__ __forceinline__ bool is_best(int t) const { return partial[t] != 0.0f; }
 
     // The pair that a token rounds on a front; it may be outside 0 … PAIRS − 1.
     __device__ __forceinline__ int pair_of(int t, int front) const { return cost.token_feedback ? front - t : front; }
@@ -223,78 +248,5 @@ struct Rounder {
             place[w * STRIDE] = own.error[w] = target[w] - rounded[w];
             own_error[w * TOKENS] = value[w] - rounded[w];
         }
-    }
-
-    // y: the point of a token's code; a: the target, which is error + y · size.
-    __device__ __forceinline__ void read_back(float (&y)[W], float (&a)[W], int pair, int token, float size) const {
-        load_cell(y, points + new_codes[pair * R::CODE_STRIDE + token] * W);
-#pragma unroll
-        for (int w = 0; w < W; ++w) a[w] = x[(pair * W + w) * STRIDE + token] + y[w] * size;
-    }
-
-    // This warp's share of a·My, y·My, a·Ma and, if norms are tilted, a·mean, y·mean, a·y, y·y. M is symmetric: these
-    // are sums over the entries below its diagonal and half of the diagonal, counted for both sides.
-    __device__ __forceinline__ void sum_costs(int first, int share, int token) {
-        constexpr int rows = 8;
-        const float size = sizes[first + token];
-        float sums[SUMS] = {};
-        for (int round = 0; round * SHARES * rows < D; ++round) {  // in alternating order: later rows are longer
-            const int top = (round * SHARES + (round % 2 ? SHARES - 1 - share : share)) * rows;
-            if (top >= D) continue;
-            float y_m[rows] = {}, a_m[rows] = {};
-#pragma unroll 1
-            for (int pair = 0; pair < top / W; ++pair) {
-                float y[W], a[W], m[rows];
-                read_back(y, a, pair, token, size);
-#pragma unroll
-                for (int w = 0; w < W; ++w) {
-                    load_floats(m, cost.matrix + (pair * W + w) * D + top);
-#pragma unroll
-                    for (int i = 0; i < rows; ++i) y_m[i] += m[i] * y[w], a_m[i] += m[i] * a[w];
-                }
-            }
-#pragma unroll
-            for (int pair = 0; pair < rows / W; ++pair) {
-                float y[W], a[W], m[rows];
-                read_back(y, a, top / W + pair, token, size);
-#pragma unroll
-                for (int w = 0; w < W; ++w) {
-                    const int c = pair * W + w;
-                    load_floats(m, cost.matrix + (top + c) * D + top);
-                    const float y_c = y_m[c] + 0.5f * m[c] * y[w], a_c = a_m[c] + 0.5f * m[c] * a[w];
-                    sums[0] += a[w] * y_c + y[w] * a_c, sums[1] += 2.0f * y[w] * y_c, sums[2] += 2.0f * a[w] * a_c;
-                    if (cost.mean) {
-                        const float mean = cost.mean[top + c];
-                        sums[3] += a[w] * mean, sums[4] += y[w] * mean, sums[5] += a[w] * y[w], sums[6] += y[w] * y[w];
-                    }
-#pragma unroll
-                    for (int i = c + 1; i < rows; ++i) y_m[i] += m[i] * y[w], a_m[i] += m[i] * a[w];
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) partial[(share * SUMS + i) * TOKENS + token] = sums[i];
-    }
-
-    // The norm of least cost, from those sums: by the metric, or for the queries where norms are tilted.
-    __device__ __forceinline__ float norm_of(int t, float size) const {
-        const auto quotient = [](float above, float below) { return below > 0.0f ? above / below : 1.0f; };
-        float s[SUMS] = {};
-#pragma unroll 2
-        for (int c = 0; c < SHARES; ++c)
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) s[i] += partial[(c * SUMS + i) * TOKENS + t];
-        // The code with the rms as its norm reads back as size · y.
-        const float cross = s[0] * size, square = s[1] * size * size;
-        float ratio = quotient(cross, square);
-        if (cost.mean) {
-            const float read_mean = s[4] * size, root = sqrtf(float(D));
-            const float lean = (s[2] - s[3] * s[3]) / root + s[3];
-            const float read_lean = (cross - s[3] * read_mean) / root + read_mean;
-            const float plain = quotient(s[5] * size, s[6] * size * size);
-            ratio = quotient(cross + lean * read_lean, square + read_lean * read_lean);
-            ratio = fminf(fmaxf(ratio, TILT_LOW * plain), TILT_HIGH * plain);
-        }
-        return fmaxf(ratio * size, 0.0f);
     }
 };

@@ -19,7 +19,7 @@ struct RounderMemory {
     static constexpr int POINTS = ERRORS + 2 * Codec::WIDTH * TOKENS * 4;
     static constexpr int MEAN = POINTS + Codec::POINTS * Codec::WIDTH * 4;
     static constexpr int SIZES = MEAN + (L::MEAN_BITS ? L::D * 4 : 0), NORMS = SIZES + L::N * 4;
-    static constexpr int CODES = NORMS + L::N * 4, NEW_CODES = CODES + L::N * PAIRS * 2;
+    static constexpr int LEAST = NORMS + L::N * 4, CODES = LEAST + TOKENS * 4, NEW_CODES = CODES + L::N * PAIRS * 2;
     static constexpr int BYTES = NEW_CODES + PAIRS * CODE_STRIDE * 2;
 };
 

@@ -13,6 +13,8 @@ norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms
 * A norm. A value's norm minimizes the cost. A key's norm is tilted: queries that attend to a key lean towards it, to
   the mean w = μ + x·(Σ − μᵀμ) / √D, where Σ and μ are the second moment and the mean of all queries, and the norm
   minimizes e·(Σ + wᵀw)·eᵀ.
+* The best of several norms, for keys: a key is rounded with each of `NORM_FACTORS` times rms(x), and the codes are kept
+  that cost least with their tilted norms.
 
 Example with two pairs: M = [[I, .9·I], [.9·I, I]] has F_1 = .9·I. The vector x = (.4, 0 | .3, 0) has n = .25, and a
 table with the coordinates 0 and ±4, scaled by n, offers 0 and ±1. Pair 0 takes (0, 0), so e_0 = (.4, 0). Pair 1 aims at
@@ -45,6 +47,8 @@ from polarlm.engine.codecs.schema.arrays import checked
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 
+NORM_FACTORS = 1.0, 0.92, 1.08, 0.85, 1.16  # norms to round with, over the rms; of equal costs the first one counts
+
 TILT_RANGE = 0.8, 1.25  # limits of a tilted norm, over the norm of least squares
 
 LARGEST = 1e5  # values are clipped to this: it exceeds half precision, and fourth powers times a metric fit float32
@@ -71,10 +75,17 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
         rows = _by_round(x[:, start : start + step], metric.token_feedback)
         if isinstance(rounding, PathRounding):
             rounded = _search(rounding, rows, metric)
+            tilted = metric.tilt_mean is not None
+            codes, norms = (
+                rounded.codes,
+                _tilted_norms(rounded, metric)[0] if tilted else _fitted_norms(rounded, metric),
+            )
+        elif metric.tilt_mean is not None:
+            codes, norms = _best_of_norms(rounding, rows, metric)
         else:
-            rounded = _round(rounding, rows, metric)
-        norms = _fitted_norms(rounded, metric) if metric.tilt_mean is None else _tilted_norms(rounded, metric)
-        both = rounded.codes.swapaxes(3, 4), norms[..., None]
+            rounded = _round(rounding, rows, metric, np.ones(1, np.float32))
+            codes, norms = rounded.codes, _fitted_norms(rounded, metric)
+        both = codes.swapaxes(3, 4), norms[..., None]
         encoded.append([_by_block(rows, metric.token_feedback) for rows in both])
     codes, norms = (np.concatenate(slabs, axis=1) for slabs in zip(*encoded, strict=True))
     return rounding.assemble(codes, np.maximum(norms[..., 0], 0))  # negative where feedback reversed a vector
@@ -134,7 +145,7 @@ def _by_block(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
 
 
 class _Rounded(NamedTuple):
-    """Vectors, and the codes that they were rounded to with the norm rms(x)."""
+    """Vectors, and the codes that they were rounded to with some norms."""
 
     x: np.ndarray  # (K, G, T, D, R)
     target: np.ndarray  # (K, G, T, D, R): x plus the feedback from other tokens
@@ -170,8 +181,24 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric) -> _Rounded:
     return _Rounded._make([*(array.swapaxes(3, 4) for array in by_row), norms])
 
 
-def _round(rounding: Rounding, x: np.ndarray, metric: Metric) -> _Rounded:
+def _best_of_norms(rounding: Rounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Round x (K, G, T, R, D) with each of `NORM_FACTORS` times the rms, all at once.
+
+    Returns the codes (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R).
+    """
+    count, factors = x.shape[3], np.array(NORM_FACTORS, np.float32)
+    rounded = _round(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
+    norms, costs = _tilted_norms(rounded, metric)
+    best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)
+    chosen = best * count + np.arange(count)
+    codes = np.take_along_axis(rounded.codes, chosen[:, :, :, None], axis=4)
+    return codes, np.take_along_axis(norms, chosen, axis=3)
+
+
+def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _Rounded:
     """Round x (K, G, T, R, D), one token per round, with error feedback between pairs and between tokens.
+
+    factors (R,) or (1,) float32: norms, over the rms.
 
     Pair j of token t needs the errors of earlier pairs, and those of pair j of earlier tokens. So all pairs with the
     same t + j form a wavefront and are rounded together, in T + P − 1 steps. The token axis is reversed inside, so that
@@ -181,7 +208,7 @@ def _round(rounding: Rounding, x: np.ndarray, metric: Metric) -> _Rounded:
     heads, groups, tokens, dim, rows = x.shape
     width = rounding.width
     pairs = dim // width
-    norms = np.sqrt(np.square(x).mean(axis=-2))
+    norms = np.sqrt(np.square(x).mean(axis=-2)) * factors
     inverse = _inverse(norms)
     target, errors, token_feedback = x, np.zeros_like(x), None  # errors of pairs not rounded yet are 0
     target_errors = errors
@@ -205,7 +232,7 @@ def _round(rounding: Rounding, x: np.ndarray, metric: Metric) -> _Rounded:
         if before:
             aim = aim + pair_feedback[:, :, front.pairs, :, :before] @ target_errors[:, :, front.tokens, :before]
         scaled = (aim * inverse[:, :, front.tokens, None]).swapaxes(3, 4)
-        code, points = rounding.nearest(scaled.reshape(-1, width))
+        code, points = rounding.nearest(np.ascontiguousarray(scaled.reshape(-1, width)))  # of one block it is a view
         codes[:, :, front.cells] = code.reshape(scaled.shape[:-1])
         decoded = points.reshape(scaled.shape).swapaxes(3, 4) * norms[:, :, front.tokens, None]
         error_cells[:, :, front.cells] = x_cells[:, :, front.cells] - decoded
@@ -256,17 +283,25 @@ def _fitted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
     return _ratio(_dot(rounded.target, weighted), _dot(decoded, weighted)) * rounded.norms
 
 
-def _tilted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
-    """Return the norms (K, G, T, R) that minimize the cost for the queries that attend to each key."""
+def _tilted_norms(rounded: _Rounded, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Return the norms that minimize the cost for the queries that attend to each key, and that cost, (K, G, T, R).
+
+    With the ratio r of a norm to the one that rounded, the error is (1 − r)·x + r·e. Sums over x and e, not over x and
+    what is decoded, keep the cost precise.
+    """
     assert metric.tilt_mean is not None
-    x, decoded = rounded.x, rounded.decoded
+    x, errors, decoded = rounded.x, rounded.errors, rounded.decoded
     mean = metric.tilt_mean[:, None, None, :, None]
     second = metric.matrix[:, None, None]
     lean = (second - mean * mean.swapaxes(3, 4)) @ x  # (K, G, T, D, R)
     lean /= np.float32(np.sqrt(x.shape[3]))
     lean += mean
-    lean_x, lean_decoded, weighted = _dot(x, lean), _dot(decoded, lean), second @ decoded
-    tilted = _ratio(_dot(x, weighted) + lean_x * lean_decoded, _dot(decoded, weighted) + np.square(lean_decoded))
+    weighted, lean_x, lean_e = second @ errors, _dot(x, lean), _dot(errors, lean)
+    xx, xe, ee = _dot(x, second @ x), _dot(x, weighted), _dot(errors, weighted)
+    with_x, with_e = xx - xe + lean_x * (lean_x - lean_e), xe - ee + lean_e * (lean_x - lean_e)
     plain = _ratio(_dot(x, decoded), _dot(decoded, decoded))
     low, high = TILT_RANGE
-    return np.clip(tilted, low * plain, high * plain) * rounded.norms
+    ratio = np.clip(_ratio(with_x, with_x - with_e), low * plain, high * plain)
+    rest = 1 - ratio
+    costs = rest * (rest * xx + 2 * ratio * xe) + ratio * ratio * ee + np.square(rest * lean_x + ratio * lean_e)
+    return ratio * rounded.norms, costs

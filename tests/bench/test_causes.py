@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from polarlm.bench.quality import causes
-from polarlm.bench.quality.causes import ALL, SERVED, Depth, measure, whole_store
+from polarlm.bench.quality.causes import ALL, SERVED, Depth, measure
+from polarlm.bench.quality.coded_prompt import whole_store
 from polarlm.bench.quality.divergence import compare
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import Parts, assemble
@@ -59,10 +60,11 @@ def test_codes_are_those_of_a_prompt(tiny_path: Path, parts: tuple[Parts, dict[s
     if parts[1]["cache_type"] == "f16":
         assert max(found.kl[ALL]) < 1e-4
     else:
-        # Keys and values are rounded to halves before they are encoded, and a few codes fall to the other side.
+        # Keys and values are rounded to halves before they are encoded, and a few codes fall to the other side; of two
+        # norms that cost about the same, a key may take the other one, and with it other codes.
         wanted = np.concatenate(expected)
         assert np.median(np.abs(found.kl[ALL] / wanted - 1)) < 0.02
-        np.testing.assert_allclose(found.kl[ALL], wanted, rtol=0.3)
+        np.testing.assert_allclose(found.kl[ALL], wanted, rtol=0.5)
         assert np.mean(found.kl[ALL]) > 1e-4
         assert 0 < np.mean(found.kl["keys"]) < np.mean(found.kl[ALL])
         assert 0 < np.mean(found.kl["values"]) < np.mean(found.kl[ALL])

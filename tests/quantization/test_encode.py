@@ -96,9 +96,11 @@ def paths():
 
 
 def rings():
+    """Circles of 16 points, each a little turned: no vector of points is a multiple of another, which would cost the
+    same with the best norm."""
     angle = np.arange(16) * (np.pi / 8)
-    circle = np.stack([np.cos(angle), np.sin(angle)], -1)
-    return Table(np.concatenate([radius * circle for radius in (0.4, 1.1, 1.8, 2.6)]).astype(np.float32))
+    turned = [radius * np.exp(1j * (angle + radius / 9)) for radius in (0.4, 1.1, 1.8, 2.6)]
+    return Table(np.concatenate(turned).astype(np.complex64).view(np.float32).reshape(-1, 2))
 
 
 def levels(step=0.5, count=16):
@@ -248,6 +250,16 @@ def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
 # -- encoding against its definition, one vector at a time ---------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3"])
+def test_one_block_of_one_head_has_the_codes_that_it_has_among_others(name):
+    codec, x = codecs.get(name), gaussian(2, 2, 64, 16, seed=11)
+    metric = keys_metric(codec.rounding, dim=16)
+    both = encode_with_metric(codec, x, metric)
+    alone = encode_with_metric(codec, x[:1, :1], by_layer(metric, 2)[0])
+    for field, among in both.items():
+        np.testing.assert_array_equal(alone[field], among[:1, :1])
+
+
 def without(metric, part):
     """The metric with one part switched off: "feedback", "tilt" or "tokens"."""
     if part == "feedback":
@@ -274,7 +286,12 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
             u = rows[t]
             n = np.sqrt(np.mean(u**2))
             target[t] = u + along[t] @ errors
-            code, y = rounded_by_definition(codec, target[t] / n, f, weights, metric.survivors)
+            if metric.tilt_mean is not None and not isinstance(codec, Paths):
+                tried = [rounded_by_definition(codec, u / (f_n * n), f, weights, 1) for f_n in encode.NORM_FACTORS]
+                costs = [tilted_cost(u, y, metric, head) for _, y in tried]
+                code, y = tried[int(np.argmin(costs))]
+            else:
+                code, y = rounded_by_definition(codec, target[t] / n, f, weights, metric.survivors)
             errors[t] = u - n * y
             codes[head, block, t] = code
             norms[head, block, t] = (
@@ -302,9 +319,20 @@ def rounded_by_definition(codec, unit, feedback, weights, survivors):
     return codes, y
 
 
-def tilted_norm(u, y, metric, head):
+def leaning(u, metric, head):
+    """The second moment and the mean of the queries that attend to the key u."""
     second, mean = metric.matrix[head].astype(np.float64), metric.tilt_mean[head].astype(np.float64)
-    w = mean + u @ (second - np.outer(mean, mean)) / np.sqrt(len(u))
+    return second, mean + u @ (second - np.outer(mean, mean)) / np.sqrt(len(u))
+
+
+def tilted_cost(u, y, metric, head):
+    second, w = leaning(u, metric, head)
+    e = u - tilted_norm(u, y, metric, head) * y
+    return e @ second @ e + (e @ w) ** 2
+
+
+def tilted_norm(u, y, metric, head):
+    second, w = leaning(u, metric, head)
     tilted = (u @ second @ y + (u @ w) * (y @ w)) / (y @ second @ y + (y @ w) ** 2)
     plain = (u @ y) / (y @ y)
     return max(0, np.clip(tilted, 0.8 * plain, 1.25 * plain))

@@ -46,7 +46,12 @@ _FEW_ROWS = 16  # of an expert in gemm_small: more take as many registers as its
 _LEAST_STAGES = 8  # of a part in gemm_small: its start and end cost about five
 _REREAD_AT_MOST = 32 << 20  # weights of a matrix for whose product x is read twice as often instead of adding parts
 # Constants of the encoder, as in `engine.quantization.encode`.
-ROUNDING = {"LARGEST": encode.LARGEST, "TILT_LOW": encode.TILT_RANGE[0], "TILT_HIGH": encode.TILT_RANGE[1]}
+ROUNDING: dict[str, int | float | str] = {
+    "LARGEST": encode.LARGEST,
+    "TILT_LOW": encode.TILT_RANGE[0],
+    "TILT_HIGH": encode.TILT_RANGE[1],
+    "NORM_FACTORS": ", ".join(f"{factor}f" for factor in encode.NORM_FACTORS),
+}
 DECODE_HEADS = 8  # query heads, times rows, of a cell of decode_attention: at most
 
 
@@ -239,5 +244,5 @@ def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     if "POINTS" not in constants:
         return 4 * dim * size + mean
     points, width, shares = constants["POINTS"], constants["WIDTH"], warps // -(-tokens // 32)
-    floats = dim * (tokens + 4) + shares * 7 * tokens + width * (2 * tokens + points) + 2 * size
+    floats = dim * (tokens + 4) + shares * 7 * tokens + width * (2 * tokens + points) + 2 * size + tokens
     return 4 * floats + mean + 2 * dim // width * (size + tokens + 2)

@@ -13,12 +13,16 @@ _F16 = vector(F32, LANES)
 
 
 def write_norms(unit: Unit) -> None:
-    """Replace `norms` by those of least cost, given the targets in `x` and their errors in `errors`, overwritten."""
+    """Replace `norms` by those of least cost, given the targets in `x` and their errors in `errors`, overwritten.
+
+    Where several norms are tried, the costs with them → `costs`.
+    """
     e, tilted = unit.e, unit.encoding.tilted
     vector_tile = unit.vector_tile(2)
     with e.loop(0, unit.row, 64 * vector_tile) as offset:
         sources = [array + offset + 64 * number for array in (unit.x, unit.errors) for number in range(vector_tile)]
-        _decode(unit, sources)
+        if not tilted:
+            _decode(unit, sources)
         by_vector = [_Sums(e, tilted) for _ in range(vector_tile)]
         with e.loop(0, unit.dim, 2) as channel:
             rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
@@ -45,7 +49,10 @@ def write_norms(unit: Unit) -> None:
                         own.add_mean(means[row], xs[row], ys[row])
         for number, own in enumerate(by_vector):
             place = offset + 64 * number
-            ratio = own.tilted(unit.dim) if tilted else own.fitted()
+            ratio, cost = own.tilted(unit.dim) if tilted else (own.fitted(), None)
+            if unit.encoding.tries_norms:
+                assert cost is not None
+                e.store(cost, unit.costs + place)
             norm = ratio * e.load(unit.norms + place, _F16)
             e.store(e.fmax(norm, 0.0), unit.norms + place)
 
@@ -60,11 +67,14 @@ def _decode(unit: Unit, sources: Sequence[Value]) -> None:
 
 
 class _Sums:
-    """Sums over channels for 16 vectors x and y: x·S·xᵀ, x·S·yᵀ, y·S·yᵀ with a symmetric matrix S, and others."""
+    """Sums over channels for 16 vectors x and y: x·S·xᵀ, x·S·yᵀ, y·S·yᵀ with a symmetric matrix S, and others.
+
+    If norms are tilted, y is the error of x, for a precise cost; else it is what is decoded.
+    """
 
     def __init__(self, e: Emitter, tilted: bool) -> None:
         self.e, self.is_tilted = e, tilted
-        names = ["xy", "yy", *(["xx", "mean_x", "mean_y", "plain_xy", "plain_yy"] if tilted else [])]
+        names = ["xy", "yy", *(["xx", "mean_x", "mean_y", "plain_x", "plain"] if tilted else [])]
         self.sums: dict[str, Variable] = {name: e.variable(e.zero(_F16)) for name in names}
 
     def _add(self, name: str, a: Value, b: Value) -> None:
@@ -81,24 +91,33 @@ class _Sums:
             self._add("xx", x, e.fma(diagonal, x, sum_x + sum_x))
 
     def add_mean(self, mean: Value, x: Value, y: Value) -> None:
-        for name, a, b in (("mean_x", mean, x), ("mean_y", mean, y), ("plain_xy", x, y), ("plain_yy", y, y)):
+        decoded = x - y
+        for name, a, b in (("mean_x", mean, x), ("mean_y", mean, y)):
             self._add(name, a, b)
+        for name, a in (("plain_x", x), ("plain", decoded)):
+            self._add(name, a, decoded)
 
     def fitted(self) -> Value:
         """The factor of y that minimises the cost of the error."""
         return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
 
-    def tilted(self, dim: Value) -> Value:
-        """The same factor for the queries that attend to each key; see `engine.quantization.encode`."""
+    def tilted(self, dim: Value) -> tuple[Value, Value]:
+        """The factor of what is decoded that minimises the cost for the queries that attend to each key, and that cost;
+        see `engine.quantization.encode`."""
         e = self.e
         got = {name: total.get() for name, total in self.sums.items()}
+        xx, xe, ee, mean_x, mean_e = (got[name] for name in ("xx", "xy", "yy", "mean_x", "mean_y"))
         root = e.splat(e.sqrt(dim.trunc(I32).to_float()), LANES)
-        lean_x = (got["xx"] - got["mean_x"] * got["mean_x"]) / root + got["mean_x"]
-        lean_y = (got["xy"] - got["mean_x"] * got["mean_y"]) / root + got["mean_y"]
-        tilted = self._ratio(e.fma(lean_x, lean_y, got["xy"]), e.fma(lean_y, lean_y, got["yy"]))
-        plain = self._ratio(got["plain_xy"], got["plain_yy"])
+        lean_x = (xx - mean_x * mean_x) / root + mean_x
+        lean_e = (xe - mean_x * mean_e) / root + mean_e
+        lean_y = lean_x - lean_e
+        with_x, with_e = e.fma(lean_x, lean_y, xx - xe), e.fma(lean_e, lean_y, xe - ee)
+        plain = self._ratio(got["plain_x"], got["plain"])
         low, high = TILT_RANGE
-        return e.fmin(e.fmax(tilted, plain * low), plain * high)
+        ratio = e.fmin(e.fmax(self._ratio(with_x, with_x - with_e), plain * low), plain * high)
+        rest = -ratio + 1.0
+        lean = rest * lean_x + ratio * lean_e
+        return ratio, rest * (rest * xx + ratio * (xe + xe)) + ratio * ratio * ee + lean * lean
 
     def _ratio(self, numerator: Value, denominator: Value) -> Value:
         """numerator / denominator, or 1 where the denominator is 0."""

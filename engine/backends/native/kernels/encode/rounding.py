@@ -1,13 +1,46 @@
-"""Rounding of a block to codes, with error feedback between pairs or without feedback."""
+"""Rounding of a block to codes, with error feedback between pairs, with one norm or the best of several, or without
+feedback."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from polarlm.engine.backends.native.kernels.encode.norms import write_norms
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
 from polarlm.engine.jit.lang.values import F32, I32, Value, vector
+from polarlm.engine.quantization.encode import NORM_FACTORS
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
+
+
+def round_with_best_norms(unit: Unit) -> None:
+    """Round with each of `NORM_FACTORS` times the RMS; the codes and norms of least cost → `codes` and `norms`."""
+    e = unit.e
+    factors = e.constant_bytes(np.array(NORM_FACTORS, "<f4").tobytes())
+    with unit.vectors() as offset:
+        e.store(e.load(unit.norms + offset, _F16), unit.rms + offset)
+        e.store(e.constant(_F16, float(np.finfo(np.float32).max)), unit.least + offset)
+    with e.loop(0, len(NORM_FACTORS)) as number:
+        factor = e.broadcast(factors + number * 4, F32, LANES)
+        with unit.vectors() as offset:
+            norm = e.load(unit.rms + offset, _F16) * factor
+            e.store(norm, unit.norms + offset)
+            e.store(e.select(norm > 0.0, e.constant(_F16, 1.0) / norm, e.zero(_F16)), unit.inverses + offset)
+        round_all_tokens(unit)
+        write_norms(unit)
+        with unit.vectors() as offset:
+            cost, least = e.load(unit.costs + offset, _F16), e.load(unit.least + offset, _F16)
+            is_better = cost < least
+            e.store(e.select(is_better, cost, least), unit.least + offset)
+            norms, best = e.load(unit.norms + offset, _F16), unit.best_norms + offset
+            e.store(e.select(is_better, norms, e.load(best, _F16)), best)
+            with e.loop(0, unit.pairs) as pair:
+                at = pair * unit.row + offset
+                codes, best = e.load(unit.codes + at, _I16), unit.best_codes + at
+                e.store(e.select(is_better, codes, e.load(best, _I16)), best)
+    unit.codes, unit.norms = unit.best_codes, unit.best_norms
 
 
 def round_all_tokens(unit: Unit) -> None:

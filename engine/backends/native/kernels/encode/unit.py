@@ -80,6 +80,11 @@ class Encoding:
         return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}{alone}"
 
     @property
+    def tries_norms(self) -> bool:
+        """Whether vectors are rounded with several norms."""
+        return self.has_metric and self.tilted and not self.along_tokens
+
+    @property
     def code(self) -> Type:
         return I16 if self.bits > 8 else I8
 
@@ -110,7 +115,7 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     own = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
     if not encoding.along_tokens:
-        return own + pairs * row
+        return own + pairs * row + (4 + pairs) * row * encoding.tries_norms
     rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
     return own + rows * (-(-pairs // LANES) * 4 * LANES) + 2 * (row + 8 * ROW_PAD)
 
@@ -135,6 +140,9 @@ class Unit:
             encoding.rows(self.pairs) * self.row_of_lanes if encoding.along_tokens else self.pairs * self.row
         )
         self.mean = self.take(self.dim * 4)
+        if encoding.tries_norms:
+            self.rms, self.costs, self.least = self.take(self.row), self.take(self.row), self.take(self.row)
+            self.best_codes, self.best_norms = self.take(self.pairs * self.row), self.take(self.row)
 
     def take(self, nbytes: int | Value) -> Value:
         """The address of the next `nbytes` bytes of scratch."""
