@@ -49,6 +49,16 @@ class EngineConfig:
         metavar="PATH",
         help="a smaller model of the same vocabulary, which drafts tokens; its KV store is f16",
     )
+    lora: dict[str, str] = setting(
+        dict,
+        "--lora",
+        metavar="[NAME=]PATH[:SCALE]",
+        help="an adapter (LoRA) that requests name: a folder of peft, a GGUF file, or hf:USER/REPO of the hub; may be "
+        "repeated",
+    )
+    lora_merge: bool = setting(
+        False, "--lora-merge", help="add the adapters to the weights while they are loaded, for all requests"
+    )
     weight_type: str = setting(
         AS_STORED,
         "--weight-type",
@@ -316,6 +326,8 @@ class PromptOptions:
 
     parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
     cache_prompt: bool = True  # False: compute the whole prompt, without the prefix cache
+    lora: str = ""  # the name of an adapter; without it, the model's weights alone
+    lora_scale: float = 1.0  # multiplies what the adapter adds
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
     continue_final_message: bool = False  # the model continues the last message, which is the assistant's
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions that the model may call, in OpenAI's form

@@ -27,6 +27,7 @@ from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.salts import joined
 from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
@@ -177,7 +178,7 @@ class Engine(Vectors):
         with self._exclusive():
             sessions.check_types(self._store.shape)
             newest = self._runner.newest
-            ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, options.cache_salt)
+            ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, self._salt(options))
             saved = sessions.take_out(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: saved.length]), note, answers)
         sessions.write(path, self._identity, session, saved, salt, progress)
@@ -196,11 +197,23 @@ class Engine(Vectors):
         session, saved = sessions.read(
             path, self._identity, self.cache_shape, self.model.vocabulary, self.context, cache_salt, progress
         )
+        if session.adapter and not self._parts.adapters.knows(session.adapter):
+            raise EngineError(f"The session {path} was saved with an adapter that this engine lacks (lora)", "session")
+        salt = joined(cache_salt, session.adapter)
         with self._exclusive():
             kv = sessions.put_back(self._store, saved, path)
-            self._runner.release(session.token_ids, self._prefixes.salted(kv, cache_salt), cache_salt)
+            self._runner.release(session.token_ids, self._prefixes.salted(kv, salt), salt)
         self._answers.restore(session.answers)
         return session
+
+    def _salt(self, options: PromptOptions) -> str:
+        """What keeps the K/V of such requests apart. Raises EngineError for an unknown adapter."""
+        return joined(options.cache_salt, self._parts.adapters.asked(options.lora, options.lora_scale)[1])
+
+    @property
+    def adapters(self) -> dict[str, float]:
+        """The names of the adapters that requests choose among, and their scales."""
+        return {name: one.scale for name, one in self._parts.adapters.by_name.items()}
 
     # -- for servers -------------------------------------------------------------------------------------------
 
@@ -246,11 +259,11 @@ class Engine(Vectors):
         params, options = params or SamplingParams(), options or PromptOptions()
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
-        more |= {"answers": self._answers, "drafting": self._drafting}
+        more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self._parts.adapters}
         more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone)}
         request = Request.create(prompt, params, options, self.model, self.context, **more)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
-            request.found = self._tiers.find(request.sequence.prompt[:-1], options.cache_salt)
+            request.found = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:

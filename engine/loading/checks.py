@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
+from polarlm.engine.loading.adapters import check_names
 from polarlm.engine.loading.cpu_experts import AUTO
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.state import cache_types
@@ -33,7 +34,7 @@ def settle(
         config = replace(config, weights=os.fspath(path))
     for name, kind in get_type_hints(EngineConfig).items():
         value = getattr(config, name)
-        allowed = (int, float) if kind is float else kind
+        allowed = (int, float) if kind is float else get_origin(kind) if get_origin(kind) is dict else kind
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             wanted = getattr(kind, "__name__", kind)
             raise EngineError(f"{name} is {value!r}, but must be of type {wanted}")
@@ -77,6 +78,7 @@ def _check_values(config: EngineConfig) -> None:
     if config.tile_cache is not None and config.expert_cache is not None:
         raise _wrong("expert_cache", config, "leave it out, since tile_cache maps the experts from the disk already")
     check_settings(config)
+    check_names(config)
     weight_format(config)
     cache_types.check_names(config)
 

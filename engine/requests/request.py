@@ -13,6 +13,7 @@ from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError, no_answers
 from polarlm.engine.limits import RANK
+from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
@@ -23,7 +24,8 @@ from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
-from polarlm.engine.state.store import SequenceKV, Span
+from polarlm.engine.state.salts import joined
+from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 from polarlm.engine.storage.copies import Snapshot
 from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -94,6 +96,8 @@ class Request:
     found: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     saved: Snapshot | None = None  # what the store held when the request was preempted
     clock: Clock = field(default_factory=Clock)
+    adapter: RowAdapter | None = None  # that computes its tokens
+    salt: str = ""  # what keeps its K/V apart; see `engine.state.salts`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
 
     @classmethod
@@ -107,6 +111,7 @@ class Request:
         *,
         answers: Answers,
         drafting: Drafting,
+        adapters: Adapters,
         outbox: Outbox,
         wants_progress: bool,
         constraint: Constraint | None = None,
@@ -146,6 +151,8 @@ class Request:
             conversation if is_answer else None,
             constraint,
         )
+        request.adapter, key = adapters.asked(options.lora, options.lora_scale)
+        request.salt = joined(options.cache_salt, key)
         if request.sampler.reach_ahead:
             request.drafts = drafting.drafts(ids, params)
         return request

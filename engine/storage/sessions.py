@@ -30,6 +30,7 @@ from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.requests.answers import KEY_BYTES, Known
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.salts import adapter_of, joined
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage import files, identity, objects
@@ -52,6 +53,7 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # the known answers of its conversation
+    adapter: str = ""  # the adapter in the salt of its K/V; see `engine.state.salts`
 
 
 def check_types(shape: CacheShape) -> None:
@@ -70,7 +72,7 @@ def write(
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
 
     After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: that of the
-    tokens in `saved`. salt: the cache salt of the sequence; "" for none.
+    tokens in `saved`. salt: that of the sequence, see `engine.state.salts`; "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
@@ -79,6 +81,7 @@ def write(
         "version": _VERSION,
         **own,
         **({"salt": _salt_hash(salt, session.token_ids)} if salt else {}),
+        **({"adapter": adapter} if (adapter := adapter_of(salt)) else {}),
         "ids": session.token_ids,
         "first": min(saved.blocks, default=saved.length),
         "note": session.note,
@@ -135,7 +138,7 @@ def read(
         with open(path, "rb") as file:
             header = objects.read(file, _NAME, count).header
             session = _parsed(path, header, own, vocabulary)
-            _check_salt(path, str(header.get("salt", "")), salt, session)
+            _check_salt(path, str(header.get("salt", "")), joined(salt, session.adapter), session)
             if (length := len(session.token_ids)) > context:
                 raise _error(
                     f"The session {path} has {counted(length, 'token')}, but this engine's context has {context}: "
@@ -203,7 +206,7 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
             raise ValueError("unknown token ids")
         if type(header["first"]) is not int or header["first"] < 0:
             raise ValueError("no first block")
-        return Session(ids, header["note"], tuple(map(_answer, header["answers"])))
+        return Session(ids, header["note"], tuple(map(_answer, header["answers"])), str(header.get("adapter", "")))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise _error(_damaged(path)) from None
 

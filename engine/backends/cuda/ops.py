@@ -65,6 +65,7 @@ class CudaOps:
         self.embed = matrices.embed
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
+        self.activate_halves = matrices.activate_halves
 
         rows = RowOps(launch)
         self.softcap = rows.softcap

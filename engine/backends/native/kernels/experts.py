@@ -184,7 +184,8 @@ class CombineArguments(NamedTuple):
 def combine(*, adds: bool) -> Kernel[CombineArguments]:
     """y = the weighted sum of the results of a row's experts, or with `adds` y += that; one unit per row.
 
-    results (places, columns). places, weights (rows, top_k). stride: bytes from row to row of y.
+    results (places, columns). places, weights (rows, top_k). stride: bytes from row to row of y. Results with a weight
+    of 0 are left out.
     """
 
     def emit(e: Emitter, args: CombineArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -196,8 +197,9 @@ def combine(*, adds: bool) -> Kernel[CombineArguments]:
                 with e.loop(0, args.top_k) as number:
                     place = e.load(args.places + first + number * 4, I32).sext(I64)
                     weight = e.load(args.weights + first + number * 4, F32)
-                    result = e.load(args.results + place * args.columns * 4 + offset, kind)
-                    total.set(e.fma(result, e.like(weight, result), total.get()))
+                    with e.when(~weight.equals(0.0)):
+                        result = e.load(args.results + place * args.columns * 4 + offset, kind)
+                        total.set(e.fma(result, e.like(weight, result), total.get()))
                 e.store(total.get(), target + offset)
 
             over_columns(e, args.columns, write)
