@@ -53,12 +53,9 @@ class EngineConfig:
         dict,
         "--lora",
         metavar="[NAME=]PATH[:SCALE]",
-        help="an adapter (LoRA) that requests name: a folder of peft, a GGUF file, or hf:USER/REPO of the hub; may be "
-        "repeated",
+        help="an adapter that requests name: a folder of peft, a GGUF file, or hf:USER/REPO; may be repeated",
     )
-    lora_merge: bool = setting(
-        False, "--lora-merge", help="add the adapters to the weights while they are loaded, for all requests"
-    )
+    lora_merge: bool = setting(False, "--lora-merge", help="add the adapters to the weights, for all requests")
     weight_type: str = setting(
         AS_STORED,
         "--weight-type",

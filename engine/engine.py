@@ -22,12 +22,12 @@ from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import Prompt, checked_ids, prompt_ids
 from polarlm.engine.requests.request import Outbox, Request, Ticket
 from polarlm.engine.requests.runner import Runner
+from polarlm.engine.requests.salts import joined
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.salts import joined
 from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers

@@ -21,7 +21,6 @@ from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
-from polarlm.engine.loading.adapters import read_adapters
 from polarlm.engine.loading.cpu_experts import CpuExperts, asked_cpu_experts
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.experts import ExpertPlan, asked_expert_plan
@@ -42,7 +41,7 @@ from polarlm.engine.loading.tile_cache import TileCache, tile_cache
 from polarlm.engine.model.adapters import Adapters, delta_bytes
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.merged_weights import MergedWeights
+from polarlm.engine.model.merged_weights import with_adapters
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
@@ -142,7 +141,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         plan: StorePlan | None = None
         try:
             check_layers(ops, source.config, config.block_size)
-            source, adapters = _with_adapters(config, source, say)
+            source, adapters = with_adapters(config, source, say)
             added, of_draft_model = delta_bytes(ops, source.config, adapters.all), draft_bytes(config, ops)
 
             def draft(tokens: int) -> int:
@@ -214,17 +213,6 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             parts.close()
             raise
     return parts
-
-
-def _with_adapters(config: EngineConfig, source: model_loaders.Model, say: Say) -> tuple[model_loaders.Model, Adapters]:
-    """Return the model and the adapters that requests choose among; or the model with all merged into its weights."""
-    adapters = read_adapters(config, source, say)
-    if not config.lora_merge:
-        return source, adapters
-    merged = MergedWeights(source.weights, adapters.all)
-    rounded = f"; changed matrices of {', '.join(merged.converted)} become Q8_0" if merged.converted else ""
-    say(f"Merged into the weights: {', '.join(adapters.by_name)}{rounded}.")
-    return replace(source, weights=merged), Adapters()
 
 
 def _loading_bar(bars: ExitStack, is_shown: bool, name: str) -> tqdm[Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, get_origin, get_type_hints
@@ -10,13 +11,15 @@ from typing import Any, get_origin, get_type_hints
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
-from polarlm.engine.loading.adapters import check_names
 from polarlm.engine.loading.cpu_experts import AUTO
 from polarlm.engine.loading.sizes import weight_format
+from polarlm.engine.model.adapters import parsed
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import parse_size
 from polarlm.engine.storage.tiers.opening import check_settings
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
+
+_ADAPTER_NAME = re.compile(r"\w[\w.-]*")
 
 
 def settle(
@@ -78,9 +81,25 @@ def _check_values(config: EngineConfig) -> None:
     if config.tile_cache is not None and config.expert_cache is not None:
         raise _wrong("expert_cache", config, "leave it out, since tile_cache maps the experts from the disk already")
     check_settings(config)
-    check_names(config)
+    _check_adapters(config)
     weight_format(config)
     cache_types.check_names(config)
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    """Raises EngineError for a name that no request could give."""
+    for name, path in config.lora.items():
+        if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
+            raise EngineError(
+                f"lora={name}: give the adapter a name of letters, digits, dots and dashes, as in NAME=PATH",
+                settings=("lora",),
+            )
+        if not isinstance(path, str) or not path:
+            raise EngineError(f"lora={name}: give the path of a folder of peft, or of a GGUF file", settings=("lora",))
+        if parsed(path)[1] == 0:
+            raise EngineError(f"lora={name}: a scale of 0 leaves nothing of the adapter", settings=("lora",))
+    if config.lora_merge and not config.lora:
+        raise EngineError("lora_merge=True: there is no adapter to merge; give one (lora)", settings=("lora_merge",))
 
 
 def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.store import RowAdapter
 from polarlm.engine.weight_formats import Deltas, ExpertLinear, WeightFormat, get
-from polarlm.model_loaders.adapters import Adapter
+from polarlm.model_loaders import hub
+from polarlm.model_loaders.adapters import Adapter, read_adapter
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
 
+_SCALE = re.compile(r"(?P<path>.+):(?P<scale>-?(\d+\.?\d*|\.\d+))")
 _RANKS = 8  # ranks are filled up to a multiple of this, for a GPU's rows of weights
 
 
@@ -24,6 +30,10 @@ class Loaded:
 
     adapter: Adapter
     scale: float
+
+    def key(self, scale: float = 1.0) -> str:
+        """What tells K/V of the adapter, `scale` times as strong, from all others."""
+        return f"{self.adapter.digest} {self.scale * scale!r}"
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,50 @@ class Adapters:
             there = ", ".join(self.by_name) or "none: give some with --lora NAME=PATH"
             raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}")
         number, own = [*self.by_name].index(name), self.by_name[name]
-        return RowAdapter(number, own.scale * scale), f"{own.adapter.digest} {own.scale * scale!r}"
+        return RowAdapter(number, own.scale * scale), own.key(scale)
 
     def knows(self, adapter: str) -> bool:
         """Whether an adapter in a salt is one of these."""
         return adapter.partition(" ")[0] in {one.adapter.digest for one in self.by_name.values()}
+
+
+def read_adapters(
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: model_loaders.WeightSource,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Adapters:
+    """Return the adapters that `config` names, for a model and its weights. Raises EngineError."""
+    if config.lora and model.is_encoder:
+        raise EngineError("This is an embedding model, which takes no adapters", settings=("lora",))
+    is_gguf = any(file.suffix == ".gguf" for file in weights.files())
+    found = {}
+    for name, text in config.lora.items():
+        path, scale = parsed(text)
+        try:
+            where = hub.fetch_adapter(hub.parse(path), say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
+            if not where.exists():
+                raise EngineError(f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file")
+            adapter = read_adapter(where, model, is_gguf=is_gguf)
+        except model_loaders.LoadError as error:
+            raise EngineError(str(error), "model_unavailable", ("lora",)) from error
+        found[name] = Loaded(adapter, scale)
+        rank = max(change.rank for change in adapter.changes.values())
+        say(f"Adapter {name}: rank {rank}, {len(adapter.changes)} matrices" + (f", scale {scale:g}" * (scale != 1)))
+    return Adapters(found)
+
+
+def adapter_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, weights: model_loaders.WeightSource) -> int:
+    """Return the bytes that the adapters of `config` take on the device; 0 if they are merged. Raises EngineError."""
+    return 0 if config.lora_merge else delta_bytes(ops, model, read_adapters(config, model, weights).all)
+
+
+def parsed(text: str) -> tuple[str, float]:
+    """Return the path and the scale in PATH[:SCALE]. A path that exists is one as a whole."""
+    match = _SCALE.fullmatch(text)
+    if match is None or Path(text).expanduser().exists():
+        return text, 1.0
+    return match["path"], float(match["scale"])
 
 
 def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
@@ -78,16 +127,17 @@ def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Seq
 
 
 def delta_bytes(ops: Ops, config: ModelConfig, adapters: Sequence[Loaded]) -> int:
-    """Return the bytes of what adapters add to all layers, on the device."""
+    """Return the bytes of what adapters add to all layers on the device, and of results of the rows of a chunk."""
     if not adapters:
         return 0
-    counts = (
-        _rank(adapters, [spec.name for spec in specs]) * (specs[0].shape[1] + sum(spec.shape[0] for spec in specs))
+    sizes = [
+        (rank, specs[0].shape[1] + sum(spec.shape[0] for spec in specs))
         for slots in tensors(config).layers
         for specs in slots.values()
-        if all(len(spec.shape) == 2 for spec in specs)
-    )
-    return len(adapters) * ops.matrix_bytes(_format(adapters), sum(counts))
+        if all(len(spec.shape) == 2 for spec in specs) and (rank := _rank(adapters, [spec.name for spec in specs]))
+    ]
+    matrices = ops.matrix_bytes(_format(adapters), sum(rank * width for rank, width in sizes))
+    return len(adapters) * matrices + 4 * ops.prefill_rows * max(rank + width for rank, width in sizes)
 
 
 def _rank(adapters: Sequence[Loaded], names: Sequence[str]) -> int:

@@ -42,6 +42,7 @@ class ModelWeights:
     expert_cache: ExpertCache | None = None  # None: all experts are in memory
     host_bytes: int = 0  # of experts in the memory of a GPU's host
     encoder_inputs: EncoderInputs | None = None  # None for a decoder
+    merged: tuple[str, ...] = ()  # what tells adapters that are merged into the weights from others
 
 
 class Transformer:

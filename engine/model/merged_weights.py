@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from polarlm.engine.model.adapters import Loaded
+from polarlm import model_loaders
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.model.adapters import Adapters, Loaded, read_adapters
 from polarlm.engine.weight_formats import find
 from polarlm.model_loaders.files.weights import WeightSource
+
+
+def with_adapters(
+    config: EngineConfig, source: model_loaders.Model, say: Callable[[str], None]
+) -> tuple[model_loaders.Model, Adapters]:
+    """Return the model and the adapters that requests choose among; or the model with all merged into its weights."""
+    adapters = read_adapters(config, source.config, source.weights, say)
+    if not config.lora_merge:
+        return source, adapters
+    merged = MergedWeights(source.weights, adapters.all)
+    rounded = f"; changed matrices of {', '.join(merged.converted)} become Q8_0" if merged.converted else ""
+    say(f"Merged into the weights: {', '.join(adapters.by_name)}{rounded}.")
+    return replace(source, weights=merged), Adapters()
 
 
 class MergedWeights:
     """A `WeightSource` whose matrices have what adapters add to them.
 
     A changed matrix has the type of the file, or q8_0 if that cannot be written; its values are rounded to it.
+    merged: the keys of the adapters, in order.
     """
 
     def __init__(self, source: WeightSource, adapters: Sequence[Loaded]) -> None:
         self._source = source
+        self.merged = tuple(one.key() for one in adapters)
         self._changes: Mapping[str, list[tuple[np.ndarray, np.ndarray]]] = {
             name: [
                 (own.a, np.float32(one.scale) * own.b)

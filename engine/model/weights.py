@@ -16,6 +16,7 @@ from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
+from polarlm.engine.model.merged_weights import MergedWeights
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import Experts, ModelConfig
@@ -152,7 +153,8 @@ def load_weights(
     host_bytes = 0 if of_host is None else of_host.bytes
     of_encoder = _encoder_inputs(read, top) if config.is_encoder else None
     ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
-    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes, of_encoder)
+    merged = source.merged if isinstance(source, MergedWeights) else ()
+    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes, of_encoder, merged)
 
 
 def _encoder_inputs(read: _Reader, top: Mapping[str, Sequence[str]]) -> EncoderInputs:

@@ -19,12 +19,12 @@ from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
 from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids, yes_and_no
+from polarlm.engine.requests.salts import joined
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
-from polarlm.engine.state.salts import joined
 from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 from polarlm.engine.storage.copies import Snapshot
 from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
@@ -97,7 +97,7 @@ class Request:
     saved: Snapshot | None = None  # what the store held when the request was preempted
     clock: Clock = field(default_factory=Clock)
     adapter: RowAdapter | None = None  # that computes its tokens
-    salt: str = ""  # what keeps its K/V apart; see `engine.state.salts`
+    salt: str = ""  # what keeps its K/V apart; see `engine.requests.salts`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
 
     @classmethod

@@ -28,7 +28,7 @@ class StoredSequence:
 
     ids: tuple[int, ...] = ()  # ids of its stored tokens
     bytes: int = 0
-    salt: str = ""  # what it is found with; see `engine.state.salts`
+    salt: str = ""  # what it is found with; see `engine.requests.salts`
 
 
 class Runner:

@@ -28,9 +28,9 @@ import numpy as np
 
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.requests.answers import KEY_BYTES, Known
+from polarlm.engine.requests.salts import adapter_of, joined
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.salts import adapter_of, joined
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage import files, identity, objects
@@ -53,7 +53,7 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # the known answers of its conversation
-    adapter: str = ""  # the adapter in the salt of its K/V; see `engine.state.salts`
+    adapter: str = ""  # the adapter in the salt of its K/V; see `engine.requests.salts`
 
 
 def check_types(shape: CacheShape) -> None:
@@ -72,7 +72,7 @@ def write(
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
 
     After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: that of the
-    tokens in `saved`. salt: that of the sequence, see `engine.state.salts`; "" for none.
+    tokens in `saved`. salt: that of the sequence, see `engine.requests.salts`; "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")

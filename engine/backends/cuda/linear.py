@@ -169,14 +169,6 @@ class LinearOps:
             self.activate(y, whole, activation)
         return y
 
-    def activate_halves(self, x: Array, activation: str) -> Array:
-        if not is_gated(activation):
-            self._rows.activate(x, x, activation)
-            return x
-        y = self._device.empty((len(x), x.shape[1] // 2), np.float32)
-        self.activate(y, x, activation)
-        return y
-
     def _multiply(self, y: Array, x: Array, product: Product, recorded: bool) -> None:
         """`linear` with one matrix into y, which may be columns of a wider array."""
         rows = len(x)

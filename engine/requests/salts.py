@@ -1,11 +1,11 @@
 """Salts of the prefix cache: K/V of equal tokens are shared only under equal salts.
 
-A salt is the one that a request gives (`cache_salt`), together with the adapter that computes its K/V, if there is one.
+A salt is the one that a request gives (`cache_salt`), joined with the adapter that computes its K/V, if there is one.
 """
 
 from __future__ import annotations
 
-_MARK = "\0"
+_MARK = "\0"  # begins a salt with an adapter
 
 
 def joined(cache_salt: str, adapter: str) -> str:
