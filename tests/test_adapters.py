@@ -11,6 +11,10 @@ import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.chat.console import Console
+from polarlm.engine.chat.session import ChatSession
+from polarlm.engine.loading import fit
+from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
 from polarlm.engine.requests.salts import adapter_of, joined
 from tests.adapters import ALL, changed_model, random_changes, write_peft
@@ -219,3 +223,20 @@ def test_salts_of_different_pairs_are_different() -> None:
     assert len({joined(*pair) for pair in pairs}) == len(pairs)
     assert all(adapter_of(joined(salt, adapter)) == adapter for salt, adapter in pairs)
     assert joined("mine", "") == "mine"
+
+
+def test_the_memory_of_adapters_is_counted(base: Path, adapters: dict[str, Path]) -> None:
+    lora = {"lora": {name: str(adapters[name]) for name in ("large", "five")}}
+    needs = [fit.need(settle(base, None, {**SETTINGS, **more})).bytes for more in ({}, lora)]
+    with load_tiny(base, **SETTINGS) as plain, load_tiny(base, **lora, **SETTINGS) as engine:
+        taken = engine._model.weights.bytes - plain._model.weights.bytes
+    changes = random_changes(base, 64, 3)
+    # Two adapters take as much as two of the larger one, and q, k and v together have the sum of their ranks.
+    assert taken > 2 * 4 * sum(a.size + b.size for a, b in changes.values())
+    assert taken < needs[1] - needs[0] < taken + 4 * 512 * 1024
+
+
+def test_the_chat_takes_the_first_adapter(engine: Engine) -> None:
+    session = ChatSession(engine, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), Console())
+    expected = engine.generate("the rain", session.params, PromptOptions(lora="one", parse_special=True))
+    assert session.complete("the rain").token_ids == tuple(expected.token_ids)
