@@ -298,7 +298,6 @@ class SamplingParams:
         None, help="the answer matches this grammar: llguidance's Lark, or llama.cpp's GBNF; needs the extra json"
     )
     regex: str | None = setting(None, help="the whole answer matches this regular expression; needs the extra json")
-
     shown_tokens: tuple[int, ...] = setting((), help="control tokens whose names are part of the text")
     spec_type: str | None = setting(None, help=f"{', '.join(limits.DRAFTS)}: in place of the engine's")
     draft_max: int | None = setting(None, help="most tokens of a draft, in place of the engine's; 0 drafts none")
@@ -323,8 +322,8 @@ class PromptOptions:
 
     parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
     cache_prompt: bool = True  # False: compute the whole prompt, without the prefix cache
-    lora: str = ""  # the name of an adapter; without it, the model's weights alone
-    lora_scale: float = 1.0  # multiplies what the adapter adds
+    lora: str = ""  # the name of an adapter; empty for none
+    lora_scale: float = 1.0  # multiplies what it adds
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
     continue_final_message: bool = False  # the model continues the last message, which is the assistant's
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions that the model may call, in OpenAI's form

@@ -13,7 +13,7 @@ from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.store import RowAdapter
+from polarlm.engine.state.store import RowAdapter, Span
 from polarlm.engine.weight_formats import Deltas, ExpertLinear, WeightFormat, get
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.adapters import Adapter, read_adapter
@@ -45,6 +45,11 @@ class Adapters:
     @property
     def all(self) -> tuple[Loaded, ...]:
         return tuple(self.by_name.values())
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Their names and scales."""
+        return {name: one.scale for name, one in self.by_name.items()}
 
     def asked(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
         """Return the adapter that a request names, times a factor, and what tells its K/V from others, as `joined`
@@ -99,6 +104,26 @@ def parsed(text: str) -> tuple[str, float]:
     if match is None or Path(text).expanduser().exists():
         return text, 1.0
     return match["path"], float(match["scale"])
+
+
+def row_adapters(spans: Sequence[Span]) -> list[np.ndarray]:
+    """Return the number of each row's adapter (T, 1) int32, and its scale (T, 1) float32; nothing if no row has one.
+
+    A row without an adapter has the number of another row's, so that the matrices of no further one are read, and the
+    scale 0.
+    """
+    if not have_adapters(spans):
+        return []
+    other = next(adapter.number for span in spans if (adapter := span.sequence.adapter) is not None)
+    of_spans = [(other, 0.0) if (own := span.sequence.adapter) is None else own for span in spans]
+    counts = [span.count for span in spans]
+    numbers, scales = (np.repeat(column, counts)[:, None] for column in zip(*of_spans, strict=True))
+    return [numbers.astype(np.int32), scales.astype(np.float32)]
+
+
+def have_adapters(spans: Sequence[Span]) -> bool:
+    """Whether a row of `spans` has an adapter."""
+    return any(span.sequence.adapter is not None for span in spans)
 
 
 def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:

@@ -16,6 +16,7 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, ExpertCache, Ops, Routing, SamplerInputs
 from polarlm.engine.errors import EngineError
+from polarlm.engine.model.adapters import have_adapters, row_adapters
 from polarlm.engine.model.layers import Eps, Norm
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
@@ -174,7 +175,7 @@ class Transformer:
 
     def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
         """Run a `step_ahead` without sampling, and return the logits (B, V), valid until the next step begins."""
-        return self.ops.run_graph(("rows", 1, _have_adapters(spans)), self._rows, [before.ids, *self._tables(spans)])
+        return self.ops.run_graph(("rows", 1, have_adapters(spans)), self._rows, [before.ids, *self._tables(spans)])
 
     def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
         """Sample the tokens of `rows_ahead` from its logits (B, V), without waiting for them."""
@@ -186,7 +187,7 @@ class Transformer:
         """Compute the rows, and return the tokens (T,) that follow them and logits (T, V), on the device."""
         inputs = [ids, self.ops.pack_sampler_inputs(sampler_inputs), *self._tables(spans)]
         most = max(span.count for span in spans)
-        return self.ops.run_graph(("step", most, _have_adapters(spans)), self._step, inputs)
+        return self.ops.run_graph(("step", most, have_adapters(spans)), self._step, inputs)
 
     def _tables(self, spans: Sequence[Span]) -> list[Any]:
         """Return the tables of `_rows` for all rows of `spans`."""
@@ -233,25 +234,6 @@ class Transformer:
         if self.config.logit_softcap is not None:
             self.ops.softcap(logits, self.config.logit_softcap)
         return logits
-
-
-def row_adapters(spans: Sequence[Span]) -> list[np.ndarray]:
-    """Return the number of each row's adapter (T, 1) int32, and its scale (T, 1) float32; nothing if no row has one.
-
-    A row without an adapter has the number of another row's, so that the matrices of no further one are read, and the
-    scale 0.
-    """
-    if not _have_adapters(spans):
-        return []
-    other = next(adapter.number for span in spans if (adapter := span.sequence.adapter) is not None)
-    of_spans = [(other, 0.0) if (own := span.sequence.adapter) is None else own for span in spans]
-    counts = [span.count for span in spans]
-    numbers, scales = (np.repeat(column, counts)[:, None] for column in zip(*of_spans, strict=True))
-    return [numbers.astype(np.int32), scales.astype(np.float32)]
-
-
-def _have_adapters(spans: Sequence[Span]) -> bool:
-    return any(span.sequence.adapter is not None for span in spans)
 
 
 def _scales(stored: Conditioning, attention: Attention) -> np.ndarray | None:

@@ -19,7 +19,7 @@ from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
 from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids, yes_and_no
-from polarlm.engine.requests.salts import joined
+from polarlm.engine.requests.salts import salt_of
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
@@ -151,8 +151,7 @@ class Request:
             conversation if is_answer else None,
             constraint,
         )
-        request.adapter, key = adapters.asked(options.lora, options.lora_scale)
-        request.salt = joined(options.cache_salt, key)
+        request.adapter, request.salt = adapters.asked(options.lora, options.lora_scale)[0], salt_of(options, adapters)
         if request.sampler.reach_ahead:
             request.drafts = drafting.drafts(ids, params)
         return request

@@ -18,7 +18,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -53,7 +53,7 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # the known answers of its conversation
-    adapter: str = ""  # the adapter in the salt of its K/V; see `engine.requests.salts`
+    salt: str = ""  # of a session that was read, that of its K/V; see `engine.requests.salts`
 
 
 def check_types(shape: CacheShape) -> None:
@@ -125,12 +125,14 @@ def read(
     shape: CacheShape,
     vocabulary: range,
     context: int,
-    salt: str,
+    cache_salt: str,
+    knows: Callable[[str], bool],
     progress: Progress | None,
 ) -> tuple[Session, Snapshot]:
     """Read the session at `path`, and check that it is undamaged, fits this engine and its context, and has this salt.
 
-    Reads no state of the engine, so its lock need not be held. Raises EngineError.
+    knows: whether the engine has the adapter in a salt. Reads no state of the engine, so its lock need not be held.
+    Raises EngineError.
     """
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
@@ -138,7 +140,10 @@ def read(
         with open(path, "rb") as file:
             header = objects.read(file, _NAME, count).header
             session = _parsed(path, header, own, vocabulary)
-            _check_salt(path, str(header.get("salt", "")), joined(salt, session.adapter), session)
+            if (adapter := str(header.get("adapter", ""))) and not knows(adapter):
+                raise _error(f"The session {path} was saved with an adapter that this engine lacks: load it with lora")
+            session = replace(session, salt=joined(cache_salt, adapter))
+            _check_salt(path, str(header.get("salt", "")), session.salt, session)
             if (length := len(session.token_ids)) > context:
                 raise _error(
                     f"The session {path} has {counted(length, 'token')}, but this engine's context has {context}: "
@@ -206,7 +211,7 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
             raise ValueError("unknown token ids")
         if type(header["first"]) is not int or header["first"] < 0:
             raise ValueError("no first block")
-        return Session(ids, header["note"], tuple(map(_answer, header["answers"])), str(header.get("adapter", "")))
+        return Session(ids, header["note"], tuple(map(_answer, header["answers"])))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise _error(_damaged(path)) from None
 

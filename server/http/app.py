@@ -133,7 +133,7 @@ class _Api:
 
     def _names(self) -> list[str]:
         """Names that requests may give as the model: its own, and those of its adapters."""
-        return [self._driver.engine.model.name, *self._driver.engine.adapters]
+        return [self._driver.engine.model.name, *self._driver.engine.adapters.by_name]
 
     def _model(self, request: Request, name: str) -> dict[str, Any]:
         engine = self._driver.engine
@@ -146,7 +146,7 @@ class _Api:
             "created": self._since,
             "owned_by": "polarlm",
             "context_length": engine.context,
-            **({"parent": engine.model.name} if name in engine.adapters else {}),
+            **({"parent": engine.model.name} if name in engine.adapters.by_name else {}),
         }
 
     async def health(self, _request: Request) -> Response:

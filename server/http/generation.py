@@ -88,7 +88,7 @@ class Generation:
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
         """The response to a request whose body has been read."""
         asked, writer = self._endpoint.read(body, self._about)
-        options = with_adapter(asked.options, body, self._driver.engine.adapters)
+        options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
         asked = replace(asked, options=options)
         warnings = self._endpoint.warnings(body)
         if asked.answers > (room := self._driver.room):

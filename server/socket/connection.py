@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
             saved = read_name("save", message["save"])
             prompt = read_prompt(message)
             options = read_options(message, parse_special=self._config.parse_special)
-            options = with_adapter(options, message, self._driver.engine.adapters)
+            options = with_adapter(options, message, self._driver.engine.adapters.scales)
             counted = not self._config.hide_cached_tokens
             return lambda: _transferred(self._driver.save_session(saved, prompt, options), counted)
         if message.get("load") is not None:
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
             return lambda: _transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
         asked = read(body, self._driver.engine.tokenize, parse_special=self._config.parse_special)
-        asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters))
+        asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters.scales))
         if asked.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
         if asked.n != 1:

@@ -110,7 +110,10 @@ class _Server:
     async def adapters(self, _request: Request) -> Response:
         """The adapters (LoRA), with the numbers that `lora` gives. Their scales are 0: a request chooses its own."""
         return JSONResponse(
-            [{"id": number, "path": name, "scale": 0.0} for number, name in enumerate(self._driver.engine.adapters)]
+            [
+                {"id": number, "path": name, "scale": 0.0}
+                for number, name in enumerate(self._driver.engine.adapters.by_name)
+            ]
         )
 
 

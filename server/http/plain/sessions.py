@@ -42,7 +42,7 @@ class Sessions:
         body = await read_body(request, config.max_body)
         name = read_name("name", body.get("name"))
         options = read_options(body, parse_special=config.parse_special)
-        options = with_adapter(options, body, self._driver.engine.adapters)
+        options = with_adapter(options, body, self._driver.engine.adapters.scales)
         tokens = await self._driver.save_session(name, read_prompt(body), options)
         return JSONResponse({"name": name} if config.hide_cached_tokens else {"name": name, "tokens": tokens})
 
