@@ -241,3 +241,26 @@ def test_the_chat_takes_the_first_adapter(engine: Engine) -> None:
     session = ChatSession(engine, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), Console())
     expected = engine.generate("the rain", session.params, PromptOptions(lora="one", parse_special=True))
     assert session.complete("the rain").token_ids == tuple(expected.token_ids)
+
+
+def test_drafted_tokens_are_verified_with_the_adapter(
+    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine]
+) -> None:
+    lora = {"one": str(adapters["one"])}
+    with load_tiny(base, lora=lora, spec_type="ngram-simple", spec_ngram_size_n=1, **SETTINGS) as engine:
+        found = engine.generate(PROMPT, params(60), PromptOptions(lora="one"))
+    assert found.usage.drafted_tokens > 0
+    assert found.token_ids == changed("one").generate(PROMPT, params(60)).token_ids
+
+
+def test_blocks_on_a_disk_are_found_with_the_same_adapter_alone(
+    base: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    kept = {"cache_disk": "1M", "cache_disk_folder": str(tmp_path), **SETTINGS}
+    with load_tiny(base, lora={"one": str(adapters["one"])}, **kept) as engine:
+        engine.generate(PROMPT, params(1), PromptOptions(lora="one"))
+        assert engine._tiers._writer.flush(10)
+    with load_tiny(base, lora={"five": str(adapters["five"]), "same": str(adapters["one"])}, **kept) as engine:
+        for name, found in (("", False), ("five", False), ("same", True)):
+            answer = engine.generate(PROMPT, params(1), PromptOptions(lora=name))
+            assert (answer.usage.cached_tokens > 0) == found

@@ -320,7 +320,7 @@ def test_a_layer_of_experts_is_that_of_numpy(rng: np.random.Generator, rows: int
         layer = layer_of(ops, 1)
 
         def add(x: Any, layer: Layer = layer) -> Any:
-            layer.add(x, recorded=recorded)
+            layer.add(x, adapters=None, recorded=recorded)
             return x
 
         results.append(ops.to_host(ops.run_graph("layer", add, [x.copy()]) if recorded else add(ops.to_device(x))))
@@ -337,7 +337,7 @@ def test_a_layer_copies_nothing_to_the_host(
         raise AssertionError("a copy to the host")
 
     monkeypatch.setattr(ops._device, "to_host", refuse)
-    layer.add(x, recorded=recorded)
+    layer.add(x, adapters=None, recorded=recorded)
 
 
 # Formats with a kernel each.
