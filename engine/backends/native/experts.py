@@ -163,6 +163,7 @@ class ExpertOps:
         )
         arguments = ArrangeArguments(
             ids=routing.ids,
+            weights=routing.weights,
             chosen=order.chosen,
             sources=order.sources,
             own=order.own,
