@@ -54,11 +54,11 @@ class Adapters:
     def asked(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
         """Return the adapter that a request names, times a factor, and what tells its K/V from others, as `joined`
         takes it; (None, "") for no name. Raises EngineError for an unknown one."""
-        if not name or scale == 0:
-            return None, ""
-        if name not in self.by_name:
+        if name and name not in self.by_name:
             there = ", ".join(self.by_name) or "none: give some with --lora NAME=PATH"
             raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}")
+        if not name or scale == 0:
+            return None, ""
         number, own = [*self.by_name].index(name), self.by_name[name]
         return RowAdapter(number, own.scale * scale), own.key(scale)
 
