@@ -328,9 +328,11 @@ def _read_bias(text: str) -> tuple[int, float]:
 
 
 def _read_named(text: str) -> tuple[str, str]:
-    """`name=path` → (name, path); the name of a path alone is that of its last part, without an ending."""
+    """`name=path` → (name, path); the name of a path alone is that of its folder or file, without a scale."""
     name, equals, path = text.partition("=")
-    return (name, path) if equals else (Path(text).stem, text)
+    if equals:
+        return name, path
+    return Path(re.sub(r":-?[\d.]+$", "", text)).name.removesuffix(".gguf"), text
 
 
 _READERS: dict[Any, Callable[[str], Any]] = {int: _read_int, float: _read_float, str: str}

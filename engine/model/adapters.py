@@ -83,7 +83,8 @@ def read_adapters(
         try:
             where = hub.fetch_adapter(hub.parse(path), say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
             if not where.exists():
-                raise EngineError(f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file")
+                sentence = f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file"
+                raise EngineError(sentence, "model_unavailable", ("lora",))
             adapter = read_adapter(where, model, is_gguf=is_gguf)
         except model_loaders.LoadError as error:
             raise EngineError(str(error), "model_unavailable", ("lora",)) from error
