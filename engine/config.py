@@ -49,6 +49,13 @@ class EngineConfig:
         metavar="PATH",
         help="a smaller model of the same vocabulary, which drafts tokens; its KV store is f16",
     )
+    lora: dict[str, str] = setting(
+        dict,
+        "--lora",
+        metavar="[NAME=]PATH[:SCALE]",
+        help="an adapter that requests name: a folder of peft, a GGUF file, or hf:USER/REPO; may be repeated",
+    )
+    lora_merge: bool = setting(False, "--lora-merge", help="add the adapters to the weights, for all requests")
     weight_type: str = setting(
         AS_STORED,
         "--weight-type",
@@ -292,7 +299,6 @@ class SamplingParams:
         None, help="the answer matches this grammar: llguidance's Lark, or llama.cpp's GBNF; needs the extra json"
     )
     regex: str | None = setting(None, help="the whole answer matches this regular expression; needs the extra json")
-
     shown_tokens: tuple[int, ...] = setting((), help="control tokens whose names are part of the text")
     spec_type: str | None = setting(None, help=f"{', '.join(limits.DRAFTS)}: in place of the engine's")
     draft_max: int | None = setting(None, help="most tokens of a draft, in place of the engine's; 0 drafts none")
@@ -317,6 +323,8 @@ class PromptOptions:
 
     parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
     cache_prompt: bool = True  # False: compute the whole prompt, without the prefix cache
+    lora: str = ""  # the name of an adapter; empty for none
+    lora_scale: float = 1.0  # multiplies what it adds
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
     continue_final_message: bool = False  # the model continues the last message, which is the assistant's
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions that the model may call, in OpenAI's form

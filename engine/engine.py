@@ -22,6 +22,7 @@ from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import Prompt, checked_ids, prompt_ids
 from polarlm.engine.requests.request import Outbox, Request, Ticket
 from polarlm.engine.requests.runner import Runner
+from polarlm.engine.requests.salts import salt_of
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
@@ -58,6 +59,7 @@ class Engine(Vectors):
         kind = EncoderRunner if isinstance(self._model, Encoder) else Runner
         self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
         self.kept_blocks = parts.disk  # for servers
+        self.adapters = parts.adapters  # that requests choose among; for servers
         self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
@@ -168,6 +170,7 @@ class Engine(Vectors):
         be written, "session" for anything else.
         """
         options = options or PromptOptions()
+        salt = salt_of(options, self.adapters)
         wanted: Sequence[int] | None = None
         answers: Known = ()
         if prompt is not None:
@@ -177,7 +180,7 @@ class Engine(Vectors):
         with self._exclusive():
             sessions.check_types(self._store.shape)
             newest = self._runner.newest
-            ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, options.cache_salt)
+            ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, salt)
             saved = sessions.take_out(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: saved.length]), note, answers)
         sessions.write(path, self._identity, session, saved, salt, progress)
@@ -193,12 +196,11 @@ class Engine(Vectors):
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
         with self._exclusive():
             sessions.check_types(self._store.shape)
-        session, saved = sessions.read(
-            path, self._identity, self.cache_shape, self.model.vocabulary, self.context, cache_salt, progress
-        )
+        allowed = self.model.vocabulary, self.context, cache_salt, self.adapters.knows
+        session, saved = sessions.read(path, self._identity, self.cache_shape, *allowed, progress)
         with self._exclusive():
             kv = sessions.put_back(self._store, saved, path)
-            self._runner.release(session.token_ids, self._prefixes.salted(kv, cache_salt), cache_salt)
+            self._runner.release(session.token_ids, self._prefixes.salted(kv, session.salt), session.salt)
         self._answers.restore(session.answers)
         return session
 
@@ -246,11 +248,11 @@ class Engine(Vectors):
         params, options = params or SamplingParams(), options or PromptOptions()
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
-        more |= {"answers": self._answers, "drafting": self._drafting}
+        more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self.adapters}
         more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone)}
         request = Request.create(prompt, params, options, self.model, self.context, **more)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
-            request.found = self._tiers.find(request.sequence.prompt[:-1], options.cache_salt)
+            request.found = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:

@@ -112,6 +112,8 @@ CONSTRAINTS = ("schema", "grammar", "regex")
 OPTIONS: Limits = {
     "parse_special": (_is_flag, "True or False"),
     "cache_prompt": (_is_flag, "True or False"),
+    "lora": (lambda value: isinstance(value, str), "the name of an adapter, or an empty string"),
+    "lora_scale": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
     "cache_salt": (lambda value: isinstance(value, str), "a string"),
     "continue_final_message": (_is_flag, "True or False"),
     "tools": (_is_list_of_objects, "a tuple of functions in OpenAI's form"),

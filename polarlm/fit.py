@@ -6,14 +6,14 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
 from polarlm.engine import weight_formats
 from polarlm.engine.cli.commands import note, run
-from polarlm.engine.cli.flags import parse, that, use_utf8
+from polarlm.engine.cli.flags import FlagError, parse, that, use_utf8
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
 from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
@@ -55,6 +55,14 @@ class FitConfig:
     weight_type: str = setting(
         AS_STORED, "--weight-type", metavar="TYPE", help="count sequences with weights converted to this type"
     )
+    lora: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "flags": ("--lora",),
+            "metavar": "[NAME=]PATH[:SCALE]",
+            "help": "an adapter to load with the model; may be repeated",
+        },
+    )
     device: str = setting(
         "auto",
         "--device",
@@ -82,13 +90,15 @@ def _report(argv: Sequence[str]) -> str:
         description="Show what fits on this machine, computed from a model's configuration before anything is loaded.",
         checks={"contexts": that(_is_list, "takes whole numbers above 0, separated by commas")},
     )
-    settings = {"weight_type": options.weight_type, "device": options.device}
+    settings = {"weight_type": options.weight_type, "device": options.device, "lora": options.lora}
     config = settle(None, None, settings)
     numbers = None if options.contexts is None else _numbers(options.contexts)
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
     path = str(demo_model(note)) if options.weights is None else options.weights
     if path.startswith(PREFIX) and not Path(path).exists():
+        if options.lora:
+            raise FlagError("--lora: adapters are counted with a model that is here: give its path")
         model, dtype, found = _fit_hub(path, config, numbers)
     else:
         model, source, dtype = model_loaders.load_weights(path)
@@ -242,6 +252,8 @@ def _command(advice: Advice, options: Any, program: str) -> str | None:
     if flags.get("weight_type", "").startswith(PREFIX):  # one of the files of a repository
         model = flags.pop("weight_type")
     words = [] if model is None else ["--model", model]
+    for name, adapter in options.lora.items():
+        words += ["--lora", f"{name}={adapter}"]
     for name, value in flags.items():
         words += [f"--{name.replace('_', '-')}", value]
     return shlex.join(["polarlm", program, *words])

@@ -13,6 +13,7 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.loading.fit import CACHE_TYPES
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.state.cache_types import PRESETS
+from tests.adapters import random_changes, write_peft
 from tests.model_loaders.hub_server import Hub, Repository
 
 GIB = 1 << 30
@@ -133,3 +134,12 @@ def test_a_folder_of_the_hub_may_be_converted(hub: Hub, small_folder: dict[str, 
     assert [one["weight_type"] for one in weights[:2]] == ["q8_0", "as-stored"]
     assert weights[1]["bytes"] == len(small_folder["model.safetensors"])
     assert not hub.fetched("model.safetensors")
+
+
+def test_adapters_are_counted(tiny_path: Path, tmp_path: Path, memory, capsys) -> None:
+    adapter = write_peft(tmp_path / "adapter", random_changes(tiny_path, 16, 0), 16)
+    plain, more = found(capsys, str(tiny_path)), found(capsys, str(tiny_path), "--lora", f"mine={adapter}")
+    counts = [one["devices"][0]["weights"][0]["bytes"] for one in (plain, more)]
+    numbers = sum(a.size + b.size for a, b in random_changes(tiny_path, 16, 0).values())
+    assert counts[1] - counts[0] > 4 * numbers
+    assert f"--lora mine={adapter}" in more["command"]

@@ -1,7 +1,8 @@
 // The end of the op `experts`: the weighted sum of the results of each row's experts, in the order of its choice.
 //
 // y: rows of n numbers, `pitch` numbers apart; with ADD, y += the sum. parts (T · k, n): the result of expert j of row
-// t is in row places[t · k + j], or t · k + j where places is null. weights (T, k).
+// t is in row places[t · k + j], or t · k + j where places is null. weights (T, k); a result whose weight is 0 is left
+// out.
 // Grid (ceil(n / block), T), block any. DEFINES: ADD (0 or 1).
 // PRECOND: none.
 extern "C" __global__ void __launch_bounds__(1024)
@@ -15,7 +16,8 @@ add_experts_kernel(float *y, const float *parts, const float *weights, const int
     float sum = 0.0f;
     for (int j = 0; j < k; ++j) {
         const long long place = places ? places[first + j] : first + j;
-        sum += weights[first + j] * parts[place * n + i];
+        const float weight = weights[first + j];
+        if (weight != 0.0f) sum += weight * parts[place * n + i];
     }
     float *const at = y + blockIdx.y * pitch + i;
     *at = ADD ? *at + sum : sum;

@@ -4,7 +4,7 @@ Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F
 K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32. The other
 types below are opaque to the engine: `PreparedTransform` is a `HeadTransform` on the device, `Cache` the K/V of one
 layer, `Buffer` a prompt's full-precision K/V of one layer, `Spans` a list of `SpanView`, `SamplerInputs` a list of
-`SamplerInput`, `Routing` the experts of each row and their weights.
+`SamplerInput`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,22 @@ from polarlm.model_loaders.config import Experts, ModelConfig
 STEP_ROWS = 16  # most rows of one sequence in a step
 
 Array = Any
-Routing = Any
 SamplerInputs = Any
 Result = TypeVar("Result")
+
+
+class Routing(NamedTuple):
+    """The experts of each row, best first: ids (T, k) int32, and their weights (T, k) float32, on the device.
+
+    A row's adapter is an expert as well, with k = 1; the weight of a row without one is 0.
+    """
+
+    ids: Array
+    weights: Array
+
+    def part(self, rows: slice) -> Routing:
+        """Those of some rows."""
+        return Routing(self.ids[rows], self.weights[rows])
 
 
 @dataclass(frozen=True)
@@ -209,6 +222,10 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def activate(self, x: Array, up: Array, activation: str) -> None:
         """activation(x) * up of x and up (T, n), in place in x. Rows of up may be parts of longer ones."""
 
+    def activate_halves(self, x: Array, activation: str) -> Array:
+        """What `linear` does after its product: x (T, 2F) = [gate | up] → activation(gate) * up (T, F); without a gate
+        activation(x), of its shape. x may be overwritten."""
+
     def scale(self, x: Array, factor: Array) -> None:
         """x (T, n) times the number in factor (1,), in place."""
 
@@ -248,16 +265,17 @@ class Ops(KVOps, RecurrentOps, Protocol):
         routing: Routing,
         gate_up: ExpertLinear,
         down: ExpertLinear,
-        activation: str,
+        activation: str | None,
         *,
         norm: tuple[Array, float] | None = None,
         residual: Array | None = None,
         recorded: bool = False,
     ) -> Array:
-        """The weighted sum of down(activation(gate) * up) of each row's experts, x (T, E) → (T, E).
+        """The weighted sum of down(activation(gate) * up) of each row's experts, x (T, in) → (T, out).
 
-        gate_up: [gate | up] (2F, E) of each expert, or up (F, E) if it has no gate; down (E, F). norm, residual,
-        activation, recorded: as in `linear`.
+        gate_up: [gate | up] (2F, in) of each expert, or up (F, in) if it has no gate; down (out, F). norm, residual,
+        activation, recorded: as in `linear`; without an activation, the sum is of down(up). An expert whose weight is 0
+        adds nothing to a row, whatever it computes.
         CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
         gemm_small for each group of pairs with an expert. add_experts adds the results.
         """

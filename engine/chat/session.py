@@ -150,7 +150,8 @@ class ChatSession:
         repeats = Repeats()
         reason, usage = None, None
         times: list[float] = []
-        as_written = PromptOptions(parse_special=True)  # a raw prompt may contain a template's control tokens
+        # A raw prompt may contain a template's control tokens. Of several adapters, the first one answers.
+        as_written = PromptOptions(parse_special=True, lora=next(iter(self.engine.adapters.by_name), ""))
         params = replace(self.params, shown_tokens=shown.tokens)
         answer = self.engine.stream(prompt, params, as_written, progress=True)
         try:

@@ -286,7 +286,7 @@ def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
         (given,) = (kind for kind in arguments if kind is not type(None))
         return _reader(given)
     if container is dict:
-        return dict, _read_bias
+        return dict, _read_bias if arguments[0] is int else _read_named
     if container is tuple:
         return tuple, _READERS[arguments[0]]
     return None, _READERS[annotation]
@@ -325,6 +325,14 @@ def _read_bias(text: str) -> tuple[int, float]:
     if found is None:
         raise argparse.ArgumentTypeError(f"takes a token id and a signed number, as in 42-1.5, not {text!r}")
     return int(found[1]), float(found[2])
+
+
+def _read_named(text: str) -> tuple[str, str]:
+    """`name=path` → (name, path); the name of a path alone is that of its folder or file, without a scale."""
+    name, equals, path = text.partition("=")
+    if equals:
+        return name, path
+    return Path(re.sub(r":-?[\d.]+$", "", text)).name.removesuffix(".gguf"), text
 
 
 _READERS: dict[Any, Callable[[str], Any]] = {int: _read_int, float: _read_float, str: str}

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,10 @@ from polarlm.engine.loading.sizes import (
     weight_format,
 )
 from polarlm.engine.loading.tile_cache import TileCache, tile_cache
+from polarlm.engine.model.adapters import Adapters, delta_bytes
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.merged_weights import with_adapters
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
@@ -64,6 +66,7 @@ class Parts:
     source: model_loaders.Model
     plan: StorePlan
     model: Transformer
+    adapters: Adapters = field(default_factory=Adapters)
     tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
     is_mapped: bool = False  # whether the weights are mapped from the tile cache
@@ -138,13 +141,20 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         plan: StorePlan | None = None
         try:
             check_layers(ops, source.config, config.block_size)
-            draft = draft_bytes(config, ops)
+            source, adapters = with_adapters(config, source, say)
+            added, of_draft_model = delta_bytes(ops, source.config, adapters.all), draft_bytes(config, ops)
+
+            def draft(tokens: int) -> int:
+                return added + of_draft_model(tokens)
+
             shape = cache_shape(config, encoding, ops, source.config)
             tiers = open_tiers(config, shape, ops.name)
             weight_type = weight_format(config)
             size = weight_bytes(ops, source.weights, weight_type)
             progress = None if bar is None else bar.update
-            load = partial(load_weights, ops, source.config, source.weights, weight_type=weight_type)
+            load = partial(
+                load_weights, ops, source.config, source.weights, weight_type=weight_type, adapters=adapters.all
+            )
             cache = _tile_cache(config, ops, source, say)
             mapped = None if cache is None else cache.tiles(lambda kept: load(progress=progress, kept=kept))
             on_host = asked_cpu_experts(config, ops, source, shape, draft, say)
@@ -163,7 +173,9 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 say(warning)
             warm = ops.warm_up()
             if warm is not None:
-                later = warm_up_first(config, encoding, warm, source, shape, on_host.layers if on_host else 0)
+                later = warm_up_first(
+                    config, encoding, warm, source, shape, on_host.layers if on_host else 0, adapters.all
+                )
             held = None if experts is None else ExpertCache(experts.experts)
             weights = load(progress=progress, cache=held) if mapped is None else load(kept=mapped)
             source.read_tokenizer()  # what is wrong with it is an error of loading
@@ -188,7 +200,9 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             raise
     _give_back_freed_memory()
     model = (Encoder if source.config.is_encoder else Transformer)(ops, source.config, weights, store)
-    parts = Parts(config, source, plan, model, tiers, is_mapped=mapped is not None, experts=experts or on_host)
+    parts = Parts(
+        config, source, plan, model, adapters, tiers, is_mapped=mapped is not None, experts=experts or on_host
+    )
     parts.rehearsal = None if warm is None else rehearse(later)
     if config.model_draft is not None:
         try:
@@ -248,6 +262,9 @@ def _give_back_freed_memory() -> None:
 def _tile_cache(config: EngineConfig, ops: Ops, source: model_loaders.Model, say: Say) -> TileCache | None:
     """Return the tile cache of a model, if there is to be one; say why there is none."""
     if config.tile_cache is None:
+        return None
+    if config.lora_merge:
+        say("tile_cache has no effect with lora_merge: it keeps the weights of files.")
         return None
     if not ops.keeps_tiles:
         say(f"tile_cache has no effect with {ops.backend}: it keeps the weights of compiled kernels on a CPU.")

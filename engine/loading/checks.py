@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
 from polarlm.engine.loading.cpu_experts import AUTO
 from polarlm.engine.loading.sizes import weight_format
+from polarlm.engine.model.adapters import parsed
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import parse_size
 from polarlm.engine.storage.tiers.opening import check_settings
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
+
+_ADAPTER_NAME = re.compile(r"\w[\w.-]*")
 
 
 def settle(
@@ -33,7 +37,7 @@ def settle(
         config = replace(config, weights=os.fspath(path))
     for name, kind in get_type_hints(EngineConfig).items():
         value = getattr(config, name)
-        allowed = (int, float) if kind is float else kind
+        allowed = (int, float) if kind is float else get_origin(kind) if get_origin(kind) is dict else kind
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             wanted = getattr(kind, "__name__", kind)
             raise EngineError(f"{name} is {value!r}, but must be of type {wanted}")
@@ -77,8 +81,25 @@ def _check_values(config: EngineConfig) -> None:
     if config.tile_cache is not None and config.expert_cache is not None:
         raise _wrong("expert_cache", config, "leave it out, since tile_cache maps the experts from the disk already")
     check_settings(config)
+    _check_adapters(config)
     weight_format(config)
     cache_types.check_names(config)
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    """Raises EngineError for a name that no request could give."""
+    for name, path in config.lora.items():
+        if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
+            raise EngineError(
+                f"lora={name}: give the adapter a name of letters, digits, dots and dashes, as in NAME=PATH",
+                settings=("lora",),
+            )
+        if not isinstance(path, str) or not path:
+            raise EngineError(f"lora={name}: give the path of a folder of peft, or of a GGUF file", settings=("lora",))
+        if parsed(path)[1] == 0:
+            raise EngineError(f"lora={name}: a scale of 0 leaves nothing of the adapter", settings=("lora",))
+    if config.lora_merge and not config.lora:
+        raise EngineError("lora_merge=True: there is no adapter to merge; give one (lora)", settings=("lora_merge",))
 
 
 def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:

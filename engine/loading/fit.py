@@ -29,6 +29,7 @@ from polarlm.engine.loading.sizes import (
     weight_format,
     work_bytes,
 )
+from polarlm.engine.model.adapters import adapter_bytes
 from polarlm.engine.model.weights import Kept, kept
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
@@ -124,12 +125,14 @@ def fit_device(
     contexts: lengths in tokens; sequences of these lengths are counted with the first weight type.
     """
     others = [AS_STORED, *sorted(weight_formats.writable(), key=lambda name: -_bits(name))]
-    found = []
+    found, added = [], adapter_bytes(config, ops, model, source)
     for weight_type in dict.fromkeys((config.weight_type, *others)):
         settings = replace(config, weight_type=weight_type)
         format = weight_format(settings)
         asked = contexts if weight_type == config.weight_type else ()
-        weights = fit_weights(settings, ops, model, sizes(ops, model, source, format), cache_types, asked)
+        of = sizes(ops, model, source, format)
+        of = replace(of, weights=of.weights + added)
+        weights = fit_weights(settings, ops, model, of, cache_types, asked)
         found.append(replace(weights, kept=kept(ops, source, format)))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
@@ -279,6 +282,7 @@ def need(config: EngineConfig, reserved: int = 0, most: int | None = None) -> Ne
     try:
         model = model.for_context(config.ctx_size)
         weights = sizes(ops, model, source, weight_format(config)).weights
+        weights += adapter_bytes(config, ops, model, source)
     finally:
         source.close()
     shape, draft = cache_shape(config, WHOLE, ops, model), draft_bytes(config, ops)

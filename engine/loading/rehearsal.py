@@ -17,10 +17,18 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.loading.encoding import NOT_STORED, Encoding, stored
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
+from polarlm.engine.model.adapters import Loaded
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.kv_scales import Variances
-from polarlm.engine.model.warm_up import least_plan, warm_up, warm_up_codes, warm_up_drafts, warm_up_rows
+from polarlm.engine.model.warm_up import (
+    least_plan,
+    warm_up,
+    warm_up_adapter,
+    warm_up_codes,
+    warm_up_drafts,
+    warm_up_rows,
+)
 from polarlm.engine.model.weights import layer_formats, load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import neutral
@@ -40,10 +48,11 @@ def warm_up_first(
     source: model_loaders.Model,
     shape: CacheShape,
     on_host: int,
+    adapters: Sequence[Loaded] = (),
 ) -> list[Callable[[], None]]:
     """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones.
 
-    on_host: as in `load_weights`.
+    on_host, adapters: as in `load_weights`.
     """
     ops, wanted = warm.ops, weight_format(config)
     if source.config.is_encoder:
@@ -62,12 +71,15 @@ def warm_up_first(
     conditioning, metrics = zip(
         *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
     )
-    weights = load_weights(ops, source.config, source.weights, None, wanted, numbers, on_host=on_host)
+    weights = load_weights(
+        ops, source.config, source.weights, None, wanted, numbers, on_host=on_host, adapters=adapters
+    )
     store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
     warmed = Transformer(ops, model, weights, store)
     sequence = warm_up(warmed, warm.short)
     drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
     return [
+        *([partial(warm_up_adapter, warmed)] if adapters else []),
         partial(warm_up_codes, warmed, sequence),
         *(partial(warm_up_drafts, warmed, rows) for rows in drafts),
         *(

@@ -143,6 +143,8 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         weights=config.model_draft,
         model_draft=None,
         weight_type=AS_STORED,
+        lora={},
+        lora_merge=False,
         cache_type=codecs.FULL,
         cache_type_k=None,
         cache_type_v=None,

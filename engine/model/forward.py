@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform
-from polarlm.engine.backends.ops import Array, ExpertCache, Ops, SamplerInputs
+from polarlm.engine.backends.ops import Array, ExpertCache, Ops, Routing, SamplerInputs
 from polarlm.engine.errors import EngineError
+from polarlm.engine.model.adapters import have_adapters, row_adapters
 from polarlm.engine.model.layers import Eps, Norm
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
@@ -42,6 +43,7 @@ class ModelWeights:
     expert_cache: ExpertCache | None = None  # None: all experts are in memory
     host_bytes: int = 0  # of experts in the memory of a GPU's host
     encoder_inputs: EncoderInputs | None = None  # None for a decoder
+    merged: tuple[str, ...] = ()  # what tells adapters that are merged into the weights from others
 
 
 class Transformer:
@@ -109,7 +111,9 @@ class Transformer:
         """
         x, inputs = self._embed(self.ops.to_device(np.asarray(ids, np.int32)))
         first_output = 0 if outputs is None else len(ids) - outputs
-        prefill = Prefill(self.ops, self.store, self._layers, self._ropes, self.taps)
+        tables = [self.ops.to_device(table) for table in row_adapters(spans)]
+        adapters = Routing(*tables) if tables else None
+        prefill = Prefill(self.ops, self.store, self._layers, self._ropes, self.taps, adapters)
         yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer)
         return x[first_output:]
 
@@ -171,7 +175,7 @@ class Transformer:
 
     def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
         """Run a `step_ahead` without sampling, and return the logits (B, V), valid until the next step begins."""
-        return self.ops.run_graph(("rows", 1), self._rows, [before.ids, *self._tables(spans)])
+        return self.ops.run_graph(("rows", 1, have_adapters(spans)), self._rows, [before.ids, *self._tables(spans)])
 
     def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
         """Sample the tokens of `rows_ahead` from its logits (B, V), without waiting for them."""
@@ -183,12 +187,13 @@ class Transformer:
         """Compute the rows, and return the tokens (T,) that follow them and logits (T, V), on the device."""
         inputs = [ids, self.ops.pack_sampler_inputs(sampler_inputs), *self._tables(spans)]
         most = max(span.count for span in spans)
-        return self.ops.run_graph(("step", most), self._step, inputs)
+        return self.ops.run_graph(("step", most, have_adapters(spans)), self._step, inputs)
 
     def _tables(self, spans: Sequence[Span]) -> list[Any]:
         """Return the tables of `_rows` for all rows of `spans`."""
         at = positions(spans)
-        return [*chain.from_iterable(self._ropes.tables(at)), *self.store.spans(spans, slice(0, len(at)))]
+        spans_of_groups = self.store.spans(spans, slice(0, len(at)))
+        return [*chain.from_iterable(self._ropes.tables(at)), *spans_of_groups, *row_adapters(spans)]
 
     def _step(self, ids: Array, sampler_inputs: SamplerInputs, *tables: Any) -> tuple[Array, Array]:
         """ids (T,) int32 → tokens (T,), logits (T, V). tables: as for `_rows`."""
@@ -198,14 +203,18 @@ class Transformer:
     def _rows(self, ids: Array, *tables: Any) -> Array:
         """ids (T,) int32 → logits (T, V).
 
-        tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers.
+        tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers, and if a row has an
+        adapter those of `row_adapters`.
         """
         (x, inputs), first_spans = self._embed(ids, recorded=True), 2 * len(self._ropes)
         ropes = [tables[first : first + 2] for first in range(0, first_spans, 2)]
+        of_rows = tables[first_spans + len(self.store.groups) :]
+        adapters = Routing(*of_rows) if of_rows else None
         for number, layer in enumerate(self._layers):
             rope, spans = self._ropes.of_layer(number, ropes), tables[first_spans + self.store.group_of(number)]
-            layer.mixer.mix(x, layer.mixer.project(x, rope, spans, recorded=True), spans, recorded=True)
-            layer.finish(x, inputs, recorded=True)
+            seen = layer.mixer.project(x, rope, spans, adapters=adapters, recorded=True)
+            layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
+            layer.finish(x, inputs, adapters=adapters, recorded=True)
         return self._head(x, recorded=True)
 
     def _embed(self, ids: Array, *, recorded: bool = False) -> tuple[Array, Array | None]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from polarlm.engine.backends.kv import Spans
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.experts import Experts
 from polarlm.engine.model.layers.kinds import DecoderLayer
@@ -40,13 +40,15 @@ class _Part:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward pass of prompts. taps: called in prompts of one span."""
+    """The forward pass of prompts. taps: called in prompts of one span. adapters: those of all rows; None if none has
+    one."""
 
     ops: Ops
     store: KVStore
     layers: Sequence[DecoderLayer]
     ropes: RopeTables
     taps: Taps | None
+    adapters: Routing | None = None
 
     def units(
         self, x: Array, inputs: Array | None, spans: Sequence[Span], first_output: int, *, by_layer: bool
@@ -110,15 +112,20 @@ class Prefill:
             if seen is not None:
                 seen("input", x[rows])
             own = None if rope is None else (rope[0][rows], rope[1][rows])
-            return mixer.project(x[rows], own, parts[i].spans[group], recorded=False, tap=seen)
+            adapters = self.adapters and self.adapters.part(rows)
+            return mixer.project(x[rows], own, parts[i].spans[group], adapters=adapters, recorded=False, tap=seen)
 
         def mix(i: int) -> None:
             part, skipped = parts[i], parts[i].skipped if is_last else 0
             if skipped < len(queries[i]):
-                spans, rows = part.last if is_last else part.spans[group], x[part.rows][skipped:]
-                mixer.mix(rows, queries[i][skipped:], spans, recorded=False, tap=tap(part.position + skipped))
-                own = None if inputs is None else inputs[part.rows][skipped:]
-                self.layers[layer].finish(rows, own, recorded=False)
+                spans, kept = (
+                    part.last if is_last else part.spans[group],
+                    slice(part.rows.start + skipped, part.rows.stop),
+                )
+                rows, adapters, seen = x[kept], self.adapters and self.adapters.part(kept), tap(part.position + skipped)
+                mixer.mix(rows, queries[i][skipped:], spans, adapters=adapters, recorded=False, tap=seen)
+                own = None if inputs is None else inputs[kept]
+                self.layers[layer].finish(rows, own, adapters=adapters, recorded=False)
 
         # A row attends to all K/V before it, so every part is projected before the first one attends.
         queries = [*map(project, range(len(parts)))] if mixer.in_order else self.ops.map_parts(project, len(parts))

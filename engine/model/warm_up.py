@@ -8,7 +8,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.store import SequenceKV
+from polarlm.engine.state.store import RowAdapter, SequenceKV
 
 _ROWS = 48  # rows of a prompt: kernels for many rows take 6, 4, 3 or 2 at a time, and all of these divide it
 _MANY_ROWS = 96  # rows of a prompt: enough to be multiplied by a GPU's library
@@ -64,6 +64,15 @@ def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
     _prompt(model, sequences[0], rows)
     for sequence in sequences:
         model.store.release(sequence)
+
+
+def warm_up_adapter(model: Transformer) -> None:
+    """Run a prompt and a step with the first adapter."""
+    sequence = model.store.new_sequence()
+    sequence.adapter = RowAdapter(0, 1.0)
+    _prompt(model, sequence, _ROWS)
+    _step(model, sequence)
+    model.store.release(sequence)
 
 
 def warm_up_drafts(model: Transformer, rows: int) -> None:

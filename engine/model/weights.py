@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
+from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
+from polarlm.engine.model.merged_weights import MergedWeights
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import Experts, ModelConfig
@@ -37,9 +39,10 @@ class _Reader:
         weight_type: WeightFormat | None,
         kept: KeptTiles | None,
         cache: ExpertCache | None,
+        adapters: Sequence[Loaded],
     ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
-        self._weight_type, self._kept, self._cache = weight_type, kept, cache
+        self._weight_type, self._kept, self._cache, self._adapters = weight_type, kept, cache, adapters
         self.bytes = 0
 
     def vector(self, names: Sequence[str], scale: float = 1.0) -> Array:
@@ -76,7 +79,11 @@ class _Reader:
 
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
         """Load a projection whose output is the concatenation of those of `weights`, with `biases`."""
-        return Linear(self.matrices(weights), self.vector(biases) if biases else None)
+        matrices, bias = self.matrices(weights), self.vector(biases) if biases else None
+        changed = deltas(self._ops, self._adapters, weights, [self._source.shape(name)[0] for name in weights])
+        if changed is not None:
+            self._count((*changed.a.parts, *changed.b.parts))
+        return Linear(matrices, bias, changed)
 
     def experts(self, count: int, weights: Sequence[str], biases: Sequence[str]) -> ExpertLinear:
         """Load a projection of `count` experts. weights, biases: those of the first expert, then those of the next."""
@@ -110,15 +117,17 @@ def load_weights(
     kept: KeptTiles | None = None,
     cache: ExpertCache | None = None,
     on_host: int = 0,
+    adapters: Sequence[Loaded] = (),
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
     progress: called with the number of bytes of the file that are done since its last call. numbers: those of the
     layers to load; None: all. kept: as in `Ops.load`. cache: as in `Ops.cache_experts`; None loads all experts.
-    on_host: the experts of this many layers, the first ones, stay on `Ops.host`.
+    on_host: the experts of this many layers, the first ones, stay on `Ops.host`. adapters: those that requests choose
+    among, by their numbers.
     """
-    read = _Reader(ops, source, progress, weight_type, kept, cache)
-    of_host = None if ops.host is None else _Reader(ops.host, source, progress, weight_type, None, None)
+    read = _Reader(ops, source, progress, weight_type, kept, cache, adapters)
+    of_host = None if ops.host is None else _Reader(ops.host, source, progress, weight_type, None, None, ())
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
@@ -144,7 +153,8 @@ def load_weights(
     host_bytes = 0 if of_host is None else of_host.bytes
     of_encoder = _encoder_inputs(read, top) if config.is_encoder else None
     ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
-    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes, of_encoder)
+    merged = source.merged if isinstance(source, MergedWeights) else ()
+    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes, of_encoder, merged)
 
 
 def _encoder_inputs(read: _Reader, top: Mapping[str, Sequence[str]]) -> EncoderInputs:

@@ -13,17 +13,19 @@ from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError, no_answers
 from polarlm.engine.limits import RANK
+from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
 from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids, yes_and_no
+from polarlm.engine.requests.salts import salt_of
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
-from polarlm.engine.state.store import SequenceKV, Span
+from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 from polarlm.engine.storage.copies import Snapshot
 from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -94,6 +96,8 @@ class Request:
     found: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     saved: Snapshot | None = None  # what the store held when the request was preempted
     clock: Clock = field(default_factory=Clock)
+    adapter: RowAdapter | None = None  # that computes its tokens
+    salt: str = ""  # what keeps its K/V apart; see `engine.requests.salts`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
 
     @classmethod
@@ -107,6 +111,7 @@ class Request:
         *,
         answers: Answers,
         drafting: Drafting,
+        adapters: Adapters,
         outbox: Outbox,
         wants_progress: bool,
         constraint: Constraint | None = None,
@@ -146,6 +151,7 @@ class Request:
             conversation if is_answer else None,
             constraint,
         )
+        request.adapter, request.salt = adapters.asked(options.lora, options.lora_scale)[0], salt_of(options, adapters)
         if request.sampler.reach_ahead:
             request.drafts = drafting.drafts(ids, params)
         return request

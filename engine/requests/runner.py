@@ -28,7 +28,7 @@ class StoredSequence:
 
     ids: tuple[int, ...] = ()  # ids of its stored tokens
     bytes: int = 0
-    salt: str = ""  # the cache salt that it is found with
+    salt: str = ""  # what it is found with; see `engine.requests.salts`
 
 
 class Runner:
@@ -154,7 +154,7 @@ class Runner:
         elif request.options.pooling is not None:  # no conversation continues an embedded text
             self._store.release(kv)
         else:
-            self.release(request.sequence.ids, kv, request.options.cache_salt)
+            self.release(request.sequence.ids, kv, request.salt)
 
     def _preempt(self) -> bool:
         """Preempt the youngest request: it gives up its blocks and waits. False if only one request computes."""
@@ -182,7 +182,7 @@ class Runner:
         """Return the sequence of a request that was saved when it was preempted; None if it was not."""
         if request.saved is None:
             return None
-        kv = self._prefixes.salted(restore(self._store, request.saved), request.options.cache_salt)
+        kv = self._prefixes.salted(restore(self._store, request.saved), request.salt)
         request.saved = None
         return kv
 
@@ -204,6 +204,7 @@ class Runner:
                 if request.found is not None and request.found.put_back():
                     return  # the next unit puts back the next part
                 request.kv = self._restored(request) or self._match_prefix(request)
+                request.kv.adapter = request.adapter
                 request.record_prefix_hit(request.kv.length)
             if request.prefill is None and request.kv.length < request.sequence.computable:
                 request.prefill = self._begin(request)
@@ -227,11 +228,11 @@ class Runner:
         """Return the longest stored prefix of a request's tokens that it can continue from."""
         options = request.options
         ids = request.sequence.ids[:-1] if options.cache_prompt and not request.reads_prompt else ()
-        kv = self._prefixes.match_prefix(ids, options.cache_salt)
+        kv = self._prefixes.match_prefix(ids, request.salt)
         if request.reproduces(kv.length):
             return kv
         self._prefixes.release(kv, ids)
-        return self._prefixes.match_prefix(ids[: request.cached], options.cache_salt)
+        return self._prefixes.match_prefix(ids[: request.cached], request.salt)
 
     def _begin(self, request: Request) -> Prefill:
         """Open the request's next span and return its prefill. Raises OutOfBlocks."""

@@ -43,18 +43,26 @@ from polarlm.engine.state.tables import BlockTable, Growth
 Metrics = tuple[Metric | None, Metric | None]
 
 
+class RowAdapter(NamedTuple):
+    """An adapter by its number among those of the model, and the factor of what it adds."""
+
+    number: int
+    scale: float
+
+
 @dataclass
 class SequenceKV:
     """A sequence in the store: its number of tokens, and one block table per group.
 
     hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
-    for a sequence with a cache salt; see `engine.state.prefix`.
+    for a sequence with a cache salt; see `engine.state.prefix`. adapter: the one that its tokens are computed with.
     """
 
     length: int
     tables: list[BlockTable]
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
+    adapter: RowAdapter | None = None
 
 
 @dataclass
@@ -156,7 +164,7 @@ class KVStore:
         """Release all blocks of a sequence; it is empty afterwards."""
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
-        sequence.length, sequence.tables, sequence.hashes = 0, self._new_tables(), []
+        sequence.length, sequence.tables, sequence.hashes, sequence.adapter = 0, self._new_tables(), [], None
 
     def _new_tables(self) -> list[BlockTable]:
         return [group.new_table() for group in self.groups]

@@ -18,7 +18,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -28,6 +28,7 @@ import numpy as np
 
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.requests.answers import KEY_BYTES, Known
+from polarlm.engine.requests.salts import adapter_of, joined
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape
@@ -52,6 +53,7 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # the known answers of its conversation
+    salt: str = ""  # of a session that was read, that of its K/V; see `engine.requests.salts`
 
 
 def check_types(shape: CacheShape) -> None:
@@ -70,7 +72,7 @@ def write(
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
 
     After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: that of the
-    tokens in `saved`. salt: the cache salt of the sequence; "" for none.
+    tokens in `saved`. salt: that of the sequence, see `engine.requests.salts`; "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
@@ -79,6 +81,7 @@ def write(
         "version": _VERSION,
         **own,
         **({"salt": _salt_hash(salt, session.token_ids)} if salt else {}),
+        **({"adapter": adapter} if (adapter := adapter_of(salt)) else {}),
         "ids": session.token_ids,
         "first": min(saved.blocks, default=saved.length),
         "note": session.note,
@@ -122,12 +125,14 @@ def read(
     shape: CacheShape,
     vocabulary: range,
     context: int,
-    salt: str,
+    cache_salt: str,
+    knows: Callable[[str], bool],
     progress: Progress | None,
 ) -> tuple[Session, Snapshot]:
     """Read the session at `path`, and check that it is undamaged, fits this engine and its context, and has this salt.
 
-    Reads no state of the engine, so its lock need not be held. Raises EngineError.
+    knows: whether the engine has the adapter in a salt. Reads no state of the engine, so its lock need not be held.
+    Raises EngineError.
     """
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
@@ -135,7 +140,10 @@ def read(
         with open(path, "rb") as file:
             header = objects.read(file, _NAME, count).header
             session = _parsed(path, header, own, vocabulary)
-            _check_salt(path, str(header.get("salt", "")), salt, session)
+            if (adapter := str(header.get("adapter", ""))) and not knows(adapter):
+                raise _error(f"The session {path} was saved with an adapter that this engine lacks: load it with lora")
+            session = replace(session, salt=joined(cache_salt, adapter))
+            _check_salt(path, str(header.get("salt", "")), session.salt, session)
             if (length := len(session.token_ids)) > context:
                 raise _error(
                     f"The session {path} has {counted(length, 'token')}, but this engine's context has {context}: "

@@ -137,11 +137,13 @@ class Matrix:
 class Linear:
     """A linear layer: matrices with the same inputs, stacked, and one bias (out,) for all, or None.
 
-    Fused projections, such as q, k and v, may be parts in different formats, or a single part.
+    Fused projections, such as q, k and v, may be parts in different formats, or a single part. deltas: what adapters
+    add to the product; None if no adapter changes it.
     """
 
     parts: tuple[Matrix, ...]
     bias: Any | None = None
+    deltas: Deltas | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -176,3 +178,14 @@ class ExpertLinear:
     def nbytes(self) -> int:
         """Bytes of the matrices of all experts."""
         return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Deltas:
+    """What each of `a.count` adapters (LoRA) adds to the product of a `Linear` with x: b · (a · x).
+
+    a: (rank, in) of each; b: (out, rank) of each. Ranks are those of the largest adapter: the rest is zeros.
+    """
+
+    a: ExpertLinear
+    b: ExpertLinear

@@ -71,7 +71,8 @@ def _refuse_other_layouts(folder: Path) -> None:
         return
     if (folder / "adapter_config.json").is_file():
         raise LoadError(
-            f"{folder} holds an adapter (LoRA), not a model; merge it into its base model and give that folder."
+            f"{folder} holds an adapter (LoRA), not a model; give its base model, and this folder with --lora (lora in "
+            "Python)."
         )
     if pickles := sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern)):
         raise LoadError(

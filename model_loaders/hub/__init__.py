@@ -15,6 +15,8 @@ from polarlm.model_loaders.files.folder import read_configuration
 from polarlm.model_loaders.files.gguf_source import sizes_from_beginning
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
 from polarlm.model_loaders.hub.choice import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     BESIDE_WEIGHTS,
     CONFIG,
     HubFile,
@@ -29,7 +31,7 @@ from polarlm.model_loaders.hub.names import PREFIX, HubName, parse
 from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 
-__all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse", "quantization_of", "sizes"]
+__all__ = ["PREFIX", "Fits", "HubName", "fetch", "fetch_adapter", "parse", "quantization_of", "sizes"]
 
 Progress = Callable[[int, int], None]
 """Gets the bytes that have arrived, and the bytes of all files."""
@@ -65,6 +67,18 @@ def fetch(
         raise
 
 
+def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
+    """The path of an adapter (LoRA) in the hub's cache, a folder or a .gguf file; it is downloaded if need be.
+
+    Raises LoadError.
+    """
+    client = Client()
+    try:
+        return _Fetching(client, name, lambda config, size: True, verbose, of_adapter=True).run()
+    except (client.http_error, OSError) as error:
+        raise sentence(client, name, error) from error
+
+
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
     """The configuration of a model on the hub, and its files, the best first: (quantization, bytes) for each GGUF file,
     or one ("", bytes) for safetensors. Downloads no weights. Raises LoadError."""
@@ -85,8 +99,11 @@ class _Fetching:
         fits: Fits,
         verbose: Callable[[str], None] | None,
         progress: Progress | None = None,
+        *,
+        of_adapter: bool = False,
     ) -> None:
         self._client, self._name, self._fits, self._verbose, self._progress = client, name, fits, verbose, progress
+        self._of_adapter = of_adapter
         self._listing = Listing(name.repo, "", {})
         self._is_cut_off = False  # whether the hub cannot be reached and the listing is that of the cache
 
@@ -136,7 +153,20 @@ class _Fetching:
             )
         return config, [(model.label, model.size) for model in models]
 
+    def _adapter(self) -> Path:
+        files = self._listing.files
+        if self._name.quantization is None and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= files.keys():
+            return self._fetch([files[ADAPTER_CONFIG], files[ADAPTER_WEIGHTS]])[0].parent
+        if quantizations(files.values()):
+            return self._fetch(choose_gguf(self._name, files.values(), lambda size: True, self._is_here).files)[0]
+        raise LoadError(
+            f"{self._name.repo} has neither {ADAPTER_WEIGHTS} with {ADAPTER_CONFIG} nor GGUF files: choose a "
+            "repository that holds an adapter."
+        )
+
     def _model(self) -> Path:
+        if self._of_adapter:
+            return self._adapter()
         files = self._listing.files
         if self._name.quantization is None and has_safetensors(files):
             return self._folder()
@@ -151,8 +181,8 @@ class _Fetching:
                 f"{name.repo} has safetensors and no GGUF files: leave out :{name.quantization}; weights can be "
                 "converted while they are loaded (--weight-type)."
             )
-        if "adapter_config.json" in files:
-            return f"{name.repo} holds an adapter (LoRA), not a model: choose its base model."
+        if ADAPTER_CONFIG in files:
+            return f"{name.repo} holds an adapter (LoRA), not a model: choose its base model, and give it with --lora."
         if any(path.endswith((".bin", ".pth", ".pt")) for path in files):
             return (
                 f"{name.repo} holds its weights as pickles, which can run any code when opened and are not read: "

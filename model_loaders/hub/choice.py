@@ -11,6 +11,7 @@ from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
 from polarlm.model_loaders.hub.names import HubName
 
 CONFIG = "config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the configuration is required
     CONFIG,
     "generation_config.json",

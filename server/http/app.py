@@ -123,28 +123,34 @@ class _Api:
         self._since = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """The one model, in OpenAI's shape, or in Anthropic's for its clients."""
-        model = self._model(request)
+        """The model and its adapters, in OpenAI's shape, or in Anthropic's for its clients."""
+        found = [self._model(request, name) for name in self._names()]
         if ANTHROPIC in request.headers:
-            return JSONResponse({"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
-        return JSONResponse({"object": "list", "data": [model]})
+            ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
+            return JSONResponse({"data": found, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": found})
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._driver.engine.model.name:
+        if (name := request.path_params["name"]) not in self._names():
             raise ApiError(404, "There is no such model here; /v1/models lists what there is", "model_not_found")
-        return JSONResponse(self._model(request))
+        return JSONResponse(self._model(request, name))
 
-    def _model(self, request: Request) -> dict[str, Any]:
+    def _names(self) -> list[str]:
+        """Names that requests may give as the model: its own, and those of its adapters."""
+        return [self._driver.engine.model.name, *self._driver.engine.adapters.by_name]
+
+    def _model(self, request: Request, name: str) -> dict[str, Any]:
         engine = self._driver.engine
         if ANTHROPIC in request.headers:
             created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
-            return {"type": "model", "id": (name := engine.model.name), "display_name": name, "created_at": created}
+            return {"type": "model", "id": name, "display_name": name, "created_at": created}
         return {
-            "id": engine.model.name,
+            "id": name,
             "object": "model",
             "created": self._since,
             "owned_by": "polarlm",
             "context_length": engine.context,
+            **({"parent": engine.model.name} if name in engine.adapters.by_name else {}),
         }
 
     async def health(self, _request: Request) -> Response:

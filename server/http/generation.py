@@ -21,6 +21,7 @@ from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import COMMENT, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
 from polarlm.server.http.warnings import warn
+from polarlm.server.reading.adapters import with_adapter
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
@@ -87,6 +88,8 @@ class Generation:
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
         """The response to a request whose body has been read."""
         asked, writer = self._endpoint.read(body, self._about)
+        options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
+        asked = replace(asked, options=options)
         warnings = self._endpoint.warnings(body)
         if asked.answers > (room := self._driver.room):
             given = "prompt" if asked.more_prompts else "n"

@@ -104,6 +104,9 @@ class Registry:
 
 def _named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
     found = next((one for one in models if name == one.name or name in one.aliases), None)
+    base, _, adapter = name.rpartition(":")
+    if found is None and base:
+        found = next((one for one in models if base in (one.name, *one.aliases) and adapter in one.config.lora), None)
     if found is None and ":" not in name:
         of_repo = [one for one in models if one.name.startswith(f"{name}:")]
         found = of_repo[0] if len(of_repo) == 1 else None

@@ -8,10 +8,12 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from polarlm.engine import EngineError
+from polarlm.server.reading.adapters import with_adapter
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
 from polarlm.server.reading.values import BadRequest, read_json
@@ -175,6 +177,7 @@ class Connection(asyncio.Protocol):
             saved = read_name("save", message["save"])
             prompt = read_prompt(message)
             options = read_options(message, parse_special=self._config.parse_special)
+            options = with_adapter(options, message, self._driver.engine.adapters.scales)
             counted = not self._config.hide_cached_tokens
             return lambda: _transferred(self._driver.save_session(saved, prompt, options), counted)
         if message.get("load") is not None:
@@ -183,6 +186,7 @@ class Connection(asyncio.Protocol):
             return lambda: _transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
         asked = read(body, self._driver.engine.tokenize, parse_special=self._config.parse_special)
+        asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters.scales))
         if asked.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
         if asked.n != 1:

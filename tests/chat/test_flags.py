@@ -128,6 +128,11 @@ def test_logit_biases_add_up(biases):
     assert read_command_line(words)[1].logit_bias == pytest.approx(biases)
 
 
+def test_adapters_have_the_names_that_are_given_or_those_of_their_files():
+    words = ["--lora", "mine=a/b:0.5", "--lora", "c/tone-v1.5", "--lora", "d/sql.gguf:2"]
+    assert read_command_line(words)[0].lora == {"mine": "a/b:0.5", "tone-v1.5": "c/tone-v1.5", "sql": "d/sql.gguf:2"}
+
+
 def test_a_bias_of_minus_infinity_bans_a_token():
     assert read_command_line(["--logit-bias", "42-inf"])[1].logit_bias == {42: -math.inf}
 

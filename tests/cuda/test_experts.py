@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.ops import Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.experts import Experts as Layer
@@ -195,6 +195,40 @@ def test_experts_are_those_of_numpy(
     assert np.abs(ops.to_host(y) - (wanted + before if added else wanted)).max() <= allowed
 
 
+@pytest.mark.parametrize("name", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize(("rows", "rank", "count"), [(1, 8, 1), (2, 24, 3), (7, 16, 2), (70, 64, 1), (5, 40, 4)])
+def test_without_an_activation_results_are_the_products_of_both(
+    rng: np.random.Generator, name: str, rows: int, rank: int, count: int
+) -> None:
+    """As for adapters: few outputs of the first product, and rows with the weight 0, to which nothing is added."""
+    ops, out = CudaOps(open_device(checked=rows < 60)), 48
+    stored = [
+        [[StoredArray(normal(rng, *shape) / 8, name)] for _ in range(count)] for shape in ((rank, E), (out, rank))
+    ]
+    for one, shape in zip(stored, ((rank, E), (out, rank)), strict=True):
+        one.append([StoredArray(np.full(shape, np.nan, np.float32), name)])
+    ids = rng.integers(0, count, (rows, 1)).astype(np.int32)
+    scales = normal(rng, rows, 1)
+    ids[rows // 2 :: 3], scales[rows // 2 :: 3] = count, 0
+    x, before = normal(rng, rows, E), normal(rng, rows, out)
+    wanted = before.astype(np.float64)
+    for row in np.flatnonzero(scales):
+        a, b = (of[ids[row, 0]][0].values.astype(np.float64) for of in stored)
+        wanted[row] += scales[row] * (b @ (a @ x[row]))
+    into, routing = ops.to_device(before), Routing(ops.to_device(ids), ops.to_device(scales))
+    a, b = (ExpertLinear(count + 1, ops.load_experts(one)) for one in stored)
+    ops.experts(ops.to_device(x), routing, a, b, None, residual=into)
+    kind = "__nv_bfloat16" if name == "bf16" else "__half"  # x and the first product are rounded to it
+    assert np.abs(ops.to_host(into) - wanted).max() <= 4 * STEP[kind] * np.abs(wanted - before).max() + 1e-6
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu_squared"])
+def test_halves_are_activated_as_by_numpy(ops: CudaOps, rng: np.random.Generator, activation: str) -> None:
+    x = normal(rng, 5, 2 * F)
+    found = ops.to_host(ops.activate_halves(ops.to_device(x), activation))
+    np.testing.assert_allclose(found, HOST.activate_halves(x, activation), rtol=1e-5, atol=1e-6)
+
+
 def test_a_row_without_finite_logits_gives_nan_to_itself_only(ops: CudaOps, rng: np.random.Generator) -> None:
     gate_up, _ = both(ops, rng, stored_experts(rng, ("f16", "f16"), F, E), False)
     down, _ = both(ops, rng, stored_experts(rng, ("f16",), E, F), False)
@@ -286,7 +320,7 @@ def test_a_layer_of_experts_is_that_of_numpy(rng: np.random.Generator, rows: int
         layer = layer_of(ops, 1)
 
         def add(x: Any, layer: Layer = layer) -> Any:
-            layer.add(x, recorded=recorded)
+            layer.add(x, adapters=None, recorded=recorded)
             return x
 
         results.append(ops.to_host(ops.run_graph("layer", add, [x.copy()]) if recorded else add(ops.to_device(x))))
@@ -303,7 +337,7 @@ def test_a_layer_copies_nothing_to_the_host(
         raise AssertionError("a copy to the host")
 
     monkeypatch.setattr(ops._device, "to_host", refuse)
-    layer.add(x, recorded=recorded)
+    layer.add(x, adapters=None, recorded=recorded)
 
 
 # Formats with a kernel each.

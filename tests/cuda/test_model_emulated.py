@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, SamplingParams, codecs
+from polarlm.engine import Engine, PromptOptions, SamplingParams, codecs
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -26,12 +27,13 @@ from polarlm.engine.state.store import KVStore
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders import ModelConfig, WeightSource
 from polarlm.model_loaders import load_weights as open_weights
+from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.bare import shape_of
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import read, store
 from tests.rescaled import rescale
-from tests.tiny import make_model
+from tests.tiny import load_tiny, make_model
 from tests.weights import matrix
 
 N = 16  # tokens of a block
@@ -324,3 +326,28 @@ def test_powers_of_two_in_keys_and_values_change_no_bit(
                 assert len(scores[-1][0]) == 50
     np.testing.assert_array_equal(scores[1], scores[0])
     np.testing.assert_array_equal(scores[2], scores[0])
+
+
+@pytest.mark.slow
+def test_rows_of_a_step_have_adapters_of_their_own(tmp_path: Path) -> None:
+    """Three requests, of which one has no adapter: steps are recorded, and their tables are filled up to a bucket."""
+    (tmp_path / "base").mkdir()
+    base = make_model(tmp_path / "base")
+    kept: dict[str, Any] = {"device": "cpu", "block_size": N, "cache_type": "f16", "calibration": False}
+    prompt, wanted, lora = [5 + 7 * i % 90 for i in range(20)], [], {}
+    for name, rank, modules in (("", 0, ()), ("a", 5, ALL), ("b", 16, ("q_proj", "down_proj"))):
+        changes = random_changes(base, rank, rank, modules) if name else {}
+        if name:
+            lora[name] = str(write_peft(tmp_path / name, changes, 2 * rank))
+        with load_tiny(changed_model(tmp_path / f"changed{name}", base, changes, 2), ops=NumpyOps(), **kept) as engine:
+            found = engine.generate(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5))
+            wanted.append(found)
+    with load_tiny(base, ops=CudaOps(open_device()), lora=lora, **kept) as engine:
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5)
+        streams = [engine.stream(prompt, params, PromptOptions(lora=name)) for name in ("", *lora)]
+        found = [[] for _ in streams]
+        for _ in range(5):
+            for number, stream in enumerate(streams):
+                found[number] += [one.logprob for one in getattr(next(stream, None), "logprobs", ())]
+    for logprobs, one in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(logprobs, [token.logprob for token in one.logprobs], atol=0.02)

@@ -647,3 +647,15 @@ def test_a_transfer_that_did_not_end_is_not_used_without_a_connection(large: Hub
     refusal("user/large")
     cut_off()
     assert is_about_the_connection(refusal("user/large"))
+
+
+def test_an_adapter_is_fetched_as_a_folder_or_a_file(hub: Hub) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "README.md": b"", "optimizer.pt": b"y"}
+    hub.repositories["user/adapter"] = Repository(files)
+    folder = hub_package.fetch_adapter(parse("hf:user/adapter"))
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    hub.repositories["user/file"] = Repository({"adapter-F16.gguf": b"GGUF"})
+    assert hub_package.fetch_adapter(parse("hf:user/file")).name == "adapter-F16.gguf"
+    hub.repositories["user/none"] = Repository({"README.md": b""})
+    with pytest.raises(LoadError, match="neither adapter_model"):
+        hub_package.fetch_adapter(parse("hf:user/none"))

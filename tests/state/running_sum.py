@@ -171,7 +171,9 @@ class SumMixer:
     def state_shape(shape: RunningSum, block_size: int) -> SumShape:
         return SumShape(shape.size, block_size)
 
-    def project(self, x: np.ndarray, rope: None, spans: Sequence[View], *, recorded: bool, tap: Any = None) -> Any:
+    def project(
+        self, x: np.ndarray, rope: None, spans: Sequence[View], *, adapters: Any, recorded: bool, tap: Any = None
+    ) -> Any:
         sums = np.empty(x.shape, np.float64)
         for rows, table, pending in spans:
             parts = pending.sums.setdefault(self._layer, [])
@@ -180,5 +182,7 @@ class SumMixer:
             sums[rows] = parts[-1]
         return sums
 
-    def mix(self, x: np.ndarray, sums: np.ndarray, spans: Any, *, recorded: bool, tap: Any = None) -> None:
+    def mix(
+        self, x: np.ndarray, sums: np.ndarray, spans: Any, *, adapters: Any, recorded: bool, tap: Any = None
+    ) -> None:
         x += np.tanh(sums).astype(np.float32) / 8

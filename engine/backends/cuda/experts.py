@@ -20,19 +20,12 @@ from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, Product, gates, input_type
 from polarlm.engine.backends.cuda.rows import RowOps
-from polarlm.engine.backends.ops import KeptTiles, Ops
+from polarlm.engine.backends.ops import KeptTiles, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import Experts, is_gated
 
 _ROUTE_THREADS = 128
-
-
-class Routing(NamedTuple):
-    """The experts of each row, best first: ids (T, k) int32, and their weights (T, k) float32, on the device."""
-
-    ids: Array
-    weights: Array
 
 
 class _Groups(NamedTuple):
@@ -58,7 +51,7 @@ class HostExperts:
         routing: Routing,
         gate_up: ExpertLinear,
         down: ExpertLinear,
-        activation: str,
+        activation: str | None,
         norm: tuple[Array, float] | None,
         residual: Array | None,
     ) -> Array:
@@ -135,7 +128,7 @@ class ExpertOps:
         routing: Routing,
         gate_up: ExpertLinear,
         down: ExpertLinear,
-        activation: str,
+        activation: str | None,
         *,
         norm: tuple[Array, float] | None = None,
         residual: Array | None = None,
@@ -162,7 +155,7 @@ class ExpertOps:
         chosen: int,
         gate_up: ExpertLinear,
         down: ExpertLinear,
-        activation: str,
+        activation: str | None,
         norm: tuple[Array, float] | None,
     ) -> tuple[Array, Array | None]:
         """The result of each pair: of row p // chosen of x (T, E) and expert ids[p], ids (P,). Returns the results

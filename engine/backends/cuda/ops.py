@@ -31,6 +31,7 @@ from polarlm.engine.backends.ops import KeptTiles, Load, Ops, Result, WarmUp
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import Threads
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
+from polarlm.model_loaders.config import is_gated
 
 # Rows of a unit of a prompt. More rows dequantize packed weights less often (8,192 tokens of an 8B model of 4-bit
 # weights take 9 % less time on an H100), but other sequences wait longer for their next step, and the activations of an
@@ -65,6 +66,7 @@ class CudaOps:
         self.embed = matrices.embed
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
+        self._matrices = matrices
 
         rows = RowOps(launch)
         self.softcap = rows.softcap
@@ -119,6 +121,14 @@ class CudaOps:
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         return self._device.empty(shape, np.float32)
+
+    def activate_halves(self, x: Array, activation: str) -> Array:
+        if not is_gated(activation):
+            self.activate(x, x, activation)
+            return x
+        y = self.empty((len(x), x.shape[1] // 2))
+        self._matrices.activate(y, x, activation)
+        return y
 
     def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
         return [rows]

@@ -26,18 +26,12 @@ from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate, gate_arguments, gate_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.linear import has_codes, panel_kernel
+from polarlm.engine.backends.ops import Routing
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.weight_formats import ExpertLinear, Matrix
 from polarlm.model_loaders.config import Experts, is_gated
 
 _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
-
-
-class Routing(NamedTuple):
-    """The experts of each row, best first: ids (T, k) int32, and their weights (T, k) float32."""
-
-    ids: np.ndarray
-    weights: np.ndarray
 
 
 class _Order(NamedTuple):
@@ -98,14 +92,14 @@ class ExpertOps:
         routing: Routing,
         gate_up: ExpertLinear,
         down: ExpertLinear,
-        activation: str,
+        activation: str | None,
         *,
         norm: tuple[np.ndarray, float] | None = None,
         residual: np.ndarray | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
         has_halves = len(gate_up.parts) == 1 and gate_up.shape[0] % (2 * tiles.ROWS) == 0
-        gates = activation if is_gated(activation) and has_halves else None
+        gates = activation if activation is not None and is_gated(activation) and has_halves else None
 
         def kernels(sizes: Tiling) -> list[Kernel]:
             found: list[Kernel] = [arrange(sizes.rows)]
@@ -119,9 +113,9 @@ class ExpertOps:
         order = self._arranged(routing, gate_up.count, are_packed, kernels, recorded)
         self._expect(order.chosen, gate_up, down)
         y = self._multiply(x, gate_up, order, order.sources, norm, gates)
-        if not is_gated(activation):
+        if activation is not None and not is_gated(activation):
             self._launch(gate(activation), len(y), gate_arguments(y, y, y))
-        elif gates is None:
+        elif activation is not None and gates is None:
             both, y = y, self._launch.empty((len(y), y.shape[1] // 2))
             half = both.shape[1] // 2
             self._launch(gate(activation), len(y), gate_arguments(both[:, :half], both[:, half:], y))
@@ -169,6 +163,7 @@ class ExpertOps:
         )
         arguments = ArrangeArguments(
             ids=routing.ids,
+            weights=routing.weights,
             chosen=order.chosen,
             sources=order.sources,
             own=order.own,

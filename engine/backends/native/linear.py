@@ -166,14 +166,15 @@ class LinearOps(LoadOps):
             )
             self._launch(kernel, count, arguments, spare=prefetched_pieces(own, level, count, blocks, rows))
             first += outputs
-        if activation is None or gates:
-            return y
+        return y if activation is None or gates else self.activate_halves(y, activation)
+
+    def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:
         if not is_gated(activation):
-            self.activate(y, y, activation)
-            return y
-        out = self._launch.empty((len(x), width // 2))
-        half = out.shape[1]
-        self._launch(gate(activation), len(x), gate_arguments(y[:, :half], y[:, half:], out))
+            self.activate(x, x, activation)
+            return x
+        rows, half = len(x), x.shape[1] // 2
+        out = self._launch.empty((rows, half))
+        self._launch(gate(activation), rows, gate_arguments(x[:, :half], x[:, half:], out))
         return out
 
     def _panels(

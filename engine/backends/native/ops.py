@@ -72,6 +72,7 @@ class NativeOps:
         self.linear = matrices.linear
         self.softcap = matrices.softcap
         self.activate = matrices.activate
+        self.activate_halves = matrices.activate_halves
         self.scale = matrices.scale
 
         experts = ExpertOps(launch)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.rows import quiet, rms_norm
+from polarlm.engine.backends.ops import Routing
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Experts
-
-
-class Routing(NamedTuple):
-    """The experts of each row, best first: ids (T, k) int32, and their weights (T, k) float32."""
-
-    ids: np.ndarray
-    weights: np.ndarray
 
 
 class ExpertOps:
@@ -36,14 +29,14 @@ class ExpertOps:
         routing: Routing,
         gate_up: ExpertLinear,
         down: ExpertLinear,
-        activation: str,
+        activation: str | None,
         *,
         norm: tuple[np.ndarray, float] | None = None,
         residual: np.ndarray | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
-        y = weighted_experts(x, routing, gate_up, down, ACTIVATIONS[activation])
+        y = weighted_experts(x, routing, gate_up, down, None if activation is None else ACTIVATIONS[activation])
         if residual is None:
             return y
         residual += y
@@ -78,15 +71,17 @@ def weighted_experts(
     routing: Routing,
     gate_up: ExpertLinear,
     down: ExpertLinear,
-    activate: Callable[[np.ndarray], np.ndarray],
+    activate: Callable[[np.ndarray], np.ndarray] | None,
 ) -> np.ndarray:
     """See `Ops.experts`. The rows of an expert are multiplied together, so its weights are read once."""
     y = np.zeros((len(x), down.shape[0]), np.float32)
     order = np.argsort(routing.ids, axis=None, kind="stable")
     experts, first = np.unique(routing.ids.ravel()[order], return_index=True)
     for expert, pairs in zip(experts.tolist(), np.split(order, first)[1:], strict=True):
+        pairs = pairs[routing.weights.ravel()[pairs] != 0]
         rows = pairs // routing.ids.shape[1]
-        result = _product(activate(_product(x[rows], gate_up, expert)), down, expert)
+        hidden = _product(x[rows], gate_up, expert)
+        result = _product(hidden if activate is None else activate(hidden), down, expert)
         y[rows] += result * routing.weights.ravel()[pairs, None]  # a row has an expert at most once
     return y
 

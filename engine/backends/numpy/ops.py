@@ -149,6 +149,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
         x[:] = ACTIVATIONS[activation](np.concatenate([x, up], axis=1))
 
     @quiet
+    def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:
+        return ACTIVATIONS[activation](x)
+
+    @quiet
     def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
         x *= factor
 

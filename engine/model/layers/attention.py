@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.kv import Cache, PreparedTransform, Spans
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of
+from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of, projected
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -69,15 +69,23 @@ class Attention:
             self._qk_norms = ones, ones, eps.before
 
     def project(
-        self, x: Array, rope: tuple[Array, Array], spans: Spans, *, recorded: bool, tap: Tap | None = None
+        self,
+        x: Array,
+        rope: tuple[Array, Array],
+        spans: Spans,
+        *,
+        adapters: Routing | None,
+        recorded: bool,
+        tap: Tap | None = None,
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
 
-        rope: cos and sin (T, D/2). recorded: whether this is a step, which may be recorded and has no taps.
+        rope: cos and sin (T, D/2). adapters: those of the rows. recorded: whether this is a step, which may
+        be recorded and has no taps.
         """
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
-        qkv = ops.linear(x, w.qkv, norm=self._norm, recorded=recorded)
+        qkv = projected(ops, x, w.qkv, adapters, norm=self._norm, recorded=recorded)
         norms = self._qk_norms
         if shape.shares_kv:  # there are queries alone
             q, _, _ = ops.transform_heads(qkv.reshape(len(x), heads, dim), rope, self._transform, norms)
@@ -96,7 +104,9 @@ class Attention:
         ops.append_kv(self._cache, spans, k, v)
         return q
 
-    def mix(self, x: Array, q: Array, spans: Spans, *, recorded: bool, tap: Tap | None = None) -> None:
+    def mix(
+        self, x: Array, q: Array, spans: Spans, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
         w, shape = self._weights, self.shape
         mixed = self._ops.attention(
@@ -106,13 +116,14 @@ class Attention:
             shape.score_scale,
             shape.window,
             self._transform,
-            w.out if w.output_gate is None else None,
+            w.out if w.output_gate is None and adapters is None else None,
             softcap=shape.softcap,
             sink_scores=w.sink_scores,
         )
         mixed = mixed.reshape(len(x), shape.heads * shape.head_dim)
         if w.output_gate is not None:
-            self._ops.gate(mixed, self._ops.linear(x, w.output_gate, norm=self._norm, recorded=recorded))
+            gate = projected(self._ops, x, w.output_gate, adapters, norm=self._norm, recorded=recorded)
+            self._ops.gate(mixed, gate)
         if tap is not None:
             tap("attention", mixed)
-        add_projected(self._ops, x, mixed, w.out, self._post_norm, recorded=recorded)
+        add_projected(self._ops, x, mixed, w.out, adapters, self._post_norm, recorded=recorded)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, ReadSlot, add_projected, norm_of
+from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.model.layers import Eps, ReadSlot, add_projected, norm_of, projected
 from polarlm.engine.weight_formats import ExpertLinear, Linear
 from polarlm.model_loaders import config
 
@@ -65,12 +65,13 @@ class Experts:
         self._experts_post_norm = norm_of(weights.experts_post_norm, eps.after)
         self._shared_post_norm = norm_of(weights.shared_post_norm, eps.after)
 
-    def add(self, x: Array, *, recorded: bool) -> None:
-        """Add the result to x (T, E), in place. recorded: whether this is a step, which may be recorded."""
+    def add(self, x: Array, *, adapters: Routing | None, recorded: bool) -> None:
+        """Add the result to x (T, E), in place. adapters: those of the rows, which change the shared network. recorded:
+        whether this is a step, which may be recorded."""
         ops, w, shape = self._ops, self._weights, self._shape
         logits = ops.linear(x, w.router, norm=self._router_norm, recorded=recorded)
         routing = ops.route(logits, shape, w.choice_bias, w.factors)
-        shared = self._shared(x, recorded=recorded)  # before x changes
+        shared = self._shared(x, adapters, recorded=recorded)  # before x changes
         into = x if self._post_norm is None else None
         y = ops.experts(
             x, routing, w.gate_up, w.down, shape.activation, norm=self._experts_norm, residual=into, recorded=recorded
@@ -79,23 +80,25 @@ class Experts:
             ops.rms_norm(y, self._experts_post_norm)
         if shared is not None:
             assert w.shared_down is not None
-            add_projected(ops, y, shared, w.shared_down, self._shared_post_norm, recorded=recorded)
+            add_projected(ops, y, shared, w.shared_down, adapters, self._shared_post_norm, recorded=recorded)
         if self._post_norm is not None:
             ops.rms_norm(y, self._post_norm, residual=x)
 
-    def _shared(self, x: Array, *, recorded: bool) -> Array | None:
+    def _shared(self, x: Array, adapters: Routing | None, *, recorded: bool) -> Array | None:
         """Return the input of the shared network's last projection, times its gate if it has one: (T, S), or None."""
         ops, w, shared = self._ops, self._weights, self._shape.shared
         if shared is None or w.shared_gate_up is None:
             return None
-        y = ops.linear(
+        y = projected(
+            ops,
             x,
             w.shared_gate_up,
+            adapters,
             norm=self._norm,
             activation=shared.activation,
             then=None if w.shared_gate is not None else w.shared_down,
             recorded=recorded,
         )
         if w.shared_gate is not None:
-            ops.gate(y, ops.linear(x, w.shared_gate, norm=self._norm, recorded=recorded))
+            ops.gate(y, projected(ops, x, w.shared_gate, adapters, norm=self._norm, recorded=recorded))
         return y

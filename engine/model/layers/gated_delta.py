@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from polarlm.engine.backends.delta import DeltaSlots, DeltaWeights
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of
+from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of, projected
 from polarlm.engine.state.delta import DeltaShape
 from polarlm.engine.state.delta_slots import PromptRows
 from polarlm.engine.weight_formats import Linear
@@ -65,13 +65,17 @@ class GatedDelta:
     def state_shape(shape: config.GatedDelta, block_size: int) -> DeltaShape:
         return DeltaShape(shape)
 
-    def project(self, x: Array, rope: None, spans: Any, *, recorded: bool, tap: Tap | None = None) -> Array:
+    def project(
+        self, x: Array, rope: None, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> Array:
         """Add the rows x (T, E) to the layer's states, and return the gated results of its heads (T, H·D)."""
-        projected = self._ops.linear(x, self._weights.inputs, norm=self._norm, recorded=recorded)
+        inputs = projected(self._ops, x, self._weights.inputs, adapters, norm=self._norm, recorded=recorded)
         if isinstance(spans, PromptRows):
-            return spans.compute(self._ops.gated_delta, projected, self._own)
-        return self._ops.gated_delta(projected, self._own, self._slots, spans)
+            return spans.compute(self._ops.gated_delta, inputs, self._own)
+        return self._ops.gated_delta(inputs, self._own, self._slots, spans)
 
-    def mix(self, x: Array, y: Array, spans: Any, *, recorded: bool, tap: Tap | None = None) -> None:
+    def mix(
+        self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> None:
         """Add the projection of y (T, H·D) to x (T, E), in place."""
-        add_projected(self._ops, x, y, self._weights.out, None, recorded=recorded)
+        add_projected(self._ops, x, y, self._weights.out, adapters, None, recorded=recorded)

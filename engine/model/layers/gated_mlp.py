@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, ReadSlot, add_projected, norm_of
+from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.model.layers import Eps, ReadSlot, add_projected, norm_of, projected
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -41,8 +41,11 @@ class GatedMLP:
         self._ops, self._shape, self._weights = ops, shape, weights
         self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
 
-    def add(self, x: Array, *, recorded: bool) -> None:
-        """Add the network's result to x (T, E), in place. recorded: whether this is a step, which may be recorded."""
-        w, activation = self._weights, self._shape.activation
-        y = self._ops.linear(x, w.gate_up, norm=self._norm, activation=activation, then=w.down, recorded=recorded)
-        add_projected(self._ops, x, y, w.down, self._post_norm, recorded=recorded)
+    def add(self, x: Array, *, adapters: Routing | None, recorded: bool) -> None:
+        """Add the network's result to x (T, E), in place. adapters: those of the rows. recorded: whether this is a
+        step, which may be recorded."""
+        ops, w, activation = self._ops, self._weights, self._shape.activation
+        y = projected(
+            ops, x, w.gate_up, adapters, norm=self._norm, activation=activation, then=w.down, recorded=recorded
+        )
+        add_projected(ops, x, y, w.down, adapters, self._post_norm, recorded=recorded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Eps, Tap
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
@@ -36,14 +36,19 @@ class Mixer(Protocol):
     def state_shape(shape: Any, block_size: int) -> OwnShape:
         """Return how the state of a layer is stored. Not called for attention, whose codecs the settings choose."""
 
-    def project(self, x: Array, rope: Any, spans: Any, *, recorded: bool, tap: Tap | None = None) -> Any:
+    def project(
+        self, x: Array, rope: Any, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> Any:
         """Append the state of the rows x (T, E), and return what `mix` needs of them; `mix` may get only its last rows.
 
         rope: cos and sin (T, D/2) for attention, else None. spans: those of the layer's group, see `LayerState.spans`.
-        recorded: whether this is a step, which may be recorded and has no taps.
+        adapters: those of the rows; None if none has one. recorded: whether this is a step, which may be recorded and
+        has no taps.
         """
 
-    def mix(self, x: Array, projected: Any, spans: Any, *, recorded: bool, tap: Tap | None = None) -> None:
+    def mix(
+        self, x: Array, projected: Any, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> None:
         """Add the mixer's result to x (T, E), in place."""
 
 
@@ -82,12 +87,12 @@ class DecoderLayer(NamedTuple):
     scale: Array | None = None  # (1,)
     embedding: LayerEmbedding | None = None
 
-    def finish(self, x: Array, inputs: Array | None, *, recorded: bool) -> None:
+    def finish(self, x: Array, inputs: Array | None, *, adapters: Routing | None, recorded: bool) -> None:
         """Compute all that follows the mixer, for rows x (T, E), in place. inputs: of all layers (T, L·P), if any."""
         if self.ffn is not None:
-            self.ffn.add(x, recorded=recorded)
+            self.ffn.add(x, adapters=adapters, recorded=recorded)
         if self.embedding is not None:
-            self.embedding.add(x, inputs, recorded=recorded)
+            self.embedding.add(x, inputs, adapters=adapters, recorded=recorded)
         if self.scale is not None:
             self.ops.scale(x, self.scale)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, Norm, ReadSlot, add_projected, norm_of
+from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.model.layers import Eps, Norm, ReadSlot, add_projected, norm_of, projected
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Activation
 
@@ -25,9 +25,9 @@ class TokenInputs:
         inputs = ops.embed(self.table, ids, scale)
         for first in range(0, len(inputs), ops.prefill_rows):
             part = slice(first, first + ops.prefill_rows)
-            projected = ops.linear(x[part], self.projection, recorded=recorded)
-            rows = projected.shape[0] * projected.shape[1] // size
-            ops.rms_norm(projected.reshape(rows, size), (self.norm, eps), residual=inputs[part].reshape(rows, size))
+            summand = ops.linear(x[part], self.projection, recorded=recorded)
+            rows = summand.shape[0] * summand.shape[1] // size
+            ops.rms_norm(summand.reshape(rows, size), (self.norm, eps), residual=inputs[part].reshape(rows, size))
         return inputs
 
 
@@ -55,8 +55,8 @@ class LayerEmbedding:
         self._columns = slice(number * size, (number + 1) * size)
         self._post_norm: Norm = norm_of(weights.post_norm, eps.after)
 
-    def add(self, x: Array, inputs: Array, *, recorded: bool) -> None:
+    def add(self, x: Array, inputs: Array, *, adapters: Routing | None, recorded: bool) -> None:
         """Add the projection of activation(gate(x)) · inputs to x (T, E), in place. inputs: of all layers (T, L·P)."""
-        y = self._ops.linear(x, self._weights.gate, recorded=recorded)
+        y = projected(self._ops, x, self._weights.gate, adapters, recorded=recorded)
         self._ops.activate(y, inputs[:, self._columns], self._activation)
-        add_projected(self._ops, x, y, self._weights.out, self._post_norm, recorded=recorded)
+        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm, recorded=recorded)

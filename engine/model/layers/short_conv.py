@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of
+from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of, projected
 from polarlm.engine.state.conv_inputs import ConvShape, PromptInputs
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
@@ -54,10 +54,12 @@ class ShortConv:
     def state_shape(shape: config.ShortConv, block_size: int) -> ConvShape:
         return ConvShape(shape.channels, shape.width)
 
-    def project(self, x: Array, rope: None, spans: Any, *, recorded: bool, tap: Tap | None = None) -> Array:
+    def project(
+        self, x: Array, rope: None, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> Array:
         """Return C · conv(B · x) of the rows x (T, E); B · x is kept for later rows."""
         ops, w = self._ops, self._weights
-        inputs = ops.linear(x, w.inputs, norm=self._norm, recorded=recorded)
+        inputs = projected(ops, x, w.inputs, adapters, norm=self._norm, recorded=recorded)
         if not isinstance(spans, PromptInputs):
             return ops.short_conv(inputs, self._conv, w.conv_bias, self._slots, spans)
         memory = spans.memory()
@@ -65,6 +67,8 @@ class ShortConv:
         spans.keep(memory)
         return y
 
-    def mix(self, x: Array, y: Array, spans: Any, *, recorded: bool, tap: Tap | None = None) -> None:
+    def mix(
+        self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> None:
         """Add the projection of y (T, E) to x (T, E), in place."""
-        add_projected(self._ops, x, y, self._weights.out, None, recorded=recorded)
+        add_projected(self._ops, x, y, self._weights.out, adapters, None, recorded=recorded)

@@ -40,6 +40,11 @@ def routes(driver: Driver) -> list[Route]:
         Route("/apply-template", server.apply_template, methods=["POST"]),
         *(Route(f"{prefix}/chat/completions/input_tokens", counting.serve, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
+        Route(
+            "/lora-adapters",
+            _not_here("a request chooses its adapter, in lora or by its name as model"),
+            methods=["POST"],
+        ),
     ]
 
 
@@ -103,8 +108,13 @@ class _Server:
         return read(body, tokenize, ("messages",), switched_logprobs=True, parse_special=config.parse_special)
 
     async def adapters(self, _request: Request) -> Response:
-        """[]: this server has no adapters."""
-        return JSONResponse([])
+        """The adapters (LoRA), with the numbers that `lora` gives. Their scales are 0: a request chooses its own."""
+        return JSONResponse(
+            [
+                {"id": number, "path": name, "scale": 0.0}
+                for number, name in enumerate(self._driver.engine.adapters.by_name)
+            ]
+        )
 
 
 def _not_here(why: str) -> Any:

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.server.http.bodies import read_body
+from polarlm.server.reading.adapters import with_adapter
 from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.sessions import read_name
@@ -35,12 +36,13 @@ class Sessions:
     async def save(self, request: Request) -> Response:
         """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store.
 
-        The prompt is read as for an answer, with "parse_special" and "cache_salt".
+        The prompt is read as for an answer, with "parse_special", "cache_salt" and the name of an adapter as "model".
         """
         config = self._driver.config
         body = await read_body(request, config.max_body)
         name = read_name("name", body.get("name"))
         options = read_options(body, parse_special=config.parse_special)
+        options = with_adapter(options, body, self._driver.engine.adapters.scales)
         tokens = await self._driver.save_session(name, read_prompt(body), options)
         return JSONResponse({"name": name} if config.hide_cached_tokens else {"name": name, "tokens": tokens})
 

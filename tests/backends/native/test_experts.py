@@ -14,6 +14,7 @@ from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Pr
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
 from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
@@ -120,6 +121,34 @@ def test_results_are_those_of_numpy(level: Level) -> None:
         found = ops.experts(x, routing, *layer.on(matrices), activation, **copied(options))
         error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
         assert error < 3e-4, (of, rows, bias, activation, has_norm, adds)
+
+
+@every_level
+def test_without_an_activation_results_are_the_products_of_both(level: Level) -> None:
+    """As for adapters: few outputs of the first product, and rows with the weight 0, to which nothing is added."""
+    rng = np.random.default_rng(8)
+    launch = launcher(level)
+    ops, matrices = ExpertOps(launch), LinearOps(launch)
+    for name, rows, rank, count in pairs(["f32", "f16", "bf16"], [1, 6, 33], [8, 24, 64], [1, 3]):
+        stored = [
+            [[weights.StoredArray(rng.standard_normal(shape).astype(np.float32) / 8, name)] for _ in range(count)]
+            for shape in ((rank, 72), (40, rank))
+        ]
+        stored[0].append([weights.StoredArray(np.full((rank, 72), np.nan, np.float32), name)])
+        stored[1].append([weights.StoredArray(np.full((40, rank), np.nan, np.float32), name)])
+        ids = rng.integers(0, count, (rows, 1)).astype(np.int32)
+        scales = rng.standard_normal((rows, 1)).astype(np.float32)
+        ids[rows // 2 :: 3], scales[rows // 2 :: 3] = count, 0
+        x, residual = (rng.standard_normal((rows, size)).astype(np.float32) for size in (72, 40))
+        wanted = residual.astype(np.float64)
+        for row in np.flatnonzero(scales):
+            a, b = (of[ids[row, 0]][0].values.astype(np.float64) for of in stored)
+            wanted[row] += scales[row] * (b @ (a @ x[row]))
+        for on, with_them in ((ops, matrices), (PLAIN, PLAIN)):
+            a, b = (ExpertLinear(count + 1, with_them.load_experts(one)) for one in stored)
+            into = residual.copy()
+            assert on.experts(x, Routing(ids, scales), a, b, None, residual=into) is into
+            np.testing.assert_allclose(into, wanted, atol=2e-5)
 
 
 def test_a_row_gives_the_same_alone_as_among_others() -> None:

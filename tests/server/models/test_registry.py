@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,12 @@ def test_the_flags_of_several_models(tmp_path: Path) -> None:
 def test_flags_that_contradict_each_other(words: list[str]) -> None:
     with pytest.raises(FlagError):
         read_command_line(words, {})
+
+
+def test_a_name_may_end_with_that_of_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    registry = Registry(replace(common(), lora={"sql": "adapter"}), tmp_path, (), ())
+    found = registry.find("a:sql")
+    assert found is not None
+    assert found.name == "a"
+    assert registry.find("a:tone") is None

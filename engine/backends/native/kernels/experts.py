@@ -115,6 +115,7 @@ class ArrangeArguments(NamedTuple):
     """Arguments of `arrange`."""
 
     ids: Pointer
+    weights: Pointer
     chosen: Pointer
     sources: Pointer
     own: Pointer
@@ -130,7 +131,8 @@ class ArrangeArguments(NamedTuple):
 def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
     """The order in which the rows of a mixture of experts are multiplied: by expert, each from a whole panel on.
 
-    A single unit. ids (pairs,) int32: the experts of pairs of a row and one of its `top_k` experts. chosen (slots,):
+    A single unit. ids (pairs,) int32: the experts of pairs of a row and one of its `top_k` experts. Those with a weight
+    of 0, weights (pairs,) float32, are left out: they have no place. chosen (slots,):
     `ExpertRows` of the experts that were chosen, ascending; further entries have no rows. places (pairs,) int32: the
     place of each pair, a row of the panels. sources and own (most,) int32: for each place the row of its pair, and its
     own number; −1 where there is no pair.
@@ -145,7 +147,7 @@ def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
                 e.store(e.constant(I32, -1), at + place * 4)
         with e.loop(0, args.slots) as slot, e.loop(0, len(ExpertRows._fields)) as field:
             e.store(e.i64(0), args.chosen + slot * _RECORD + field * 8)
-        with e.loop(0, args.pairs) as pair:
+        with e.loop(0, args.pairs) as pair, e.when(~e.load(args.weights + pair * 4, F32).equals(0.0)):
             counter = counters + e.load(args.ids + pair * 4, I32).sext(I64) * 8
             e.store(e.load(counter, I64) + 1, counter)
         slot_at, panel_at = e.variable(args.chosen), e.variable(e.i64(0))
@@ -157,7 +159,7 @@ def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
                 slot_at.set(slot_at.get() + _RECORD)
                 panel_at.set(panel + (rows + (row_tile - 1)) // row_tile)
             e.store(panel * row_tile, counters + expert * 8)
-        with e.loop(0, args.pairs) as pair:
+        with e.loop(0, args.pairs) as pair, e.when(~e.load(args.weights + pair * 4, F32).equals(0.0)):
             counter = counters + e.load(args.ids + pair * 4, I32).sext(I64) * 8
             place = e.load(counter, I64)
             e.store(place + 1, counter)
@@ -184,7 +186,8 @@ class CombineArguments(NamedTuple):
 def combine(*, adds: bool) -> Kernel[CombineArguments]:
     """y = the weighted sum of the results of a row's experts, or with `adds` y += that; one unit per row.
 
-    results (places, columns). places, weights (rows, top_k). stride: bytes from row to row of y.
+    results (places, columns). places, weights (rows, top_k). stride: bytes from row to row of y. Results with a weight
+    of 0 are left out.
     """
 
     def emit(e: Emitter, args: CombineArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -196,8 +199,9 @@ def combine(*, adds: bool) -> Kernel[CombineArguments]:
                 with e.loop(0, args.top_k) as number:
                     place = e.load(args.places + first + number * 4, I32).sext(I64)
                     weight = e.load(args.weights + first + number * 4, F32)
-                    result = e.load(args.results + place * args.columns * 4 + offset, kind)
-                    total.set(e.fma(result, e.like(weight, result), total.get()))
+                    with e.when(~weight.equals(0.0)):
+                        result = e.load(args.results + place * args.columns * 4 + offset, kind)
+                        total.set(e.fma(result, e.like(weight, result), total.get()))
                 e.store(total.get(), target + offset)
 
             over_columns(e, args.columns, write)

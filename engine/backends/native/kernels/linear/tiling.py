@@ -34,9 +34,11 @@ def tiling(rows: int, level: Level, *, has_codes: bool = True) -> Tiling:
 
 def expert_tiling(rows: int, level: Level, *, has_codes: bool = True) -> Tiling:
     """The tiling for experts that have about `rows` rows each: for few the smaller panel, of which fewer rows are
-    empty."""
+    empty. Without codes an empty row costs as much as another: panels have about as many rows as experts."""
     if rows < _FEW:
         return SINGLE
+    if not has_codes:
+        return tiling(rows, level, has_codes=False)
     few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, has_codes=has_codes)
     return few if few.rows < most.rows and rows <= _FEW_PANELS * few.rows else most
 

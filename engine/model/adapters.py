@@ -1,0 +1,204 @@
+"""The adapters (LoRA) of a model: which one a request asks for, and the matrices of all that change a product."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from polarlm import model_loaders
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
+from polarlm.engine.state.store import RowAdapter, Span
+from polarlm.engine.weight_formats import Deltas, ExpertLinear, WeightFormat, get
+from polarlm.model_loaders import hub
+from polarlm.model_loaders.adapters import Adapter, read_adapter
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.families import tensors
+
+_SCALE = re.compile(r"(?P<path>.+):(?P<scale>-?(\d+\.?\d*|\.\d+))")
+_RANKS = 8  # ranks are filled up to a multiple of this, for a GPU's rows of weights
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An adapter of an engine: `scale` multiplies what it adds."""
+
+    adapter: Adapter
+    scale: float
+
+    def key(self, scale: float = 1.0) -> str:
+        """What tells K/V of the adapter, `scale` times as strong, from all others."""
+        return f"{self.adapter.digest} {self.scale * scale!r}"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters that requests choose among, by their names."""
+
+    by_name: Mapping[str, Loaded] = field(default_factory=dict)
+
+    @property
+    def all(self) -> tuple[Loaded, ...]:
+        return tuple(self.by_name.values())
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Their names and scales."""
+        return {name: one.scale for name, one in self.by_name.items()}
+
+    def asked(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
+        """Return the adapter that a request names, times a factor, and what tells its K/V from others, as `joined`
+        takes it; (None, "") for no name. Raises EngineError for an unknown one."""
+        if name and name not in self.by_name:
+            there = ", ".join(self.by_name) or "none: give some with --lora NAME=PATH"
+            raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}")
+        if not name or scale == 0:
+            return None, ""
+        number, own = [*self.by_name].index(name), self.by_name[name]
+        return RowAdapter(number, own.scale * scale), own.key(scale)
+
+    def knows(self, adapter: str) -> bool:
+        """Whether an adapter in a salt is one of these."""
+        return adapter.partition(" ")[0] in {one.adapter.digest for one in self.by_name.values()}
+
+
+def read_adapters(
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: model_loaders.WeightSource,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Adapters:
+    """Return the adapters that `config` names, for a model and its weights. Raises EngineError."""
+    if config.lora and model.is_encoder:
+        raise EngineError("This is an embedding model, which takes no adapters", settings=("lora",))
+    is_gguf = any(file.suffix == ".gguf" for file in weights.files())
+    found = {}
+    for name, text in config.lora.items():
+        path, scale = parsed(text)
+        try:
+            where = hub.fetch_adapter(hub.parse(path), say) if path.startswith(hub.PREFIX) else Path(path).expanduser()
+            if not where.exists():
+                sentence = f"lora={name}: {where} does not exist; give a folder of peft, or a GGUF file"
+                raise EngineError(sentence, "model_unavailable", ("lora",))
+            adapter = read_adapter(where, model, is_gguf=is_gguf)
+        except model_loaders.LoadError as error:
+            raise EngineError(str(error), "model_unavailable", ("lora",)) from error
+        found[name] = Loaded(adapter, scale)
+        rank = max(change.rank for change in adapter.changes.values())
+        say(f"Adapter {name}: rank {rank}, {len(adapter.changes)} matrices" + (f", scale {scale:g}" * (scale != 1)))
+    return Adapters(found)
+
+
+def adapter_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, weights: model_loaders.WeightSource) -> int:
+    """Return the bytes that the adapters of `config` take on the device; 0 if they are merged. Raises EngineError."""
+    return 0 if config.lora_merge else delta_bytes(ops, model, read_adapters(config, model, weights).all)
+
+
+def parsed(text: str) -> tuple[str, float]:
+    """Return the path and the scale in PATH[:SCALE]. A path that exists is one as a whole."""
+    match = _SCALE.fullmatch(text)
+    if match is None or Path(text).expanduser().exists():
+        return text, 1.0
+    return match["path"], float(match["scale"])
+
+
+def row_adapters(spans: Sequence[Span]) -> list[np.ndarray]:
+    """Return the number of each row's adapter (T, 1) int32, and its scale (T, 1) float32; nothing if no row has one.
+
+    A row without an adapter has the number of another row's, so that the matrices of no further one are read, and the
+    scale 0.
+    """
+    if not have_adapters(spans):
+        return []
+    other = next(adapter.number for span in spans if (adapter := span.sequence.adapter) is not None)
+    of_spans = [(other, 0.0) if (own := span.sequence.adapter) is None else own for span in spans]
+    counts = [span.count for span in spans]
+    numbers, scales = (np.repeat(column, counts)[:, None] for column in zip(*of_spans, strict=True))
+    return [numbers.astype(np.int32), scales.astype(np.float32)]
+
+
+def have_adapters(spans: Sequence[Span]) -> bool:
+    """Whether a row of `spans` has an adapter."""
+    return any(span.sequence.adapter is not None for span in spans)
+
+
+def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
+    """Load what adapters add to the product of a `Linear`; None if none changes it.
+
+    names, rows: of the tensors that it consists of, one after another. The rank of each adapter is the sum of those of
+    its changes of these tensors.
+    """
+    rank = _rank(adapters, names)
+    if not rank:
+        return None
+    columns = next(len(own.a[0]) for one in adapters for name in names if (own := one.adapter.changes.get(name)))
+    a = np.zeros((len(adapters), rank, columns), np.float32)
+    b = np.zeros((len(adapters), sum(rows), rank), np.float32)
+    for number, one in enumerate(adapters):
+        first, begin = 0, 0
+        for name, count in zip(names, rows, strict=True):
+            if (own := one.adapter.changes.get(name)) is not None:
+                a[number, begin : begin + own.rank] = own.a
+                b[number, first : first + count, begin : begin + own.rank] = own.b
+                begin += own.rank
+            first += count
+    format = _format(adapters)
+    parts = (ops.load_experts([[_Values(one, format)] for one in each]) for each in (a, b))
+    return Deltas(*(ExpertLinear(len(adapters), part) for part in parts))
+
+
+def delta_bytes(ops: Ops, config: ModelConfig, adapters: Sequence[Loaded]) -> int:
+    """Return the bytes of what adapters add to all layers on the device, and of results of the rows of a chunk."""
+    if not adapters:
+        return 0
+    sizes = [
+        (rank, specs[0].shape[1] + sum(spec.shape[0] for spec in specs))
+        for slots in tensors(config).layers
+        for specs in slots.values()
+        if all(len(spec.shape) == 2 for spec in specs) and (rank := _rank(adapters, [spec.name for spec in specs]))
+    ]
+    matrices = ops.matrix_bytes(_format(adapters), sum(rank * width for rank, width in sizes))
+    return len(adapters) * matrices + 4 * ops.prefill_rows * max(rank + width for rank, width in sizes)
+
+
+def _rank(adapters: Sequence[Loaded], names: Sequence[str]) -> int:
+    """The rank that matrices for these tensors have; 0 if no adapter changes them."""
+    changes = [one.adapter.changes for one in adapters]
+    most = max((sum(own[name].rank for name in names if name in own) for own in changes), default=0)
+    return -(-most // _RANKS) * _RANKS
+
+
+def _format(adapters: Sequence[Loaded]) -> WeightFormat:
+    """The format of all changes: 16 bits if all files have the same ones."""
+    kinds = {one.adapter.dtype for one in adapters}
+    return get(kinds.pop().lower() if len(kinds) == 1 else "f32")
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A `StoredMatrix` in memory. values (out, in) float32: they are rounded to the format."""
+
+    values: np.ndarray
+    format: WeightFormat
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns
+
+    def dequantize(self, out: np.ndarray) -> None:
+        for rows, raw in self.slabs(1 << 20):
+            self.format.dequantize(raw, out[rows])
+
+    def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
+        assert self.format.quantize is not None
+        count, columns = self.values.shape
+        step = max(1, nbytes // self.format.size(columns))
+        for first in range(0, count, step):
+            rows = slice(first, min(first + step, count))
+            yield rows, self.format.quantize(np.ascontiguousarray(self.values[rows]))

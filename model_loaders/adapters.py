@@ -1,0 +1,336 @@
+"""Reads LoRA adapters, which change matrices of a model by products of two small ones (Hu et al., 2021, section 4.1).
+
+An adapter is a folder of peft, with adapter_config.json and adapter_model.safetensors, or a GGUF file of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.families import gguf_layouts, has_own_layout, table_name, tensors
+from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.files.file_bytes import FileBytes
+from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.safetensors_source import read_header
+from polarlm.model_loaders.files.tensor_table import TensorSpec, row_order
+from polarlm.model_loaders.files.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders.hub.choice import ADAPTER_CONFIG as CONFIG
+from polarlm.model_loaders.hub.choice import ADAPTER_WEIGHTS as WEIGHTS
+
+MOST_RANK = 512
+_PEFT = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>A|B)(\.default)?\.weight")
+_NAME = re.compile(r"[\w.]+")
+_GGUF = re.compile(r"(?P<module>.+)\.weight\.lora_(?P<factor>a|b)")
+# Parts of a tensor's name that say what it is, if it is not a low-rank factor.
+_OTHER_KINDS = {
+    "lora_magnitude_vector": "DoRA, which is not supported",
+    "lora_embedding": "a change of embeddings, which is not supported",
+    "lora_bias": "a bias, and biases are not supported",
+    "lora_B.bias": "a bias, and biases are not supported",
+    ".bias": "a bias, and biases are not supported",
+}
+_EXPERT_SLOTS = ("experts_gate_up", "experts_down")
+_FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """What an adapter adds to a matrix (out, in): b · a, which includes the adapter's own scale.
+
+    a (rank, in), b (out, rank): float32.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter of one model. changes: by the names of the tensors that it changes, as in the model's table.
+
+    dtype: "F16" or "BF16" if that is the type of all numbers in its file, else "F32". digest: of its numbers.
+    """
+
+    path: Path
+    changes: Mapping[str, Factors]
+    dtype: str
+    digest: str
+
+
+def read_adapter(path: Path, config: ModelConfig, *, is_gguf: bool) -> Adapter:
+    """The adapter in a folder or a GGUF file. is_gguf: whether the model with this `config` was read from one.
+
+    Raises LoadError for an adapter of another kind, for tensors that the model lacks or that cannot be changed, and
+    for wrong shapes.
+    """
+    targets = _Targets(path, config, is_gguf)
+    with ExitStack() as files:
+        if path.is_dir():
+            stored, scale_of = _open_folder(path, files)
+            found = _collected(path, stored, _PEFT, targets.of_module)
+        else:
+            stored, scale_of, interleaved = _open_gguf(path, config, files)
+            found = _collected(path, stored, _GGUF, lambda module: targets.of_gguf(module, interleaved))
+        changes: dict[str, Factors] = {}
+        for module, pair, wanted in found:
+            a, b = (_values(stored, label) for label in pair)
+            _check_rank(path, module, a, b)
+            b *= np.float32(scale_of(module, len(a)))
+            for target in wanted:
+                changes[target.spec.name] = target.factors(path, module, a, b)
+        dtypes = {stored.stored_dtype(label) for _, pair, _ in found for label in pair}
+    if not changes:
+        raise LoadError(f"{path} holds no low-rank factors, so it is not a LoRA adapter; give another one.")
+    digest = hashlib.sha256()
+    for name, factors in sorted(changes.items()):
+        digest.update(repr((name, factors.a.shape, factors.b.shape)).encode())
+        digest.update(factors.a.tobytes() + factors.b.tobytes())
+    dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {"F16", "BF16"} else "F32"
+    return Adapter(path, changes, dtype, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor of the table that an adapter changes. rows: those of the file's matrix that it has, in its order; None
+    for all of them."""
+
+    spec: TensorSpec
+    rows: Callable[[int], np.ndarray] | None
+
+    def factors(self, path: Path, module: str, a: np.ndarray, b: np.ndarray) -> Factors:
+        """The change of the tensor in that of the file's matrix."""
+        out, columns = self.spec.shape
+        try:
+            own = b if self.rows is None else b[self.rows(len(b))]
+        except (ValueError, IndexError):
+            own = b[:0]
+        if a.shape[1] != columns or len(own) != out:
+            raise LoadError(
+                f"{path}: the change of {module} is ({len(b)}, {len(a)}) times {a.shape}, but the model's matrix is "
+                f"{self.spec.shape}; the adapter belongs to another base model."
+            )
+        return Factors(np.ascontiguousarray(a), np.ascontiguousarray(own))
+
+
+class _Targets:
+    """The tensors of a model that adapters can change."""
+
+    def __init__(self, path: Path, config: ModelConfig, is_gguf: bool) -> None:
+        self._path, self._config, self._is_gguf = path, config, is_gguf
+        self._specs: dict[str, tuple[TensorSpec, str, int]] = {}  # name → spec, slot, layer
+        self._refused: dict[str, str] = {}  # name of a tensor in either format → why it cannot be changed
+        table = tensors(config)
+        for layer, slots in enumerate(table.layers):
+            for slot, specs in slots.items():
+                for spec in specs:
+                    if slot in _EXPERT_SLOTS:
+                        of_experts = "which is of an expert, and adapters of experts are not supported"
+                        self._refused |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0]), of_experts)
+                    elif slot == "router":
+                        of_router = "which is a router of experts, and adapters of these are not supported"
+                        self._refused |= dict.fromkeys((spec.name, spec.gguf), of_router)
+                    elif len(spec.shape) == 2 and not spec.flat:
+                        self._specs[spec.name] = spec, slot, layer
+        of_vocabulary = "and adapters of embeddings and of the output head are not supported"
+        for spec in (spec for specs in table.top.values() for spec in specs):
+            self._refused |= dict.fromkeys((spec.name, spec.gguf), of_vocabulary)
+        self._refused |= dict.fromkeys(("lm_head.weight", "output.weight"), of_vocabulary)
+
+    def of_module(self, module: str) -> list[_Target]:
+        """The tensors that a module of peft stands for. Raises LoadError if there is none."""
+        names = [table_name(self._config, f"{prefix}{module}.weight") for prefix in ("", "model.")]
+        for name in names:
+            found = [
+                entry
+                for entry in self._specs.values()
+                if name in (entry[0].name, entry[0].copy_of, entry[0].taken and entry[0].taken.source)
+            ]
+            if found:
+                return [self._target(module, *entry, None, from_gguf=False) for entry in found]
+        raise self._not_changed(module, names)
+
+    def of_gguf(self, module: str, interleaved: bool) -> list[_Target]:
+        """The tensors that a tensor of a GGUF file stands for, without ".weight". Raises LoadError if there is none."""
+        name = f"{module}.weight"
+        found = [entry for entry in self._specs.values() if entry[0].gguf == name and not entry[0].copy_of]
+        copies = [one for one in self._specs.values() if one[0].copy_of in {entry[0].name for entry in found}]
+        if found:
+            is_whole = len(found) == 1
+            return [
+                self._target(module, *one, interleaved, from_gguf=True, is_whole=is_whole) for one in found + copies
+            ]
+        raise self._not_changed(module, [name])
+
+    def _target(
+        self,
+        module: str,
+        spec: TensorSpec,
+        slot: str,
+        layer: int,
+        interleaved: bool | None,
+        *,
+        from_gguf: bool,
+        is_whole: bool = False,
+    ) -> _Target:
+        is_attention = isinstance(self._config.layers[layer].mixer, Attention)
+        if from_gguf != self._is_gguf and not is_attention and slot not in _FFN_SLOTS:
+            raise LoadError(
+                f"{self._path} changes {module}, whose rows GGUF files have in another order than folders of "
+                f"safetensors; give the adapter {'as a folder of peft' if from_gguf else 'as a GGUF file'}, as the "
+                "model is."
+            )
+        order = row_order(spec, bool(interleaved))
+        if spec.taken is not None and not is_whole:
+            return _Target(spec, spec.taken.rows)
+        return _Target(spec, None if order is None else lambda count: np.argsort(order))
+
+    def _not_changed(self, module: str, names: Sequence[str]) -> LoadError:
+        why = next((self._refused[name] for name in names if name in self._refused), None)
+        if why is None and ".experts." in module:
+            why = "which is of an expert, and adapters of experts are not supported"
+        if why is None:
+            why = f"which a {self._config.family} model with {len(self._config.layers)} layers does not have"
+            why += ", or does not have as a matrix of its own; choose an adapter of this base model"
+        return LoadError(f"{self._path} changes {module}, {why}.")
+
+
+def _collected(
+    path: Path, stored: StoredWeights, pattern: re.Pattern[str], find: Callable[[str], list[_Target]]
+) -> list[tuple[str, tuple[str, str], list[_Target]]]:
+    """For each changed module its name, the labels of its two factors, and what it stands for."""
+    pairs: dict[str, dict[str, str]] = {}
+    for label in sorted(stored.names()):
+        match = pattern.fullmatch(label)
+        if match is None:
+            kind = next((what for part, what in _OTHER_KINDS.items() if part in label), None)
+            kind = kind or "no low-rank factor, and nothing else is supported"
+            raise LoadError(
+                f"{path} has the tensor {label!r}, which is {kind}; use an adapter with low-rank factors alone."
+            )
+        pairs.setdefault(match["module"], {})[match["factor"].lower()] = label
+    for module, pair in pairs.items():
+        if missing := {"a", "b"} - pair.keys():
+            raise LoadError(
+                f"{path} lacks factor {missing.pop().upper()} of {module}; download the adapter completely."
+            )
+    return [(module, (pair["a"], pair["b"]), find(module)) for module, pair in pairs.items()]
+
+
+def _values(stored: StoredWeights, label: str) -> np.ndarray:
+    shape, dtype = stored.shape(label), stored.stored_dtype(label)
+    if len(shape) != 2 or dtype not in READABLE:
+        raise LoadError(
+            f"{stored.where}: the tensor {label!r} is {dtype} {shape}, but a factor is a matrix of numbers."
+        )
+    values = np.empty(shape, np.float32)
+    stored.read_into(label, values)
+    if not np.isfinite(values).all():
+        raise LoadError(f"{stored.where}: the tensor {label!r} has values that are not finite; download it again.")
+    return values
+
+
+def _check_rank(path: Path, module: str, a: np.ndarray, b: np.ndarray) -> None:
+    if len(a) != b.shape[1]:
+        raise LoadError(
+            f"{path}: the factors of {module} are {b.shape} and {a.shape}, which cannot be multiplied; download it "
+            "again."
+        )
+    if not 1 <= len(a) <= MOST_RANK:
+        raise LoadError(f"{path}: the rank of {module} is {len(a)}, but 1 to {MOST_RANK} are supported.")
+
+
+# -- peft ----------------------------------------------------------------------------------------------------------
+
+
+_ScaleOf = Callable[[str, int], float]
+"""scale_of(module, rank) → the factor of b · a."""
+
+
+def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleOf]:
+    fields = Fields(read_json(folder / CONFIG), folder / CONFIG)
+    _check_configuration(fields)
+    if not (folder / WEIGHTS).is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        why = "holds its weights as a pickle (adapter_model.bin), which can run any code when opened and is not read"
+        raise LoadError(f"{folder} {why if pickled else f'lacks {WEIGHTS}'}; use an adapter with safetensors.")
+    file = FileBytes(folder / WEIGHTS, True)
+    files.callback(file.close)
+    by_module = fields.section("alpha_pattern")
+    alphas = {} if by_module is None else {key: by_module.number(key) for key in by_module.names()}
+    if by_module is not None and (pattern := next((key for key in alphas if not _NAME.fullmatch(key)), None)):
+        raise by_module.refuse(pattern, "but only names of modules are supported as keys, not patterns")
+    alpha, is_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)
+
+    def scale_of(module: str, rank: int) -> float:
+        own = next((alphas[key] for key in alphas if f".{module}".endswith(f".{key}")), alpha)
+        return own / (math.sqrt(rank) if is_root else rank)
+
+    return StoredWeights(folder, read_header(file), [file]), scale_of
+
+
+def _check_configuration(fields: Fields) -> None:
+    """Raises LoadError for another kind of adapter, and for what is not a low-rank change."""
+    if (kind := fields.text("peft_type", "LORA")) != "LORA":
+        raise fields.refuse("peft_type", f"but LORA adapters alone are supported, not {kind}")
+    if fields.flag("use_dora", False):
+        raise fields.refuse("use_dora", "but DoRA is not supported; use a LoRA adapter")
+    if fields.text("bias", "none") != "none" or fields.flag("lora_bias", False):
+        key = "lora_bias" if fields.text("bias", "none") == "none" else "bias"
+        raise fields.refuse(key, "but adapters with biases are not supported; use one without")
+    if fields.flag("fan_in_fan_out", False):
+        raise fields.refuse("fan_in_fan_out", "which no supported model has")
+    for key in ("modules_to_save", "trainable_token_indices", "layer_replication"):
+        if fields.has(key):
+            raise fields.refuse(
+                key, "but whole matrices, embeddings and copies of layers in adapters are not supported"
+            )
+
+
+# -- GGUF ----------------------------------------------------------------------------------------------------------
+
+
+def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[StoredWeights, _ScaleOf, bool]:
+    """Its tensors, their scale, and whether RoPE's pairs are neighbouring channels."""
+    gguf = GgufFile(path)
+    files.callback(gguf.close)
+    kinds = gguf.metadata.get("general.type"), gguf.metadata.get("adapter.type")
+    if kinds != ("adapter", "lora"):
+        raise LoadError(
+            f"{path} is no LoRA adapter: its general.type and adapter.type are {kinds[0]!r} and {kinds[1]!r}."
+        )
+    arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
+    family, layout = layouts.get(str(arch), ("", None))
+    theirs = {config.family} if has_own_layout(config.family) else {config.family, "llama"}
+    if layout is None or family not in theirs:
+        raise LoadError(
+            f"{path} is an adapter of a model of architecture {arch!r}, and this is a {config.family} model; choose an "
+            "adapter of this base model."
+        )
+    alpha = gguf.metadata.get("adapter.lora.alpha", 0.0)
+    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise LoadError(f"{path}: adapter.lora.alpha is {alpha!r}, but must be a number.")
+
+    def scale_of(module: str, rank: int) -> float:
+        return alpha / rank if alpha else 1.0
+
+    return StoredWeights(path, dict(_tensors_of(gguf)), gguf.files), scale_of, layout.interleaved
+
+
+def _tensors_of(gguf: GgufFile) -> Iterator[tuple[str, StoredTensor]]:
+    for label, entry in gguf.tensors.items():
+        assert entry.file is not None
+        yield label, StoredTensor(entry.file, label, entry.shape, entry.dtype, entry.offset)

@@ -1,0 +1,191 @@
+"""Adapters (LoRA) from folders of peft and from GGUF files, and those that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from polarlm.model_loaders import LoadError, load_weights
+from polarlm.model_loaders.adapters import Adapter, read_adapter
+from polarlm.model_loaders.config import Experts, ModelConfig
+from tests.adapters import Changes, random_changes, write_gguf, write_peft
+from tests.tiny import make_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def config(base: Path) -> ModelConfig:
+    found, weights, _ = load_weights(base)
+    weights.close()
+    return found
+
+
+@pytest.fixture
+def changes(base: Path) -> Changes:
+    return random_changes(base, 4, 0)
+
+
+def deltas(adapter: Adapter) -> dict[str, np.ndarray]:
+    return {name: one.b @ one.a for name, one in adapter.changes.items()}
+
+
+def assert_is(adapter: Adapter, changes: Changes, scale: float) -> None:
+    found = deltas(adapter)
+    assert found.keys() == changes.keys()
+    for name, (a, b) in changes.items():
+        np.testing.assert_allclose(found[name], scale * b @ a, rtol=1e-5, atol=1e-6)
+
+
+def heads(config: ModelConfig) -> dict[str, int]:
+    return {"attn_q": config.attention.heads, "attn_k": config.attention.kv_heads}
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"), [({}, 3.0), ({"use_rslora": True}, 6.0), ({"lora_alpha": 5}, 1.25)], ids=str
+)
+def test_a_folder_of_peft_has_its_scale(
+    tmp_path: Path, config: ModelConfig, changes: Changes, settings: dict[str, Any], scale: float
+) -> None:
+    folder = write_peft(tmp_path / "adapter", changes, settings.pop("lora_alpha", 12), **settings)
+    adapter = read_adapter(folder, config, is_gguf=False)
+    assert_is(adapter, changes, scale)
+    assert adapter.dtype == "F32"
+
+
+def test_modules_have_alphas_of_their_own(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
+    pattern = {"q_proj": 8, "layers.1.mlp.up_proj": 2}
+    adapter = read_adapter(write_peft(tmp_path / "a", changes, 4, alpha_pattern=pattern), config, is_gguf=False)
+    own = {"q_proj": 2.0, "up_proj": 0.5}
+    for name, delta in deltas(adapter).items():
+        module = name.split(".")[-2]
+        scale = own.get(module, 1.0) if module == "q_proj" or ".1." in name else 1.0
+        a, b = changes[name]
+        np.testing.assert_allclose(delta, scale * b @ a, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [8.0, 0.0])
+def test_a_gguf_file_has_what_the_folder_has(
+    tmp_path: Path, config: ModelConfig, changes: Changes, alpha: float
+) -> None:
+    """Rows of queries and keys are in another order there. Without an alpha, the scale is 1."""
+    adapter = read_adapter(write_gguf(tmp_path / "a.gguf", changes, alpha, heads(config)), config, is_gguf=False)
+    assert_is(adapter, changes, alpha / 4 if alpha else 1.0)
+
+
+def test_numbers_of_16_bits_stay_so(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
+    narrow = {name: (a.astype(np.float16), b.astype(np.float16)) for name, (a, b) in changes.items()}
+    first = read_adapter(write_peft(tmp_path / "a", narrow, 4), config, is_gguf=False)
+    assert first.dtype == "F16"
+    second = read_adapter(write_peft(tmp_path / "b", narrow, 8), config, is_gguf=False)
+    assert first.digest == read_adapter(tmp_path / "a", config, is_gguf=False).digest != second.digest
+
+
+def refused(path: Path, config: ModelConfig) -> str:
+    with pytest.raises(LoadError) as error:
+        read_adapter(path, config, is_gguf=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"use_dora": True}, "DoRA is not supported"),
+        ({"bias": "lora_only"}, "biases are not supported"),
+        ({"lora_bias": True}, "biases are not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], but whole matrices, embeddings"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save is ['embed_tokens'], but whole matrices, embeddings"),
+        ({"peft_type": "IA3"}, "LORA adapters alone are supported, not IA3"),
+        ({"fan_in_fan_out": True}, "no supported model has"),
+        ({"alpha_pattern": {".*q_proj": 4}}, "not patterns"),
+    ],
+    ids=str,
+)
+def test_other_kinds_are_refused_by_name(
+    tmp_path: Path, config: ModelConfig, changes: Changes, settings: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in refused(write_peft(tmp_path / "a", changes, 4, **settings), config)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+EMPTY = np.zeros((2, 48), np.float32)
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    return lambda tensors: {name.replace(old, new): value for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t | {f"{Q}.lora_magnitude_vector": EMPTY}, "which is DoRA"),
+        (lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": EMPTY}, "a change of embeddings"),
+        (lambda t: t | {f"{Q}.lora_B.bias": EMPTY}, "a bias, and biases are not supported"),
+        (lambda t: t | {"base_model.model.lm_head.weight": EMPTY}, "no low-rank factor"),
+        (renamed("model.layers.0.self_attn.q_proj", "lm_head"), "of the output head are not supported"),
+        (renamed("layers.0.self_attn.q_proj", "embed_tokens"), "adapters of embeddings"),
+        (renamed("self_attn.q_proj", "self_attn.query"), "model with 2 layers does not have"),
+        (renamed("layers.1.", "layers.7."), "model with 2 layers does not have"),
+        (renamed("mlp.up_proj", "mlp.experts.0.up_proj"), "adapters of experts are not supported"),
+        (lambda t: {k: v for k, v in t.items() if k != f"{Q}.lora_B.weight"}, "lacks factor B"),
+        (lambda t: t | {f"{Q}.lora_A.weight": np.zeros((4, 40), np.float32)}, "belongs to another base model"),
+        (lambda t: t | {f"{Q}.lora_B.weight": np.zeros((40, 4), np.float32)}, "belongs to another base model"),
+        (lambda t: t | {f"{Q}.lora_B.weight": np.zeros((48, 3), np.float32)}, "cannot be multiplied"),
+        (lambda t: t | {f"{Q}.lora_A.weight": np.full((4, 48), np.nan, np.float32)}, "not finite"),
+        (
+            lambda t: (
+                t
+                | {
+                    f"{Q}.lora_A.weight": np.zeros((513, 48), np.float32),
+                    f"{Q}.lora_B.weight": np.zeros((48, 513), np.float32),
+                }
+            ),
+            "the rank of model.layers.0.self_attn.q_proj is 513, but 1 to 512",
+        ),
+        (lambda t: {}, "holds no low-rank factors"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path,
+    config: ModelConfig,
+    changes: Changes,
+    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]],
+    sentence: str,
+) -> None:
+    folder = write_peft(tmp_path / "a", changes, 4)
+    save_file(change(load_file(folder / "adapter_model.safetensors")), folder / "adapter_model.safetensors")
+    assert sentence in refused(folder, config)
+
+
+def test_experts_and_routers_are_refused_by_name(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
+    layers = tuple(replace(layer, ffn=Experts(4, 2, 64)) for layer in config.layers)
+    mixture = replace(config, family="qwen3_moe", layers=layers)
+    for name, what in (("mlp.gate", "a router of experts"), ("mlp.experts.1.up_proj", "of an expert")):
+        a, b = np.zeros((4, 48), np.float32), np.zeros((4, 4), np.float32)
+        folder = write_peft(tmp_path / what, {f"model.layers.0.{name}.weight": (a, b)}, 4)
+        assert what in refused(folder, mixture)
+
+
+def test_files_that_are_no_adapters_are_refused(
+    tmp_path: Path, base: Path, config: ModelConfig, changes: Changes
+) -> None:
+    assert "adapter_config.json is missing" in refused(base, config)
+    folder = write_peft(tmp_path / "a", changes, 4)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    assert "pickle" in refused(folder, config)
+    (folder / "adapter_model.bin").unlink()
+    assert "lacks adapter_model.safetensors" in refused(folder, config)
+    other = write_gguf(tmp_path / "other.gguf", changes, 4, heads(config), arch="qwen3")
+    assert "a model of architecture 'qwen3', and this is a llama model" in refused(other, config)
+    (folder / "adapter_config.json").write_text(json.dumps([]), encoding="utf-8")
+    assert "should hold a JSON object" in refused(folder, config)

@@ -1,0 +1,266 @@
+"""Adapters (LoRA): requests compute what a model with changed weights computes, and share K/V with no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.chat.console import Console
+from polarlm.engine.chat.session import ChatSession
+from polarlm.engine.loading import fit
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.outputs import Completion
+from polarlm.engine.requests.salts import adapter_of, joined
+from tests.adapters import ALL, changed_model, random_changes, write_peft
+from tests.tiny import assert_idle, load_tiny, make_model
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "cache_type": "f16", "calibration": False}
+_MANY = 40  # tokens of answers, so that all of a batch run at the same time
+PROMPT = [5 + 7 * i % 90 for i in range(41)]
+# Name → rank, modules that are changed, lora_alpha, and use_rslora.
+ADAPTERS: dict[str, tuple[int, tuple[str, ...], float, bool]] = {
+    "one": (1, ALL, 2.0, False),
+    "five": (5, ("q_proj", "v_proj"), 8.0, False),
+    "sixteen": (16, ("o_proj", "down_proj", "up_proj"), 16.0, True),
+    "large": (64, ALL, 32.0, False),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    """The folders of ADAPTERS."""
+    found = {}
+    for seed, (name, (rank, modules, alpha, is_root)) in enumerate(ADAPTERS.items()):
+        changes = random_changes(base, rank, seed, modules)
+        found[name] = write_peft(base / name, changes, alpha, use_rslora=is_root)
+    return found
+
+
+@pytest.fixture(scope="module")
+def changed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engine]:
+    """An engine of NumPy's, with the changes of an adapter in its weights, or of none for ""."""
+    folder, engines = tmp_path_factory.mktemp("changed"), dict[str, Engine]()
+
+    def of(name: str) -> Engine:
+        if name not in engines:
+            path = base
+            if name:
+                rank, modules, alpha, is_root = ADAPTERS[name]
+                changes = random_changes(base, rank, [*ADAPTERS].index(name), modules)
+                path = changed_model(folder / name, base, changes, alpha / (rank**0.5 if is_root else rank))
+            engines[name] = load_tiny(path, ops=NumpyOps(), **SETTINGS)
+        return engines[name]
+
+    return of
+
+
+@pytest.fixture(scope="module", params=["native", "numpy"])
+def engine(request: pytest.FixtureRequest, base: Path, adapters: dict[str, Path]) -> Iterator[Engine]:
+    if request.param == "native":
+        pytest.importorskip("llvmlite")
+    ops = NumpyOps() if request.param == "numpy" else None
+    lora = {name: str(path) for name, path in adapters.items()}
+    with load_tiny(base, ops=ops, lora=lora, **SETTINGS) as made:
+        assert made.status().backend == request.param
+        yield made
+
+
+def params(tokens: int = 12, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=0, **more)
+
+
+def answer(engine: Engine, lora: str, prompt: Sequence[int] = PROMPT, **options: Any) -> Completion:
+    return engine.generate(prompt, params(prompt_logprobs=0), PromptOptions(lora=lora, **options))
+
+
+def likelihoods(answer: Completion) -> np.ndarray:
+    """The log-probabilities of the tokens of prompt and answer."""
+    return np.array([one.logprob for one in (*answer.prompt_logprobs, *answer.logprobs)])
+
+
+def together(engine: Engine, names: Sequence[str], prompt: Sequence[int] = PROMPT) -> list[list[int]]:
+    """The tokens of answers to requests with these adapters, which are computed in the same steps."""
+    streams = [engine.stream(prompt, params(_MANY), PromptOptions(lora=name)) for name in names]
+    found: list[list[int]] = [[] for _ in names]
+    open_streams, most = dict(enumerate(streams)), 0
+    while open_streams:
+        most = max(most, engine.status().running)
+        for number, stream in list(open_streams.items()):
+            chunk = next(stream, None)
+            if chunk is None:
+                del open_streams[number]
+            else:
+                found[number] += chunk.token_ids
+    assert most == len(names)
+    return found
+
+
+@pytest.mark.parametrize("name", ["", *ADAPTERS])
+def test_an_adapter_computes_what_changed_weights_compute(
+    engine: Engine, changed: Callable[[str], Engine], name: str
+) -> None:
+    found, wanted = answer(engine, name), answer(changed(name), "")
+    assert found.token_ids == wanted.token_ids
+    # Float32 on both sides; the native backend adds in another order.
+    np.testing.assert_allclose(likelihoods(found), likelihoods(wanted), atol=2e-4)
+    if name:
+        others = likelihoods(answer(changed(""), "", [*PROMPT, *wanted.token_ids]))
+        assert np.abs(others[: len(PROMPT) - 1] - likelihoods(wanted)[: len(PROMPT) - 1]).max() > 0.1
+
+
+def test_rows_of_a_step_have_adapters_of_their_own(engine: Engine, changed: Callable[[str], Engine]) -> None:
+    """Mixtures in several orders, twice each: recorded steps run again with other numbers in their tables."""
+    wanted = {name: changed(name).generate(PROMPT, params(_MANY)).token_ids for name in ("", *ADAPTERS)}
+    for names in (["", "one", "five", "", "large", "one"], ["large", "", "", "sixteen", "five", "five"], ["", "one"]):
+        for _ in range(2):
+            assert together(engine, names) == [list(wanted[name]) for name in names]
+    assert_idle(engine)
+
+
+def test_equal_prompts_with_other_adapters_share_no_kv(engine: Engine) -> None:
+    prompt = [9, *PROMPT]
+    for name in ("five", "", "one"):
+        first = engine.generate(prompt, params(1), PromptOptions(lora=name))
+        again = engine.generate(prompt, params(1), PromptOptions(lora=name))
+        assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, len(prompt) - 1)
+    strong = engine.generate(prompt, params(1), PromptOptions(lora="one", lora_scale=2.0))
+    salted = engine.generate(prompt, params(1), PromptOptions(lora="one", cache_salt="mine"))
+    assert strong.usage.cached_tokens == salted.usage.cached_tokens == 0
+
+
+def test_a_scale_multiplies_what_an_adapter_adds(engine: Engine, base: Path, tmp_path: Path) -> None:
+    rank, modules, alpha, _ = ADAPTERS["five"]
+    model = changed_model(tmp_path / "half", base, random_changes(base, rank, 1, modules), alpha / rank / 2)
+    with load_tiny(model, ops=NumpyOps(), **SETTINGS) as halved:
+        wanted = answer(halved, "")
+    found = answer(engine, "five", lora_scale=0.5)
+    np.testing.assert_allclose(likelihoods(found), likelihoods(wanted), atol=2e-4)
+    none = answer(engine, "five", lora_scale=0.0)
+    np.testing.assert_array_equal(likelihoods(none), likelihoods(answer(engine, "")))
+
+
+def test_a_session_of_an_adapter_is_found_by_its_requests_alone(
+    engine: Engine, base: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    prompt = [11, *PROMPT]
+    engine.generate(prompt, params(1), PromptOptions(lora="one"))
+    saved = engine.save_session(tmp_path / "one", prompt=prompt, options=PromptOptions(lora="one"))
+    assert saved == len(prompt)
+    with pytest.raises(EngineError, match="nothing to save"):
+        engine.save_session(tmp_path / "none", prompt=prompt)
+    ops = NumpyOps() if engine.status().backend == "numpy" else None
+    lora = {"other": str(adapters["five"]), "renamed": str(adapters["one"])}
+    with load_tiny(base, ops=ops, lora=lora, **SETTINGS) as other:
+        assert other.load_session(tmp_path / "one").token_ids == tuple(prompt)
+        for name, cached in (("", 0), ("other", 0), ("renamed", len(prompt) - 1)):
+            assert other.generate(prompt, params(1), PromptOptions(lora=name)).usage.cached_tokens == cached
+    with (
+        load_tiny(base, ops=ops, **SETTINGS) as none,
+        pytest.raises(EngineError, match="adapter that this engine lacks"),
+    ):
+        none.load_session(tmp_path / "one")
+
+
+def test_a_cancelled_request_leaves_the_others_as_they_are(engine: Engine) -> None:
+    wanted = answer(engine, "five").token_ids
+    stream = engine.stream(PROMPT, params(60), PromptOptions(lora="large"))
+    kept = engine.stream(PROMPT, params(), PromptOptions(lora="five"))
+    found = [*next(kept).token_ids]
+    for _ in range(3):
+        next(stream)
+        found += next(kept).token_ids
+    stream.close()
+    for chunk in kept:
+        found += chunk.token_ids
+    assert tuple(found) == tuple(wanted)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("backend", ["native", "numpy"])
+def test_merged_adapters_are_those_of_requests(
+    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine], backend: str
+) -> None:
+    ops = NumpyOps() if backend == "numpy" else None
+    lora = {"large": str(adapters["large"])}
+    with load_tiny(base, ops=ops, lora=lora, lora_merge=True, weight_type="f32", **SETTINGS) as merged:
+        assert merged.adapters.scales == {}
+        found, wanted = answer(merged, ""), answer(changed("large"), "")
+        assert found.token_ids == wanted.token_ids
+        np.testing.assert_allclose(likelihoods(found), likelihoods(wanted), atol=2e-4)
+        identity = merged._identity["model"]
+    with load_tiny(base, ops=ops, weight_type="f32", **SETTINGS) as plain:
+        assert plain._identity["model"] != identity
+
+
+def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[str, Path]) -> None:
+    with pytest.raises(EngineError, match="lora is 'two', but there is no adapter of this name; there are one, five"):
+        answer(engine, "two")
+    for lora, sentence in (
+        ({"a b": "x"}, "give the adapter a name of letters"),
+        ({"x": ""}, "give the path of a folder"),
+        ({"x": f"{adapters['one']}:0"}, "a scale of 0"),
+        ({"x": str(base / "missing")}, "does not exist"),
+    ):
+        with pytest.raises(EngineError, match=sentence):
+            load_tiny(base, lora=lora, **SETTINGS)
+    with pytest.raises(EngineError, match="no adapter to merge"):
+        load_tiny(base, lora_merge=True, **SETTINGS)
+
+
+def test_salts_of_different_pairs_are_different() -> None:
+    texts = ["", "a", "\0", "\0a\0", "a\0b", "b"]
+    pairs = [(salt, adapter) for salt in texts for adapter in ("", "a", "b 1.0")]
+    assert len({joined(*pair) for pair in pairs}) == len(pairs)
+    assert all(adapter_of(joined(salt, adapter)) == adapter for salt, adapter in pairs)
+    assert joined("mine", "") == "mine"
+
+
+def test_the_memory_of_adapters_is_counted(base: Path, adapters: dict[str, Path]) -> None:
+    lora = {"lora": {name: str(adapters[name]) for name in ("large", "five")}}
+    needs = [fit.need(settle(base, None, {**SETTINGS, **more})).bytes for more in ({}, lora)]
+    with load_tiny(base, **SETTINGS) as plain, load_tiny(base, **lora, **SETTINGS) as engine:
+        taken = engine._model.weights.bytes - plain._model.weights.bytes
+    changes = random_changes(base, 64, 3)
+    # Two adapters take as much as two of the larger one, and q, k and v together have the sum of their ranks.
+    assert taken > 2 * 4 * sum(a.size + b.size for a, b in changes.values())
+    assert taken < needs[1] - needs[0] < taken + 4 * 512 * 1024
+
+
+def test_the_chat_takes_the_first_adapter(engine: Engine) -> None:
+    session = ChatSession(engine, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), Console())
+    expected = engine.generate("the rain", session.params, PromptOptions(lora="one", parse_special=True))
+    assert session.complete("the rain").token_ids == tuple(expected.token_ids)
+
+
+def test_drafted_tokens_are_verified_with_the_adapter(
+    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine]
+) -> None:
+    lora = {"one": str(adapters["one"])}
+    with load_tiny(base, lora=lora, spec_type="ngram-simple", spec_ngram_size_n=1, **SETTINGS) as engine:
+        found = engine.generate(PROMPT, params(60), PromptOptions(lora="one"))
+    assert found.usage.drafted_tokens > 0
+    assert found.token_ids == changed("one").generate(PROMPT, params(60)).token_ids
+
+
+def test_blocks_on_a_disk_are_found_with_the_same_adapter_alone(
+    base: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    kept = {"cache_disk": "1M", "cache_disk_folder": str(tmp_path), **SETTINGS}
+    with load_tiny(base, lora={"one": str(adapters["one"])}, **kept) as engine:
+        engine.generate(PROMPT, params(1), PromptOptions(lora="one"))
+        assert engine._tiers._writer.flush(10)
+    with load_tiny(base, lora={"five": str(adapters["five"]), "same": str(adapters["one"])}, **kept) as engine:
+        for name, found in (("", False), ("five", False), ("same", True)):
+            answer = engine.generate(PROMPT, params(1), PromptOptions(lora=name))
+            assert (answer.usage.cached_tokens > 0) == found
