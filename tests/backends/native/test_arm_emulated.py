@@ -2,7 +2,7 @@
 model.
 
 The environment variable POLARLM_ARM64_PYTHON names a folder with a program `python`, which runs an AArch64 Python with
-the engine's dependencies and pytest, on the CPU that POLARLM_ARM_CPU names as QEMU does: `scripts/arm64_python` makes
+the engine's dependencies and pytest, on the CPU that POLARLM_ARM_CPU names as QEMU does: `.ci/arm64 FOLDER` makes
 one. It is 20 to 50 times slower than the machine, so a few cases of each test run; with POLARLM_ARM64_TESTS=all, all of
 them, in an hour.
 """
