@@ -21,7 +21,6 @@ class Neon(ConvertsHalves):
     needs: tuple[str, ...] = ("neon",)
     registers = 32
     code_tiles: tuple[tuple[int, int], ...] = ((3, 1),)
-    code_outputs = 8
     keeps_order = True
     float_tile = 6, 1
     byte_register = 16
@@ -110,6 +109,7 @@ class NeonDot(Neon):
 
     name = "neon-dot"
     needs = (*Neon.needs, "dotprod")
+    code_outputs = 8
     splits_words = True
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:

@@ -13,6 +13,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import Prompt
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel
+from polarlm.engine.backends.native.kernels.linear.block_sums import passes
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
 from polarlm.engine.jit.compile.compiler import Kernel, assembly
@@ -44,15 +45,16 @@ def values(name: str) -> Kernel:
 
 @every_arm_level
 def test_products(level: Level) -> None:
-    """Codes of 4 bits are masked and multiplied as bytes. Several rows are summed for 8 outputs at a time."""
+    """Codes of 4 bits are masked and multiplied as bytes. Sums of several rows with both bytes are of 8 outputs."""
     instruction, count = OF_WEIGHTS[level.name], PRODUCTS[level.name]
     one, many = (Loop(product(Product(get("q4_1"), own)), level) for own in (SINGLE, largest_tiling(level)))
     rows = largest_tiling(level).rows
     assert count <= one.count(instruction) <= count + 4
-    assert rows * count <= 2 * many.count(instruction) <= rows * (count + 4)
+    turns = len(passes(level, rows))
+    assert rows * count <= turns * many.count(instruction) <= rows * (count + 4)
     assert one.count("and") == (32 if level.splits_words else 64)
-    assert 2 * len(many) < rows * len(one) * (0.85 if level.splits_words else 0.75)
-    assert one.on_stack == many.on_stack == 0
+    assert turns * len(many) < rows * len(one) * (0.85 if level.splits_words else 0.7)
+    assert one.on_stack == 0
     assert len(one) <= (190 if level.splits_words else 510)
 
 
@@ -61,11 +63,13 @@ def test_products(level: Level) -> None:
     "name", [name for name in available() if get(name).unpack and not get(name).grid and not get(name).runs]
 )
 def test_sums_of_products_stay_in_registers(level: Level, name: str) -> None:
-    """What few instructions read from the stack are constants."""
+    """What few instructions read from the stack are constants. At `neon` an instruction in 60 spills a sum of several
+    rows: without, for 8 outputs at a time, loops would have a fifth more instructions."""
     for rows in range(1, largest_tiling(level).rows + 1):
         loop = Loop(product(Product(get(name), Tiling(rows, 1))), level)
-        assert loop.spilled == 0, f"{rows} rows"
-        assert loop.on_stack <= 4, f"{rows} rows"
+        spills = rows > 1 and not level.splits_words
+        assert loop.spilled <= spills * len(loop) / 60, f"{rows} rows"
+        assert loop.on_stack <= 4 + spills * len(loop) / 20, f"{rows} rows"
 
 
 @every_arm_level

@@ -15,7 +15,7 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import read_plain
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from polarlm.engine.backends.native.kernels.rows import gated
-from polarlm.engine.backends.native.tiles import ROWS, layout
+from polarlm.engine.backends.native.tiles import layout
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
@@ -216,10 +216,10 @@ def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows
 
 
 def _prefetches(spec: Product, level: Level) -> bool:
-    """Whether the product prefetches: if it is bound by arithmetic, with several rows and few bytes per weight, and if
-    the sums of all outputs are in registers at once. Others would go to the stack around the prefetch's branch."""
+    """Whether the product prefetches: if it is bound by arithmetic, with several rows and few bytes per weight. Where a
+    level keeps order, sums would go to the stack around the prefetch's branch."""
     bound = spec.row_tile > 1 and spec.format.unpack is not None and not spec.by_expert
-    return bound and len(passes(level, spec.row_tile)) == 1
+    return bound and not level.keeps_order
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
@@ -230,7 +230,7 @@ def _steps(spec: Product, blocks: Size) -> Size:
 def _parts(spec: Product, level: Level) -> int:
     """2 if gate and up projection are multiplied in turn, because registers have no room for the sums of both; or 1."""
     rows, tiles = level.code_tiles[-1]
-    is_full = 2 * spec.row_tile > rows * tiles or level.code_outputs < ROWS
+    is_full = 2 * spec.row_tile > rows * tiles or level.keeps_order
     return 2 if spec.activation is not None and is_full else 1
 
 
