@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
+from types import SimpleNamespace
 
 import pytest
 
-from polarlm import model_loaders
+from polarlm import fit, model_loaders
 from polarlm.bench.report import slug
 from polarlm.engine import EngineError
 from polarlm.engine.cli import flags
@@ -52,6 +53,16 @@ def test_clients_see_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.os, "sep", "\\")
     error = EngineError(f"{MODEL} is damaged")
     assert str(served.without_folder(error, PureWindowsPath(MODEL))) == "SmolLM2-135M.Q4_1.gguf is damaged"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("system", "quote"), [("win32", '"'), ("linux", "'")])
+def test_an_advised_command_is_quoted_as_a_shell_of_the_system_reads_it(
+    system: str, quote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit.sys, "platform", system)
+    advice = SimpleNamespace(settings={"ctx_size": 4096})
+    command = fit._command(advice, SimpleNamespace(device="auto", weights=MODEL), "chat")  # type: ignore[arg-type]
+    assert command == f"polarlm chat --model {quote}{MODEL}{quote} --ctx-size 4096"
 
 
 def kernel_file(name: str, folder: Path) -> str:
