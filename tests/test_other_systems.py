@@ -5,6 +5,7 @@ What kernels of another operating system do is not simulated. docs/platforms.md 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKER = ROOT / "engine" / "sampling" / "grammar_worker.py"
 # What this program's own modules see of the standard library. Other packages see this system, which they know.
 _SHOWN = """
 import builtins, os, pathlib, re, signal, socket, sys, types
@@ -139,6 +141,20 @@ def test_a_model_answers_as_on_linux(system: str, tiny_path: Path, tmp_path: Pat
     assert (here.split()[0], there) == (sys.platform, f"{system} LLVM")
     assert got == wanted
     assert wanted[1:] == ["True", "True"]
+
+
+def test_grammars_are_compiled_without_fork() -> None:
+    """By the process that is started for them, in which a system without `fork` has no other one."""
+    pytest.importorskip("llguidance")
+    lacking = "del os.fork, signal.setitimer\nsys.platform, sys.modules['resource'] = 'win32', None"
+    program = f"import os, runpy, signal, sys\n{lacking}\nrunpy.run_path({str(WORKER)!r}, run_name='__main__')"
+    tokens = {"tokens": [*map(chr, range(256)), "<end>"], "special": [256], "ends": [256]}
+    requests = [{"grammar": grammar, "seconds": 1.0} for grammar in ("start: /a+/", "start: nothing", "start: /b+/")]
+    lines = "".join(f"{json.dumps(line)}\n" for line in (tokens, *requests))
+    done = subprocess.run([sys.executable, "-c", program], input=lines, capture_output=True, text=True, timeout=60)
+    first, wrong, third = map(json.loads, done.stdout.splitlines())
+    assert (first, third) == ("", "")
+    assert "nothing" in wrong
 
 
 @pytest.mark.parametrize("name", ["a:b", "what?", "nul.txt", "ends in a dot."])

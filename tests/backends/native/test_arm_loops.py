@@ -4,6 +4,7 @@ their vectors stay in registers: nothing is written to the stack. Where that is 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,12 @@ from polarlm.engine.backends.native.kernels.linear.product import Product, produ
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
 from polarlm.engine.jit.compile.compiler import Kernel, assembly
 from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, Value, vector
 from polarlm.engine.weight_formats import available, get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import ARM, Loop
+from tests.jit.levels import declared
 
 every_arm_level = pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)
 
@@ -128,6 +132,22 @@ def test_floats(level: Level) -> None:
     prompt = Loop(attend_kernel(Prompt(64)), level, product=True)
     assert prompt.count("fmla") >= len(prompt) * 0.7
     assert prompt.on_stack == 0
+
+
+@every_arm_level
+def test_order_is_kept_without_an_instruction(level: Level) -> None:
+    """Each number is added before the next one is read."""
+
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        total = e.load(args.x, vector(F32, 4))
+        for place in range(1, 20):
+            e.keep_order()
+            total = total + e.load(args.x, vector(F32, 4), 48 * place)
+        e.store(total, args.out)
+
+    text = assembly(Kernel("test_order", emit, declared("x out")), level)
+    names = [line.split()[0] for line in text.splitlines() if re.match(r"\t\w", line)]
+    assert names == ["ldp", "ldr", *["ldr", "fadd"] * 19, "str", "ret"]
 
 
 @every_arm_level

@@ -82,23 +82,25 @@ def add_block(
         before(part)
         for group in range(32 // format.group):
             place_of_sum = 4 if format.group == 32 else 8 + 4 * group
-
-            def less(place: int = place_of_sum) -> list[Value]:
-                return [e.broadcast(own, I32, outputs, place) for own in numbers]
-
             multiply = _dots_of_bytes if e.level.splits_words else _dots
-            dots = multiply(e, codes, at, own_inputs, group, less())
+            dots = multiply(e, codes, at, own_inputs, group, _less(e, numbers, place_of_sum, outputs))
             e.keep_order()
+            less = _less(e, numbers, place_of_sum, outputs)  # where order is kept, read again
             for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
                 own_scale = times_sub(e, block.scale, block.subs + sub, place.sub_scale, group, signed=True)
                 own_offset = block.offset
                 if own_offset is not None:
                     own_offset = -times_sub(e, own_offset, block.subs + sub, place.sub_offset, group)
-                for own, dot, x_less, total in zip(numbers, own_dots, less(), totals, strict=True):
+                for own, dot, x_less, total in zip(numbers, own_dots, less, totals, strict=True):
                     value = dot.to_float() * own_scale
                     if own_offset is not None:
                         value = e.fma(x_less.to_float(), own_offset, value)
                     total.set(e.fma(value, e.broadcast(own, F32, outputs), total.get()))
+
+
+def _less(e: Emitter, numbers: Sequence[Value], place: int, outputs: int) -> list[Value]:
+    """Of each row the sum of its inputs, negative, int32 (outputs,). place: its offset among the numbers of a row."""
+    return [e.broadcast(own, I32, outputs, place) for own in numbers]
 
 
 def _dots(
@@ -113,19 +115,15 @@ def _dots(
     size, rows, outputs = codes.place.format.group // 2, range(len(less)), less[0].lanes
     zero = e.zero(less[0].type)
     # Two sums hide the latency of a dot product, where there are few others and registers have room for them.
-    chains = (
-        1
-        if e.level.keeps_order
-        else 2
-        if len(less) == 1 or (e.level.has_room and len(less) * len(at) <= _FEW_SUMS)
-        else 1
-    )
+    has_room = len(less) == 1 or (e.level.has_room and len(less) * len(at) <= _FEW_SUMS)
+    # Where order is kept, LLVM would still add the products to one of the two as it likes.
+    chains = 2 if has_room and not e.level.keeps_order else 1
     first = [own * codes.zero if codes.zero else zero for own in less]
     sums = [[[own, *[zero] * (chains - 1)] for own in first] for _ in at]
     # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
     for number, pair in enumerate(pairs):
-        if not (number and codes.shares_bytes(pair, pairs[number - 1])):
+        if not number or not codes.shares_bytes(pair, pairs[number - 1]):
             e.keep_order()
         own_codes, chain = [codes.pair(own, pair, outputs) for own in at], number % chains
         for row in rows:
@@ -142,8 +140,7 @@ def _dots_of_bytes(
     count, outputs = codes.place.format.group // 4, less[0].lanes
     sums = [[SplitSums(e, own * codes.zero) for own in less] for _ in at]
     # Quads that share vectors of codes are multiplied in succession, as pairs above.
-    quads = sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad)
-    for quad in quads:
+    for quad in sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad):
         e.keep_order()
         own_codes = [[codes.quad(own, quad + i, outputs) for i in (0, 1)] for own in at]
         for row in range(len(less)):
