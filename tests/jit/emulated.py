@@ -26,7 +26,7 @@ HOST = "POLARLM_HOST_PYTHON"
 @cache
 def _host() -> subprocess.Popen[bytes]:
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
-    command = [os.environ[HOST], "-m", "tests.jit.emulated"]
+    command = [os.environ[HOST], "-m", "tests.jit.emulated", compiler._triple(target.levels()[-1])]
     folder = Path(__file__).resolve().parents[2]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder, env=environment)
 
@@ -57,8 +57,13 @@ def pytest_report_header() -> str:
     return f"highest level: {target.levels()[-1].name}"
 
 
-def serve() -> None:
-    """Compile LLVM IR from standard input, a line of JSON each: the size, a line, and the code are written."""
+def serve(triple: str) -> None:
+    """Compile LLVM IR from standard input, a line of JSON each, for the system that LLVM calls `triple`: the size, a
+    line, and the code are written."""
+    llvm = compiler._binding()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    compiler._triple, compiler.machine = lambda level: triple, lambda: triple.split("-")[0]
     by_name = {level.name: level for level in LEVELS}
     for line in sys.stdin.buffer:
         name, source = json.loads(line)
@@ -68,6 +73,6 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])
 elif HOST in os.environ:
     patch()
