@@ -177,7 +177,8 @@ class GroupedKeys(_GroupedTiles):
 
         chunks = range(0, parts, together)
         # Where few registers hold the sums, those of a chunk are finished before the next one's.
-        for own_chunks in [[chunk] for chunk in chunks] if e.level.keeps_order else [chunks]:
+        turns: list[Sequence[int]] = [[chunk] for chunk in chunks] if e.level.keeps_order else [chunks]
+        for own_chunks in turns:
             with e.loop(0, self._groups) as group:
                 add(group, own_chunks)
         for total, target in zip(totals, out, strict=True):

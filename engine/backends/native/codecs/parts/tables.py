@@ -242,9 +242,11 @@ class TableValues(_TableTiles):
                     finish(number // along * (4 * self._lanes * width))
             return
         code_tile = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
+        # Where few registers hold sums, those of a channel are finished before the next one's.
+        turns: list[Sequence[int]] = [[channel] for channel in range(width)] if e.level.keeps_order else [range(width)]
         with e.loop(0, chunks) as chunk:
             start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(code_tile)
-            for channels in [[channel] for channel in range(width)] if e.level.keeps_order else [range(width)]:
+            for channels in turns:
                 with e.loop(0, along // code_tile) as part:
                     own = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
                     offset = start + part * nbytes

@@ -36,8 +36,8 @@ def passes(level: Level, row_tile: int) -> list[Outputs]:
 
 
 class Block:
-    """A block of a tile at an address, as some of the outputs read it: their scales and offsets, float32, and where
-    their codes and sub-scales are.
+    """A block of a tile at an address, as some of the outputs read it. codes, subs: addresses of their codes, and of
+    the block for what they have a byte of.
 
     factor: what scales are multiplied by.
     """
@@ -49,11 +49,13 @@ class Block:
 
     @property
     def scale(self) -> Value:
+        """The scales of the outputs, float32: read each time, which is once where LLVM may keep them."""
         scale = read_scale(self._e, self._halves, self._place.scale, self._place.is_power, self.outputs)
         return scale if self._factor == 1 else scale * float(self._factor)
 
     @property
     def offset(self) -> Value | None:
+        """The offsets of the same, if the format has them."""
         place = self._place
         return None if place.offset is None else read_scale(self._e, self._halves, place.offset, False, self.outputs)
 
