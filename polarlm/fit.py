@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -256,7 +257,9 @@ def _command(advice: Advice, options: Any, program: str) -> str | None:
         words += ["--lora", f"{name}={adapter}"]
     for name, value in flags.items():
         words += [f"--{name.replace('_', '-')}", value]
-    return shlex.join(["polarlm", program, *words])
+    # What a shell of this system reads: Windows' own does not know single quotes.
+    join = subprocess.list2cmdline if sys.platform == "win32" else shlex.join
+    return join(["polarlm", program, *words])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
+from polarlm.engine.backends.native.kernels.linear.block_sums import passes
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, largest_tiling
 from polarlm.engine.jit.isa.levels import LEVELS, Level
@@ -53,7 +54,8 @@ def of_weights(name: str, level: Level, *, many: bool) -> float:
     if 0 < level.word_rows <= sizes.rows:
         loop = Loop(product(Product(get(name), sizes)), level, share_of=OF_WORDS[level.name])
         return len(loop) / (2 * level.lanes * loop.count(OF_WORDS[level.name]))
-    return len(Loop(product(Product(get(name), sizes)), level)) / (512 * sizes.rows * sizes.tiles)
+    outputs = passes(level, sizes.rows)[0].count
+    return len(Loop(product(Product(get(name), sizes)), level)) / (32 * outputs * sizes.rows * sizes.tiles)
 
 
 @cache
@@ -78,7 +80,7 @@ def instructions_table() -> str:
     for name in FORMATS:
         rows.append((f"`{name}`, one row", lambda level, name=name: of_weights(name, level, many=False)))  # type: ignore[misc]
         rows.append((f"`{name}`, many rows", lambda level, name=name: of_weights(name, level, many=True)))  # type: ignore[misc]
-    rows.append(("keys as `ring4`", lambda level: of_keys("ring4", level, 512)))
+    rows.append(("keys as `ring4`", lambda level: of_keys("ring4", level, 128 if level.keeps_order else 512)))
     rows.append(("keys as `f16`", lambda level: of_keys("f16", level, 64)))
     rows.append(("values as `polarquant`", lambda level: of_values("polarquant", level, 128)))
     lines = [f"| Kernel | {' | '.join(f'`{level.name}`' for level in SHOWN)} |", "|---" * (1 + len(SHOWN)) + "|"]

@@ -185,13 +185,15 @@ def run_part(name: str, command: Sequence[str] = (sys.executable, "-m", "scripts
     return {"failure": without_folders(f"exit code {done.returncode}: {said[-1]}"), "seconds": seconds}
 
 
-def without_folders(text: str) -> str:
-    """`text` with "~" in the place of the user's home folder, which has a name in it.
+def without_folders(text: str, home: str | None = None) -> str:
+    r"""`text` with "~" in the place of the user's home folder, which has a name in it, however it is written.
 
-    >>> without_folders(f"cannot open {Path.home() / 'models' / 'x.gguf'}").replace("\\\\", "/")
-    'cannot open ~/models/x.gguf'
+    >>> without_folders("cannot open C:/users/jane doe/x.gguf", r"C:\Users\Jane Doe")
+    'cannot open ~/x.gguf'
     """
-    return re.sub(re.escape(str(Path.home())), "~", text)
+    home = str(Path.home()) if home is None else home
+    spellings = home.replace("\\", "\\\\"), home, home.replace("\\", "/")  # in quotes of Python, as it is, in a URL
+    return re.sub("|".join(map(re.escape, spellings)), "~", text, flags=re.IGNORECASE)
 
 
 def _machine() -> dict[str, Any]:

@@ -5,6 +5,7 @@ What kernels of another operating system do is not simulated. docs/platforms.md 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,9 +19,10 @@ pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKER = ROOT / "engine" / "sampling" / "grammar_worker.py"
 # What this program's own modules see of the standard library. Other packages see this system, which they know.
 _SHOWN = """
-import builtins, os, pathlib, signal, socket, sys, types
+import builtins, os, pathlib, re, signal, socket, sys, types
 
 MODULES = {"os": os, "signal": signal, "socket": socket, "sys": sys}
 
@@ -48,6 +50,20 @@ def opening(function):
         return function(path, *rest, **more)
     return call
 
+# Files that Windows cannot have, and links, for which it wants rights.
+def refusing(event, arguments):
+    if event == "os.symlink":
+        raise OSError(1314, "A required privilege is not held by the client")
+    made = {"open": lambda path, mode, flags: flags & os.O_CREAT and path, "os.mkdir": lambda path, *_: path,
+            "os.rename": lambda source, target, *_: target}.get(event)
+    path = made(*arguments) if made else None
+    if isinstance(path, (str, bytes, os.PathLike)):
+        name = os.path.basename(os.fsdecode(path))
+        if re.search(r'[<>:"\\\\|?*\\x00-\\x1f]|[. ]$', name) or re.fullmatch(DEVICES, name):
+            raise OSError(22, "Invalid argument", name)
+
+if PLATFORM == "win32":
+    sys.addaudithook(refusing)
 shown = {name: Shown(name) for name in MODULES}
 shown["sys"].platform = PLATFORM
 imported, builtins.__import__ = builtins.__import__, importing
@@ -55,6 +71,7 @@ builtins.open, pathlib.Path.open = opening(builtins.open), opening(pathlib.Path.
 """
 _LINUX_ALONE = "sched_getaffinity", "memfd_create", "posix_fadvise"
 _POSIX_ALONE = "fork", "register_at_fork", "getuid", "O_NOFOLLOW", "O_NONBLOCK", "killpg"
+_DEVICES = r"(?i:con|prn|aux|nul|com\d|lpt\d)(\..*)?"
 # System → what modules lack there, and which modules do not exist.
 SYSTEMS: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
     "darwin": ({"os": _LINUX_ALONE}, ()),
@@ -68,7 +85,8 @@ SYSTEMS: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
 def prelude(system: str) -> str:
     """Python that makes a process look like one of another system."""
     lacking, absent = SYSTEMS[system]
-    return f"PLATFORM, LACKING, ABSENT = {system!r}, {lacking!r}, {absent!r}\n{_SHOWN}"
+    names = f"PLATFORM, LACKING, ABSENT, DEVICES = {system!r}, {lacking!r}, {absent!r}, {_DEVICES!r}"
+    return f"{names}\n{_SHOWN}"
 
 
 PROGRAM = """
@@ -123,6 +141,29 @@ def test_a_model_answers_as_on_linux(system: str, tiny_path: Path, tmp_path: Pat
     assert (here.split()[0], there) == (sys.platform, f"{system} LLVM")
     assert got == wanted
     assert wanted[1:] == ["True", "True"]
+
+
+def test_grammars_are_compiled_without_fork() -> None:
+    """By the process that is started for them, in which a system without `fork` has no other one."""
+    pytest.importorskip("llguidance")
+    lacking = "del os.fork, signal.setitimer\nsys.platform, sys.modules['resource'] = 'win32', None"
+    program = f"import os, runpy, signal, sys\n{lacking}\nrunpy.run_path({str(WORKER)!r}, run_name='__main__')"
+    tokens = {"tokens": [*map(chr, range(256)), "<end>"], "special": [256], "ends": [256]}
+    requests = [{"grammar": grammar, "seconds": 1.0} for grammar in ("start: /a+/", "start: nothing", "start: /b+/")]
+    lines = "".join(f"{json.dumps(line)}\n" for line in (tokens, *requests))
+    done = subprocess.run([sys.executable, "-c", program], input=lines, capture_output=True, text=True, timeout=60)
+    first, wrong, third = map(json.loads, done.stdout.splitlines())
+    assert (first, third) == ("", "")
+    assert "nothing" in wrong
+
+
+@pytest.mark.parametrize("name", ["a:b", "what?", "nul.txt", "ends in a dot."])
+def test_the_simulated_windows_refuses_names(name: str, tmp_path: Path) -> None:
+    """The simulation does; on Linux these are names like others."""
+    program = "\nimport pathlib, sys\npathlib.Path(sys.argv[1]).write_text('')\n"
+    run(tmp_path, [str(tmp_path / name)], program)
+    with pytest.raises(AssertionError, match="Invalid argument"):
+        run(tmp_path, [str(tmp_path / name)], prelude("win32") + program)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -23,6 +23,16 @@ Progress = Callable[[int], None]  # called with the number of bytes done since i
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
 _PIECE = 16 << 20  # bytes after which the file is flushed to the disk
+_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+
+
+def is_device(name: str) -> bool:
+    """Whether Windows takes a file of this name for a device, whatever follows a dot: what is written to it is lost.
+
+    >>> is_device("nul.session"), is_device("console.session")
+    (True, False)
+    """
+    return _DEVICE.fullmatch(name) is not None
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = lambda done: None) -> None:

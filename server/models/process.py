@@ -15,6 +15,7 @@ from typing import Any
 
 from polarlm.engine import EngineError
 from polarlm.engine.loading.fit import Need
+from polarlm.engine.storage import files
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel
 from polarlm.server.running.refused import Refused
@@ -142,6 +143,7 @@ def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
     folder = None
     if config.sessions is not None:
         own = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
+        own += "_" * files.is_device(own)
         folder = str(Path(config.sessions) / own)
     return replace(
         ServerConfig(),

@@ -25,6 +25,8 @@ _PART = re.compile(r"-(\d{5})-of-\d{5}$")
 _NOT_A_MODEL = "mmproj"  # the beginning of the name of a file for images
 _SETTINGS = {field.name.replace("_", "-"): field.name for field in fields(EngineConfig) if field.metadata["flags"]}
 _SOURCES = {"weights", "hf-repo"}  # which `path` and `hf` say
+# In double quotes, a backslash of TOML is the beginning of another character.
+_QUOTES = "; write a path with backslashes in single quotes, as in path = 'C:\\models\\qwen3.gguf'"
 _KEYS = ("path", "hf", "aliases", "pinned", "idle-unload")
 
 
@@ -138,12 +140,16 @@ def _in_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
 def _written(file: Path, common: EngineConfig) -> list[NamedModel]:
     """The models in a TOML file, one for each table. Raises FlagError."""
     at = f"--models {file}"
+    text = ""
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
     except OSError as error:
         raise FlagError(f"{at}: cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FlagError(f"{at}: is neither a folder of models nor a TOML file: {error}") from None
+        raise FlagError(
+            f"{at}: is neither a folder of models nor a TOML file: {error}" + _QUOTES * ("\\" in text)
+        ) from None
     models = [_model(at, file.parent, name, table, common) for name, table in tables.items()]
     if not models:
         raise FlagError(f'{at}: has no models; write a table for each, as in [qwen3] with path = "qwen3.gguf"')
@@ -165,7 +171,8 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
     if path is not None:
         source = str(where := folder / Path(path).expanduser())
         if not where.exists():
-            raise FlagError(f"{at}: path = {path!r}: there is no such file or folder")
+            hint = _QUOTES if any(sign < " " for sign in path) else ""
+            raise FlagError(f"{at}: path = {path!r}: there is no such file or folder{hint}")
     else:
         source = f"{hub.PREFIX}{on_hub}"
     aliases = _value(at, table, "aliases", list) or []

@@ -115,7 +115,10 @@ class SessionFolder:
 
 
 def read_name(field: str, value: Any) -> str:
-    """`value` as the name of a session. Raises BadRequest for other values, such as paths."""
+    """`value` as the name of a session. Raises BadRequest for other values, such as paths, and for names of which
+    Windows makes no file: on every system, since folders are copied and shared."""
+    if isinstance(value, str) and files.is_device(value):
+        raise BadRequest(field, f"{field} is {value!r}, which Windows keeps for a device; choose another name")
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise BadRequest(
             field, f"{field} must be 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"

@@ -21,6 +21,7 @@ class Neon(ConvertsHalves):
     needs: tuple[str, ...] = ("neon",)
     registers = 32
     code_tiles: tuple[tuple[int, int], ...] = ((3, 1),)
+    keeps_order = True
     float_tile = 6, 1
     byte_register = 16
     fuses = True
@@ -65,25 +66,29 @@ class Neon(ConvertsHalves):
         return e.by_parts(16, lambda own, at: _found(e, [own], at), table, index)
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
-        """A lookup among four registers, and another one for each further four, which leaves the bytes found before."""
-        lines = [e.load(pointer, _BYTES, first) for first in range(0, entries, 16)]
+        """A lookup among four registers, and another one for each further four, which leaves the bytes found before.
+        Registers of a large table are loaded for each vector of indices: they would leave none for anything else."""
+        few = [e.load(pointer, _BYTES)] if entries == _BYTES.count else []
 
         def find(index: Value) -> Value:
-            found = None
+            parts = [e.part(index, lane, 16) for lane in range(0, index.lanes, 16)]
+            found: list[Value | None] = [None for _ in parts]
             for first in range(0, entries, _LOOKED_UP):
-                found = _found(e, lines[first // 16 : (first + _LOOKED_UP) // 16], index - first, found)
-            assert found is not None
-            return found
+                lines, at = few, pointer if few else e.unknown(pointer)
+                if not few:
+                    e.keep_order()
+                    lines = [e.load(at, _BYTES, line) for line in range(first, min(entries, first + _LOOKED_UP), 16)]
+                parts = [e.unknown(part) - _LOOKED_UP if first else part for part in parts]
+                found = [_found(e, lines, part, own) for part, own in zip(parts, found, strict=True)]
+            return e.join([own for own in found if own is not None])
 
-        return lambda index: _by_registers(e, find, index)
+        def by_registers(index: Value) -> Value:
+            if index.lanes >= 16:
+                return find(index)
+            wide = e.shuffle(index, index, [lane % index.lanes for lane in range(16)])
+            return e.part(find(wide), 0, index.lanes)
 
-
-def _by_registers(e: Emitter, find: Callable[[Value], Value], index: Value) -> Value:
-    """`find` of each 16 bytes of an index, the last of which may be fewer."""
-    if index.lanes < 16:
-        wide = e.shuffle(index, index, [lane % index.lanes for lane in range(16)])
-        return e.part(find(wide), 0, index.lanes)
-    return e.by_parts(16, find, index)
+        return by_registers
 
 
 def _found(e: Emitter, lines: Sequence[Value], index: Value, before: Value | None = None) -> Value:
@@ -93,8 +98,10 @@ def _found(e: Emitter, lines: Sequence[Value], index: Value, before: Value | Non
 
 
 def _add_pairs(e: Emitter, total: Value, words: Value) -> Value:
-    """total (4,) plus the sums of adjacent pairs of int16 (8,)."""
-    return total + e.intrinsic("llvm.aarch64.neon.saddlp.v4i32.v8i16", _LANES, words)
+    """total (4,) plus the sums of adjacent pairs of int16 (8,). LLVM would add several such sums in an order of its
+    own, and keep all of them until then."""
+    sums = total + e.intrinsic("llvm.aarch64.neon.saddlp.v4i32.v8i16", _LANES, words)
+    return e.unknown(sums, in_order=False)
 
 
 class NeonDot(Neon):
@@ -102,6 +109,7 @@ class NeonDot(Neon):
 
     name = "neon-dot"
     needs = (*Neon.needs, "dotprod")
+    code_outputs = 8
     splits_words = True
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
@@ -124,7 +132,7 @@ class NeonI8mm(NeonDot):
 
     name = "neon-i8mm"
     needs = (*NeonDot.needs, "i8mm")
-    code_tiles = ((4, 1),)
+    code_tiles = ((3, 1),)
 
     def split_start(self, e: Emitter, start: Value) -> list[Value]:
         """Sums of high and of low bytes in turn, since a product of matrices is of two lanes with both."""

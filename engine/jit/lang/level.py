@@ -32,6 +32,11 @@ class Level(ABC):
     code_tiles: tuple[tuple[int, int], ...] = ((2, 1),)
     """Rows, and vectors of 16 columns, of tiles of products with codes whose sums stay in registers: for few rows, of
     which the tile should have all, and for many, which should be loaded seldom."""
+    code_outputs = 16
+    """Outputs of a tile, 16 or 8, that products of codes with several rows sum at once."""
+    keeps_order = False
+    """Whether `keep_order` and `unknown` do something. Kernels of such a level read again what has no place in
+    registers, and compute a few sums after the other, where others would compute all of them together."""
     float_tile = 2, 1
     """The same of products of float32."""
     byte_register = 0

@@ -89,6 +89,32 @@ class MemoryEmitter:
         """The pointer as an opaque one: llvmlite would check the type of its contents at every use."""
         return Value(self, self.builder.inttoptr(self.builder.ptrtoint(pointer, I64), POINTER))
 
+    def keep_order(self) -> None:
+        """Where a level `keeps_order`: what is emitted before this stays before what is emitted after it. LLVM would
+        begin a long loop with all of its reads, for which there are not enough registers. No instruction comes of it.
+        """
+        if not self.level.keeps_order:
+            return
+        # The optimizer moves no read across code that may write, and the scheduler nothing across a label.
+        nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
+        self.builder.call(nothing, [])
+        module, name = self.builder.module, "llvm.codeview.annotation"
+        kind = ir.FunctionType(ir.VoidType(), [ir.MetaDataType()])
+        label = module.globals.get(name) or ir.Function(module, kind, name)
+        self.builder.call(label, [module.add_metadata(["order"])])
+
+    def unknown(self, value: Value, *, in_order: bool = True) -> Value:
+        """Where a level `keeps_order`: the same pointer or 16 bytes, without LLVM's knowing that they are the same. It
+        does not keep what was read there, or computed from it, in registers. Else the value itself.
+
+        in_order: every call stands for a value of its own.
+        """
+        if not self.level.keeps_order:
+            return value
+        register = "r" if value.type == POINTER else "w"
+        same = ir.InlineAsm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", side_effect=in_order)
+        return Value(self, self.builder.call(same, [value.ir]))
+
     def load_atomic(self, pointer: Value) -> Value:
         """The int64 at `pointer`; whatever was written before it is visible too (sequentially consistent)."""
         expect(pointer.type == POINTER, "a pointer", pointer)

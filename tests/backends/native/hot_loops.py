@@ -30,12 +30,15 @@ class _Syntax(NamedTuple):
     jump: str  # to a label, which it captures
     vector: str  # a vector register, or a float's
     stack: str  # a place on the stack
+    spill: str  # a write of a register to the stack
     multiply_add: str
 
 
 _SYNTAX = {
-    "x86_64": _Syntax("#", r"j\w+\s+(\S+)$", "%[xyz]mm", r"\(%rsp\)", "vfmadd"),
-    "aarch64": _Syntax("//", r"(?:b|b\.\w+|cbn?z|tbn?z)\s(?:.*\s)?(\.L\w+)$", r"\b[vqds]\d", r"\[sp\b", "fmla"),
+    "x86_64": _Syntax("#", r"j\w+\s+(\S+)$", "%[xyz]mm", r"\(%rsp\)", r"\(%rsp\)$", "vfmadd"),
+    "aarch64": _Syntax(
+        "//", r"(?:b|b\.\w+|cbn?z|tbn?z)\s(?:.*\s)?(\.L\w+)$", r"\b[vqds]\d", r"\[sp\b", r"^st.*\[sp\b", "fmla"
+    ),
 }
 
 
@@ -73,6 +76,11 @@ class Loop:
     def on_stack(self) -> int:
         """How many of the instructions read or write vectors on the stack for want of registers: at a fixed place."""
         return sum(bool(re.search(self._syntax.stack, line)) for line in self._lines)
+
+    @property
+    def spilled(self) -> int:
+        """How many of the instructions write vectors to the stack. What others read there never changes in the loop."""
+        return sum(bool(re.search(self._syntax.spill, line)) for line in self._lines)
 
 
 def _innermost(lines: list[str], jump: str) -> list[tuple[int, int]]:

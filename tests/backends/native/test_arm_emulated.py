@@ -2,26 +2,29 @@
 model.
 
 The environment variable POLARLM_ARM64_PYTHON names a folder with a program `python`, which runs an AArch64 Python with
-the engine's dependencies and pytest, on the CPU that POLARLM_ARM_CPU names as QEMU does. It is 20 to 50 times slower
-than the machine.
+the engine's dependencies and pytest, on the CPU that POLARLM_ARM_CPU names as QEMU does: `.ci/arm64 FOLDER` makes
+one. It is 20 to 50 times slower than the machine, so a few cases of each test run, and one CPU answers; with
+POLARLM_ARM64_TESTS=all, all of them.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.model_loaders.user_dirs import cache_folder
+from tests.jit.emulated import HOST
 from tests.test_bare_python import ROOT
 
-VARIABLE = "POLARLM_ARM64_PYTHON"
-LEVEL_OF = {"cortex-a72": "neon", "neoverse-n1": "neon-dot", "max": "neon-i8mm"}
+VARIABLE, ALL = "POLARLM_ARM64_PYTHON", "POLARLM_ARM64_TESTS"
+LEVEL_OF = {"cortex-a72": "neon", "neoverse-n1": "neon-dot", "neoverse-v1": "neon-i8mm"}
 DEMO = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # Each operation of a level, products of weights, attention over codes and over full precision, encoding, prompts,
@@ -42,7 +45,9 @@ TESTS = [
     "tests/backends/native/codecs/test_polarpair.py::test_scores",
     "tests/backends/native/codecs/test_ggml.py::test_scores",
     "tests/backends/native/codecs/test_ggml.py::test_mix",
+    "tests/backends/native/test_encoding.py::test_codes_are_those_of_numpy",
     "tests/backends/native/test_encoding.py::test_without_feedback_codes_are_equal",
+    "tests/backends/native/test_encoding.py::test_tiles_without_a_metric_are_those_of_numpy",
     "tests/backends/native/test_prompts.py::test_prompts_attend",
     "tests/backends/native/test_experts.py::test_results_are_those_of_numpy",
     "tests/backends/native/test_conv.py::test_results_and_slots_are_those_of_numpy",
@@ -50,36 +55,40 @@ TESTS = [
 ]
 
 
-@pytest.fixture
-def emulated() -> Path:
+@pytest.fixture(params=LEVEL_OF)
+def emulated(request: pytest.FixtureRequest) -> tuple[list[str], dict[str, str], str]:
+    """The command of a Python of a CPU, its environment, and the CPU's highest level."""
     if not (folder := os.environ.get(VARIABLE)):
-        pytest.skip(f"{VARIABLE} names no folder with an AArch64 Python")
-    return Path(folder) / "python"
-
-
-def run(python: Path, cpu: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "POLARLM_ARM_CPU": cpu, "OPENBLAS_NUM_THREADS": "1", **variables}
-    return subprocess.run([str(python), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        pytest.skip(f"{VARIABLE} names no folder with an AArch64 Python, for which QEMU is needed")
+    variables = {"POLARLM_ARM_CPU": request.param, "OPENBLAS_NUM_THREADS": "1", HOST: sys.executable}
+    command, environment = [str(Path(folder) / "python")], {**os.environ, **variables}
+    if subprocess.run([*command, "-c", ""], env=environment, capture_output=True).returncode:
+        environment["POLARLM_ARM_CPU"] = "max"  # QEMU 7.2 has no Neoverse V1
+    return command, environment, LEVEL_OF[request.param]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cpu", LEVEL_OF)
-def test_kernels_are_equal_to_numpy(cpu: str, emulated: Path) -> None:
-    level = LEVEL_OF[cpu]
-    later = [other.name for other in LEVELS if other.name.startswith(f"{level}-")]
-    chosen = " and ".join([level, "not instructions", *(f"not {name}" for name in later)])
-    done = run(emulated, cpu, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, *TESTS)
+def test_kernels_are_equal_to_numpy(emulated: tuple[list[str], dict[str, str], str]) -> None:
+    command, environment, level = emulated
+    cases = "" if os.environ.get(ALL) == "all" else "not slow"
+    options = ["-p", "no:cacheprovider", "-p", "tests.jit.emulated", "-m", cases, "-k", "not instructions"]
+    done = subprocess.run([*command, "-m", "pytest", *options, *TESTS], **_run(environment))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert f"highest level: {level}\n" in done.stdout
+    print(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cpu", LEVEL_OF)
-def test_the_demonstration_model_answers(cpu: str, emulated: Path, tmp_path: Path) -> None:
+def test_the_demonstration_model_answers(emulated: tuple[list[str], dict[str, str], str], tmp_path: Path) -> None:
     """With kernels of the CPU's highest level, which are images. A chat's template would need a process of its own."""
     model = cache_folder() / DEMO
     if not model.is_file():
         pytest.skip("the demonstration model is not in the cache folder")
+    command, environment, level = emulated
+    if os.environ.get(ALL) != "all" and level != LEVEL_OF["neoverse-v1"]:
+        pytest.skip(f"one CPU answers, unless {ALL}=all")
     program = f"""
+import tests.jit.emulated
 from polarlm.engine import Engine, SamplingParams
 settings = {{"device": "cpu", "threads": 1, "ctx_size": 256, "cache_type_k": "f16", "cache_type_v": "f16"}}
 with Engine.load({str(model)!r}, **settings) as engine:
@@ -87,8 +96,12 @@ with Engine.load({str(model)!r}, **settings) as engine:
 from polarlm.engine.jit.compile import images, library
 print(images.AVAILABLE, *(one.level.name for one in library._of_this_process.values()))
 """
-    done = run(emulated, cpu, "-c", program, XDG_CACHE_HOME=str(tmp_path))
+    done = subprocess.run([*command, "-c", program], **_run({**environment, "XDG_CACHE_HOME": str(tmp_path)}))
     assert done.returncode == 0, done.stderr[-2000:]
     answer, kernels = done.stdout.strip().splitlines()
     assert "Paris" in answer
-    assert kernels == f"True {LEVEL_OF[cpu]}"
+    assert kernels == f"True {level}"
+
+
+def _run(environment: dict[str, str]) -> dict[str, Any]:
+    return {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}

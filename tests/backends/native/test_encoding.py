@@ -35,8 +35,8 @@ WITH_KERNELS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo
 HEADS = 2
 HIGHEST = levels()[-1]
 
-# These kernels multiply floats only: the other levels have the same code.
-FLOAT_LEVELS = [level for level in levels() if level.name in ("generic", "avx2", "avx512")]
+# These kernels multiply floats only: levels with the same registers have the same code.
+FLOAT_LEVELS = list({(level.lanes, level.registers): level for level in reversed(levels())}.values())[::-1]
 every_float_level = pytest.mark.parametrize("level", FLOAT_LEVELS, ids=name_of)
 
 

@@ -219,7 +219,25 @@ def removals(server: Process) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../talk", "a/b", "a\\b", "a\0", "-", ".hidden", "é", "x" * 101, 7, None]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../talk",
+        "a/b",
+        "a\\b",
+        "C:talk",
+        "a\0",
+        "-",
+        ".hidden",
+        "NUL",
+        "com1.x",
+        "é",
+        "x" * 101,
+        7,
+        None,
+    ],
 )
 def test_no_name_leads_out_of_the_folder(server: Process, name: Any) -> None:
     for path in ("/sessions/save", "/sessions/load"):

@@ -148,27 +148,39 @@ class GroupedKeys(_GroupedTiles):
         together = sum_tile(e, len(queries), parts)
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
         e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
-        with e.loop(0, self._groups) as group:
+
+        def add(group: Value, chunks: Sequence[int]) -> None:
+            """Add the products of 32 channels, of the tokens of these chunks."""
             offset, nbytes = group * self._packing.nbytes(8 * parts), self._packing.nbytes(8 * parts)
-            e.prefetch(after + offset, nbytes)
+            if not chunks[0]:
+                e.prefetch(after + offset, nbytes)
             at = block + offset
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             own = [query + group * _GROUP for query in queries]
             steps = [query + group * 4 + self._head_dim for query in queries]
-            for chunk in range(0, parts, together):
+            for chunk in chunks:
                 starts = [e.broadcast(step, I32, 16, 4 * self._groups) for step in steps]
                 dots = [list(starts) for _ in range(together)]
                 for first in range(0, 8, run):
                     for part, sums in enumerate(dots, chunk):
                         start = at + self._packing.nbytes(8 * part + first)
+                        e.keep_order()
                         for place, code in enumerate(self._packing.emit(e, start, run), first):
                             for head, query in enumerate(own):
+                                e.keep_order()
                                 factor = e.broadcast(query, I32, 16, 4 * place)
                                 sums[head] = self._dot(e, sums[head], code, factor)
                 for part, sums in enumerate(dots, chunk):
                     for total, dot, step in zip(totals, sums, steps, strict=True):
                         factor = scales[part] * e.broadcast(step, F32, 16)
                         total[part].set(e.fma(dot.to_float(), factor, total[part].get()))
+
+        chunks = range(0, parts, together)
+        # Where few registers hold the sums, those of a chunk are finished before the next one's.
+        turns: list[Sequence[int]] = [[chunk] for chunk in chunks] if e.level.keeps_order else [chunks]
+        for own_chunks in turns:
+            with e.loop(0, self._groups) as group:
+                add(group, own_chunks)
         for total, target in zip(totals, out, strict=True):
             for part, score in enumerate(total):
                 e.store(score.get(), target, 64 * part)
@@ -225,6 +237,7 @@ class GroupedValues(_GroupedTiles):
                         }
                         for i in range(run):
                             for head, weight in enumerate(rounded):
+                                e.keep_order()
                                 factor = e.broadcast(weight + first * 4, I32, 16, 4 * (place + i))
                                 for half in together:
                                     sum_ = totals[half, head]

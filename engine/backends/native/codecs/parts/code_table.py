@@ -6,7 +6,7 @@ second half of the points is the image of the first. Levels that look up 16 byte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,22 +61,23 @@ class CodeTable:
         """The points in steps of `scale`: (2^bits, width) int8."""
         return np.rint(self.points / self.scale).astype(np.int8)
 
-    def emit(self, e: Emitter, bias: int) -> Callable[[list[Value]], list[Value]]:
-        """Returns a function: numbers from `Packing.emit` → for each channel a vector of its bytes plus bias."""
+    def emit(self, e: Emitter, bias: int) -> Callable[..., Iterator[Value]]:
+        """Returns a function: numbers from `Packing.emit`, channels or None for all → for each channel a vector of its
+        bytes plus bias, see `_table`."""
         entries = np.resize(
             (self.bytes_.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, 1 << self.bits))
         )
         tables = [_table(e, entries[:, first : first + 256]) for first in range(0, entries.shape[1], 256)]
 
-        def lookup(code: list[Value]) -> list[Value]:
-            found = [table(code[0]) for table in tables]
+        def lookup(code: list[Value], channels: Sequence[int] | None = None) -> Iterator[Value]:
+            found = [table(code[0], range(self.width) if channels is None else channels) for table in tables]
             if len(found) == 1:
                 return found[0]
             first, second = (code[1] & 1).equals(1), (code[1] & 2).equals(2)
-            return [
+            return (
                 e.select(second, e.select(first, d, c), e.select(first, b, a))
                 for a, b, c, d in zip(*found, strict=True)
-            ]
+            )
 
         return lookup
 
@@ -104,10 +105,11 @@ def _mirrored(points: np.ndarray) -> np.ndarray | None:
     return np.concatenate([above, first, [images[code] for code in above], second])
 
 
-def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value], list[Value]]:
-    """Returns a function: a vector of indices → for each row of entries (width, at most 256) a vector of its bytes."""
-    if len(entries) == 2:
+def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value, Sequence[int]], Iterator[Value]]:
+    """Returns a function: a vector of indices, rows of entries (width, at most 256) → for each of them a vector of its
+    bytes, which is looked up when it is asked for, where a level keeps order."""
+    if len(entries) == 2 and not e.level.keeps_order:
         pairs = PairTable(e, *(row.tobytes() for row in entries))
-        return lambda index: list(pairs[index])
-    single = Table(e, e.constant_bytes(entries.tobytes()), entries.shape[1])
-    return lambda index: [single[index]]
+        return lambda index, rows: iter([pairs[index][row] for row in rows])
+    tables = [Table(e, e.constant_bytes(row.tobytes()), len(row)) for row in entries]
+    return lambda index, rows: (tables[row][index] for row in rows)

@@ -112,6 +112,7 @@ class PolarValues(PolarTiles):
                         values = [lookup_in_lanes(e, table, code).bits(kind) for table in directions]
                         words = factors.read(e.load(rows + group * 32, vector(I8, 16), 16 * eight), first)
                         for head, total in zip(scaled, totals, strict=True):
+                            e.keep_order()
                             own = [
                                 self._eight(e, head + group * 32, 16 * eight + 2 * self.tokens * i, size)
                                 for i in range(factors.sets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.packing import Packing
 from polarlm.engine.jit.lang.byte_ops import dot4, dot4_signed
@@ -23,8 +24,12 @@ def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[
     that its registers are free until then."""
     dirty = e.level.wide_tables  # their lookups ignore unused high bits
     for first in range(0, count, packing.run):
-        start = at + packing.nbytes(first) if first else at
-        yield from packing.emit(e, start, min(packing.run, count - first), dirty=dirty)
+        start, run = at + packing.nbytes(first) if first else at, min(packing.run, count - first)
+        if e.level.keeps_order and run > 2:
+            # Each code is unpacked alone: what LLVM does not need of the others it leaves out.
+            yield from (packing.emit(e, e.unknown(start), run, dirty=dirty)[number] for number in range(run))
+        else:
+            yield from packing.emit(e, start, run, dirty=dirty)
 
 
 def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value) -> None:
@@ -64,26 +69,35 @@ def emit_products(
     starts = [[e.broadcast(query, I32, 16, factor_at + 4) for query in queries] for queries in prepared]
     totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]
 
-    def add(at: Value, own: Sequence[Sequence[Value]], count: int) -> None:
-        """Add the products of `count` code vectors at `at` with the queries at `own`."""
+    def add(at: Value, own: Sequence[Sequence[Value]], count: int, chosen: Sequence[int]) -> None:
+        """Add the products of `count` code vectors at `at` with the queries at `own`, of the chosen groups."""
         for number, code in enumerate(read_codes(e, packing, at, count)):
             quad, group = divmod(number, groups)
+            if group not in chosen:
+                continue
+            e.keep_order()
             for channel, found in enumerate(lookup(code)):
                 for query, total in zip(own[group // each], totals[group], strict=True):
+                    e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
                     total.set(multiply(e, total.get(), found.bits(_I16), factor))
 
     code_tile = math.lcm(packing.run, groups)
-    if vectors % code_tile:
-        e.prefetch(after, packing.nbytes(vectors))
-        add(block, prepared, vectors)
-    else:
+    together = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups
+    for first in range(0, groups, together):
+        chosen = range(first, first + together)
+        if vectors % code_tile:
+            if not first:
+                e.prefetch(after, packing.nbytes(vectors))
+            add(block, prepared, vectors, chosen)
+            continue
         nbytes = packing.nbytes(code_tile)
         with e.loop(0, vectors // code_tile) as part:
             offset = part * (code_tile // groups * 4 * width)
             own = [[query + offset for query in queries] for queries in prepared]
-            e.prefetch(after + part * nbytes, nbytes)
-            add(block + part * nbytes, own, code_tile)
+            if not first:
+                e.prefetch(after + part * nbytes, nbytes)
+            add(block + part * nbytes, own, code_tile, chosen)
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 

@@ -218,13 +218,13 @@ class TableValues(_TableTiles):
         lookup = self._table.emit(e, 0)
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
-        def add(code: list[Value], own: Sequence[Value], place: int) -> None:
+        def add(code: list[Value], own: Sequence[Value], place: int, channels: Sequence[int]) -> None:
             """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`."""
-            found = lookup(code)
-            for weight, total in zip(own, totals, strict=True):
-                fours = self._weights(e, weight, place)
-                for channel, values in enumerate(found):
-                    total[channel].set(dot4(e, total[channel].get(), fours, values.bits(_I16), fits=True))
+            fours = [self._weights(e, weight, place) for weight in own]
+            for channel, values in zip(channels, lookup(code, channels), strict=True):
+                for four, total in zip(fours, totals, strict=True):
+                    e.keep_order()
+                    total[channel].set(dot4(e, total[channel].get(), four, values.bits(_I16), fits=True))
 
         def finish(offset: Value | int) -> None:
             """Add a chunk's totals to the sums at this offset, and reset them to zero."""
@@ -237,19 +237,23 @@ class TableValues(_TableTiles):
         if along % run:
             e.prefetch(after, self._norms_at)
             for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
-                add(code, weights, number % along)
+                add(code, weights, number % along, range(width))
                 if number % along == along - 1:
                     finish(number // along * (4 * self._lanes * width))
             return
         code_tile = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
+        # Where few registers hold sums, those of a channel are finished before the next one's.
+        turns: list[Sequence[int]] = [[channel] for channel in range(width)] if e.level.keeps_order else [range(width)]
         with e.loop(0, chunks) as chunk:
             start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(code_tile)
-            with e.loop(0, along // code_tile) as part:
-                own = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
-                offset = start + part * nbytes
-                e.prefetch(after + offset, nbytes)
-                for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
-                    add(code, own, place)
+            for channels in turns:
+                with e.loop(0, along // code_tile) as part:
+                    own = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
+                    offset = start + part * nbytes
+                    if channels[0] == 0:
+                        e.prefetch(after + offset, nbytes)
+                    for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
+                        add(code, own, place, channels)
             finish(chunk * (4 * self._lanes * width))
 
     def _weights(self, e: Emitter, weights: Value, place: int) -> Value:

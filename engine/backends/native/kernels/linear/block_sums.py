@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, NUMBERS, ROW_BYTES
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_quad, read_scale, times_sub
-from polarlm.engine.backends.native.tiles import TileLayout
+from polarlm.engine.backends.native.tiles import ROWS, TileLayout
+from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.byte_ops import SplitSums, Table, dot2
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, Variable, vector
-
-_F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), vector(I16, 32)
+from polarlm.engine.jit.lang.values import F32, I8, I32, Value, Variable, vector
 
 # Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
 # this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third.
@@ -19,17 +19,45 @@ AHEAD = 8192
 _FEW_SUMS = 8  # of which a dot product waits for the last one: two begin in a cycle, and each takes four
 
 
+class Outputs(NamedTuple):
+    """Some of the outputs of a tile: the first, and how many."""
+
+    first: int
+    count: int
+
+
+ALL = Outputs(0, ROWS)
+
+
+def passes(level: Level, row_tile: int) -> list[Outputs]:
+    """The outputs of a tile that products of `row_tile` rows sum in turn, so that the sums stay in registers."""
+    count = ROWS if row_tile == 1 else level.code_outputs
+    return [Outputs(first, count) for first in range(0, ROWS, count)]
+
+
 class Block:
-    """A block of a tile at an address: its scales and offsets, float32 (16,).
+    """A block of a tile at an address, as some of the outputs read it. codes, subs: addresses of their codes, and of
+    the block for what they have a byte of.
 
     factor: what scales are multiplied by.
     """
 
-    def __init__(self, e: Emitter, place: TileLayout, at: Value, factor: float = 1) -> None:
-        self.at = at
-        scale = read_scale(e, at, place.scale, place.is_power, 16)
-        self.scale = scale if factor == 1 else scale * float(factor)
-        self.offset = None if place.offset is None else read_scale(e, at, place.offset, False, 16)
+    def __init__(self, e: Emitter, place: TileLayout, at: Value, factor: float = 1, outputs: Outputs = ALL) -> None:
+        first, self.outputs = outputs
+        self.codes, self.subs = at + (place.codes + 4 * first), at + first
+        self._e, self._place, self._halves, self._factor = e, place, at + 2 * first, factor
+
+    @property
+    def scale(self) -> Value:
+        """The scales of the outputs, float32: read each time, which is once where LLVM may keep them."""
+        scale = read_scale(self._e, self._halves, self._place.scale, self._place.is_power, self.outputs)
+        return scale if self._factor == 1 else scale * float(self._factor)
+
+    @property
+    def offset(self) -> Value | None:
+        """The offsets of the same, if the format has them."""
+        place = self._place
+        return None if place.offset is None else read_scale(self._e, self._halves, place.offset, False, self.outputs)
 
 
 def add_block(
@@ -40,55 +68,68 @@ def add_block(
     sums: Sequence[Sequence[Variable]],
     before: Callable[[Value], None] = lambda part: None,
 ) -> None:
-    """Add the products of the rows of a panel and of blocks with the same inputs to `sums`, of each block and row.
+    """Add the products of the rows of a panel and of blocks with the same inputs to `sums`, of each block and row. All
+    blocks are of the same outputs.
 
     inputs: address of the block's first inputs in the panel. before: emits what precedes each 32 inputs, their number
     in the block given.
     """
-    place, row_tile = codes.place, len(sums[0])
+    place, row_tile, outputs = codes.place, len(sums[0]), blocks[0].outputs
     format = place.format
     with e.loop(0, format.values // 32) as part:
         own_inputs = inputs + part * (ROW_BYTES * row_tile)
         numbers = [own_inputs + (2 * GROUP * row_tile + NUMBERS * row) for row in range(row_tile)]
-        at = [block.at + part * place.part_bytes + place.codes for block in blocks]
+        at = [block.codes + part * place.part_bytes for block in blocks]
         sub = part * (16 * (32 // format.group))
         before(part)
         for group in range(32 // format.group):
             place_of_sum = 4 if format.group == 32 else 8 + 4 * group
-            less = [e.broadcast(own, I32, 16, place_of_sum) for own in numbers]
             multiply = _dots_of_bytes if e.level.splits_words else _dots
-            dots = multiply(e, codes, at, own_inputs, group, less)
+            dots = multiply(e, codes, at, own_inputs, group, _less(e, numbers, place_of_sum, outputs))
+            e.keep_order()
+            less = _less(e, numbers, place_of_sum, outputs)  # where order is kept, read again
             for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
-                own_scale = times_sub(e, block.scale, block.at + sub, place.sub_scale, group, signed=True)
-                own_offset = None
-                if block.offset is not None:
-                    own_offset = -times_sub(e, block.offset, block.at + sub, place.sub_offset, group)
+                own_scale = times_sub(e, block.scale, block.subs + sub, place.sub_scale, group, signed=True)
+                own_offset = block.offset
+                if own_offset is not None:
+                    own_offset = -times_sub(e, own_offset, block.subs + sub, place.sub_offset, group)
                 for own, dot, x_less, total in zip(numbers, own_dots, less, totals, strict=True):
                     value = dot.to_float() * own_scale
                     if own_offset is not None:
                         value = e.fma(x_less.to_float(), own_offset, value)
-                    total.set(e.fma(value, e.broadcast(own, F32, 16), total.get()))
+                    total.set(e.fma(value, e.broadcast(own, F32, outputs), total.get()))
+
+
+def _less(e: Emitter, numbers: Sequence[Value], place: int, outputs: int) -> list[Value]:
+    """Of each row the sum of its inputs, negative, int32 (outputs,). place: its offset among the numbers of a row."""
+    return [e.broadcast(own, I32, outputs, place) for own in numbers]
 
 
 def _dots(
     e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
 ) -> list[list[Value]]:
-    """For each tile and row, the dot products (16,) int32 of the row's inputs with the codes of a group of 16 outputs,
-    less the zero point.
+    """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
+    zero point.
 
-    at: addresses of each tile's codes of 32 inputs. less: of each row the sum of its inputs, negative, int32 (16,).
+    at: addresses of each tile's codes of 32 inputs. less: of each row the sum of its inputs, negative, int32
+    (outputs,).
     """
-    size, rows, zero = codes.place.format.group // 2, range(len(less)), e.zero(_I16)
+    size, rows, outputs = codes.place.format.group // 2, range(len(less)), less[0].lanes
+    zero = e.zero(less[0].type)
     # Two sums hide the latency of a dot product, where there are few others and registers have room for them.
-    chains = 2 if len(less) == 1 or (e.level.has_room and len(less) * len(at) <= _FEW_SUMS) else 1
+    has_room = len(less) == 1 or (e.level.has_room and len(less) * len(at) <= _FEW_SUMS)
+    # Where order is kept, LLVM would still add the products to one of the two as it likes.
+    chains = 2 if has_room and not e.level.keeps_order else 1
     first = [own * codes.zero if codes.zero else zero for own in less]
     sums = [[[own, *[zero] * (chains - 1)] for own in first] for _ in at]
     # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
     for number, pair in enumerate(pairs):
-        own_codes, chain = [codes.pair(own, pair) for own in at], number % chains
+        if not number or not codes.shares_bytes(pair, pairs[number - 1]):
+            e.keep_order()
+        own_codes, chain = [codes.pair(own, pair, outputs) for own in at], number % chains
         for row in rows:
-            words = e.broadcast(inputs, I32, 16, 2 * GROUP * row + 4 * pair)
+            words = e.broadcast(inputs, I32, outputs, 2 * GROUP * row + 4 * pair)
             for dots, code in zip(sums, own_codes, strict=True):
                 dots[row][chain] = dot2(e, dots[row][chain], code, words)
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
@@ -97,22 +138,18 @@ def _dots(
 def _dots_of_bytes(
     e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
 ) -> list[list[Value]]:
-    """The same with inputs that are split into bytes. The sums of several rows stay in registers for 8 outputs."""
-    count, outputs = codes.place.format.group // 4, 16 if len(less) == 1 else 8
-    start = [e.part(own, 0, outputs) * codes.zero for own in less]
-    found: list[list[list[Value]]] = [[[] for _ in less] for _ in at]
-    for first in range(0, 16, outputs):
-        sums = [[SplitSums(e, own) for own in start] for _ in at]
-        for quad in range(group * count, (group + 1) * count, 2):
-            own_codes = [[codes.quad(own + 4 * first, quad + i, outputs) for i in (0, 1)] for own in at]
-            for row in range(len(less)):
-                words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
-                for dots, both in zip(sums, own_codes, strict=True):
-                    dots[row].add(both, words)
-        for parts, dots in zip(found, sums, strict=True):
-            for own_parts, dot in zip(parts, dots, strict=True):
-                own_parts.append(dot.total)
-    return [[e.join(parts) for parts in of_rows] for of_rows in found]
+    """The same with inputs that are split into bytes."""
+    count, outputs = codes.place.format.group // 4, less[0].lanes
+    sums = [[SplitSums(e, own * codes.zero) for own in less] for _ in at]
+    # Quads that share vectors of codes are multiplied in succession, as pairs above.
+    for quad in sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad):
+        e.keep_order()
+        own_codes = [[codes.quad(own, quad + i, outputs) for i in (0, 1)] for own in at]
+        for row in range(len(less)):
+            words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
+            for dots, both in zip(sums, own_codes, strict=True):
+                dots[row].add(both, words)
+    return [[dot.total for dot in dots] for dots in sums]
 
 
 class Codes:
@@ -132,15 +169,23 @@ class Codes:
         """The index of the vector of the lowest plane that holds a pair."""
         return self.place.place(pair) % self.place.planes[0]
 
-    def pair(self, at: Value, pair: int) -> Value:
-        """The two codes of pair number `pair` of 16 rows, as the int16 halves of int32 lanes (16,).
+    def shares_bytes(self, pair: int, other: int) -> bool:
+        """Whether two pairs are bytes of one vector."""
+        return self._is_signed and self.vector(pair) == self.vector(other)
+
+    def vector_of_quad(self, quad: int) -> int:
+        """The same of a quad."""
+        return quad % self.place.planes[0]
+
+    def pair(self, at: Value, pair: int, lanes: int = ROWS) -> Value:
+        """The two codes of pair number `pair` of 8 or 16 rows, as the int16 halves of int32 lanes.
 
         at: address of the codes of 32 inputs.
         """
-        words = read_pair(self._e, self.place, at, pair, 16)
+        words = read_pair(self._e, self.place, at, pair, lanes)
         if self._table is not None:
-            words = (self._table[words.bits(_BYTES)].bits(_WORDS) << 8).ashr(8)
-        return words.bits(_I16)
+            words = (self._table[words.bits(vector(I8, 4 * lanes))].bits(words.type) << 8).ashr(8)
+        return words.bits(vector(I32, lanes))
 
     def quad(self, at: Value, quad: int, lanes: int) -> Value:
         """The four codes of quad number `quad` of 8 or 16 rows, as the signed bytes of int32 lanes."""

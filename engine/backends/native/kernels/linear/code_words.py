@@ -44,13 +44,13 @@ class CodeWords:
         e, codes, place = self._e, self._codes, self._codes.place
         with e.loop(0, self.parts) as part:
             at, own, sub = (
-                block.at + part * place.part_bytes,
+                block.codes + part * place.part_bytes,
                 out + part * self.nbytes,
-                block.at + part * ROWS * self._groups,
+                block.subs + part * ROWS * self._groups,
             )
-            e.prefetch(at + (place.codes + AHEAD), place.part_bytes)
+            e.prefetch(at + AHEAD, place.part_bytes)
             for pair in sorted(range(_PAIRS), key=codes.vector):
-                words = codes.pair(at + place.codes, pair).bits(_WORDS)
+                words = codes.pair(at, pair).bits(_WORDS)
                 e.store(words - codes.zero if codes.zero else words, own, _VECTOR * pair)
             for group in range(self._groups):
                 scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Protocol
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
-from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, add_block
+from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, add_block, passes
 from polarlm.engine.backends.native.kernels.linear.code_words import CodeWords
 from polarlm.engine.backends.native.kernels.linear.lattice import LatticeExpander
 from polarlm.engine.backends.native.kernels.linear.trits import TritExpander
@@ -129,19 +129,27 @@ class _Bytes:
         self._e, self._format = e, format
         self._expanders = [own for _ in range(tiles) if (own := expander(e, format)) is not None]
         self._codes = Codes(e, self._expanders[0].layout)
-        self._expanded: list[Block] = []
+        self._expanded: list[Value] = []
 
     def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
         """Expand block number `block` of each tile."""
         offset = block * block_bytes(self._format)
-        self._expanded = [
-            Block(self._e, expand.layout, expand(tile + offset), expand.factor)
-            for expand, tile in zip(self._expanders, tiles, strict=False)
-        ]
+        self._expanded = [expand(tile + offset) for expand, tile in zip(self._expanders, tiles, strict=False)]
 
     def add(self, inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]) -> None:
         """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
-        add_block(self._e, self._codes, self._expanded, inputs, sums, before)
+        e, expand = self._e, self._expanders[0]
+        found: list[list[list[Value]]] = [[[] for _ in totals] for totals in sums]
+        for outputs in passes(e.level, len(sums[0])):
+            blocks = [Block(e, expand.layout, at, expand.factor, outputs) for at in self._expanded]
+            own = [[e.variable(e.part(total.get(), *outputs)) for total in totals] for totals in sums]
+            add_block(e, self._codes, blocks, inputs, own, before if outputs.first == 0 else lambda part: None)
+            for of_tile, totals in zip(found, own, strict=True):
+                for parts, total in zip(of_tile, totals, strict=True):
+                    parts.append(total.get())
+        for totals, of_tile in zip(sums, found, strict=True):
+            for total, parts in zip(totals, of_tile, strict=True):
+                total.set(e.join(parts))
 
 
 class _Words:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple, TypeVar
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
-from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, add_block
+from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, Outputs, add_block, passes
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_plain
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
@@ -100,7 +100,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
         tiles = args.tiles
-        prefetch = Prefetch(e, args.hint) if _prefetches(spec) else None
+        prefetch = Prefetch(e, args.hint) if _prefetches(spec, e.level) else None
         parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
         wide = _tiles_of_unit(spec)
 
@@ -210,14 +210,16 @@ def _tiles_of_unit(spec: Product) -> int:
 
 def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows: int) -> int:
     """Pieces that a product has the time to prefetch. units, blocks, rows: those of its launch."""
-    if not _prefetches(spec):
+    if not _prefetches(spec, level):
         return 0
     return units * -(-rows // spec.row_tile) * _parts(spec, level) * _steps(spec, blocks) // STEPS
 
 
-def _prefetches(spec: Product) -> bool:
-    """Whether the product is bound by arithmetic: with several rows and few bytes per weight."""
-    return spec.row_tile > 1 and spec.format.unpack is not None and not spec.by_expert
+def _prefetches(spec: Product, level: Level) -> bool:
+    """Whether the product prefetches: if it is bound by arithmetic, with several rows and few bytes per weight. Where a
+    level keeps order, sums would go to the stack around the prefetch's branch."""
+    bound = spec.row_tile > 1 and spec.format.unpack is not None and not spec.by_expert
+    return bound and not level.keeps_order
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
@@ -228,7 +230,8 @@ def _steps(spec: Product, blocks: Size) -> Size:
 def _parts(spec: Product, level: Level) -> int:
     """2 if gate and up projection are multiplied in turn, because registers have no room for the sums of both; or 1."""
     rows, tiles = level.code_tiles[-1]
-    return 2 if spec.activation is not None and 2 * spec.row_tile > rows * tiles else 1
+    is_full = 2 * spec.row_tile > rows * tiles or level.keeps_order
+    return 2 if spec.activation is not None and is_full else 1
 
 
 def _write(
@@ -311,15 +314,24 @@ def _packed(
     format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
     codes = Codes(e, place)
     panel = x + first // spec.row_tile * stride
-    sums = [[e.variable(e.zero(_F16)) for _ in rows] for _ in tiles]
-    with e.loop(0, blocks) as block:
-        starts = [tile + block * place.nbytes for tile in tiles]
-        inputs = panel + block * (format.values // GROUP * ROW_BYTES * spec.row_tile)
+    found: list[list[list[Value]]] = [[[] for _ in rows] for _ in tiles]
+    for outputs in passes(e.level, spec.row_tile):
+        sums = [[e.variable(e.zero(vector(F32, outputs.count))) for _ in rows] for _ in tiles]
+        with e.loop(0, blocks) as block:
+            starts = [tile + block * place.nbytes for tile in tiles]
+            inputs = panel + block * (format.values // GROUP * ROW_BYTES * spec.row_tile)
 
-        def before_part(part: Value) -> None:
-            before(_steps(spec, block) + part)
-            for at in starts:
-                e.prefetch(at + part * place.part_bytes + (place.codes + AHEAD), place.part_bytes)
+            def before_part(
+                part: Value, outputs: Outputs = outputs, starts: Sequence[Value] = starts, block: Value = block
+            ) -> None:
+                if outputs.first == 0:
+                    before(_steps(spec, block) + part)
+                    for at in starts:
+                        e.prefetch(at + part * place.part_bytes + (place.codes + AHEAD), place.part_bytes)
 
-        add_block(e, codes, [Block(e, place, at) for at in starts], inputs, sums, before_part)
-    return [[total.get() for total in totals] for totals in sums]
+            own = [Block(e, place, at, outputs=outputs) for at in starts]
+            add_block(e, codes, own, inputs, sums, before_part)
+        for of_tile, totals in zip(found, sums, strict=True):
+            for parts, total in zip(of_tile, totals, strict=True):
+                parts.append(total.get())
+    return [[e.join(parts) for parts in of_tile] for of_tile in found]
