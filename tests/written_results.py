@@ -76,14 +76,23 @@ def write(path: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def passed(path: Path) -> set[str]:
-    """Ids of the tests that passed, and did not fail in another phase. A last line that is cut off is left out."""
-    results: dict[str, set[str]] = {}
+def outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """Id → the last line of each test; one that failed in another phase than its call has failed. A line that is cut
+    off is left out.
+
+    Of several runs in one file, the last run of a test counts.
+    """
+    last: dict[str, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
         if "test" in line:
-            results.setdefault(line["test"], set()).add(line["result"])
-    return {test for test, outcomes in results.items() if outcomes == {"passed"}}
+            last[line["test"]] = line
+    return last
+
+
+def passed(path: Path) -> set[str]:
+    """Ids of the tests that passed."""
+    return {test for test, line in outcomes(path).items() if line["result"] == "passed"}

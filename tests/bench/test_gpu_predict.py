@@ -479,5 +479,5 @@ def test_a_measured_run_is_shown_beside_its_prediction(monkeypatch: pytest.Monke
     file = Path(__file__).parents[2] / "bench" / "results" / "gpu-nvidia-h200-2026-11-22.json"
     shown = predict.beside("NVIDIA H200", LLAMA_8B, file)
     assert shown.startswith("Measured on NVIDIA H200, next to the predictions")
-    assert "| step, 131,072 × 16, without the host " in shown
+    assert "| step, bf16, 131,072 × 16, without the host " in shown
     assert predict.beside("Some GPU", LLAMA_8B, file).startswith("Not predicted: Some GPU is none of 3060, ")
