@@ -9,7 +9,8 @@ From data sheets, or assumed: `MACHINES`.
 
 A multiprocessor takes as long as its busiest unit: memory, the L2 cache, instruction issue, the integer pipe, the port
 of shared memory and L1, or tensor cores; a warp of attention takes as long as it would alone, by the compiler's own
-stalls and estimated delays of shared memory and shuffles, or longer. Bank conflicts are not counted, nor what blocks of
+stalls and estimated delays of shared memory and shuffles, or longer; a block of gemm_small as long as it waits for x.
+Bank conflicts are not counted, nor what blocks of
 a multiprocessor may share in L1.
 """
 
@@ -43,6 +44,7 @@ from polarlm.model_loaders.config import ModelConfig
 # Others: what remains of the measured time of the smallest and of the largest product or context, when the slope
 # between them is taken off. Of attention, docs/kernels.md, 7.2, has the clocks of its parts.
 _BEGIN, _RAMP = 1.3e-6, 1.4e-6
+NARROW = _BEGIN + _RAMP  # of `narrow` with few rows
 _ATTENTION_RAMP = 11.7e-6
 _STATE_RAMP = 4.0e-6  # an estimate: no GPU has run kernels with states
 _PRODUCT_RAMP = {"gemv": 3.5e-6, "gemv_packed": 2.6e-6, "gemm_packed": 1.4e-6, "gemm_small": 5.0e-6}
@@ -53,6 +55,13 @@ _READ = 1.045
 # How much of the work on the chip is added to the time of the memory. Both GPUs have the same multiprocessors, and the
 # measured times of a byte differ by those of the memory alone, so that this part is one number.
 _ADDED = {"gemv": 0.0, "gemv_packed": 0.4, "gemm_packed": 0.8, "gemm_small": 0.4, "decode_attention": 0.4}
+
+# Least seconds of a stage of a block of gemm_small. It loads x one stage ahead, after the copies of weights that are
+# four stages ahead, and stores it at the end of the stage: so each stage waits for a load. Measured with the matrices
+# that give a multiprocessor one block: 8 and 16 rows of the 8B model's qkv and output projection take as long on an
+# H100 as on an H200, whose memory is 1.4 times as fast.
+_STAGE_SECONDS = 0.8e-6
+_STAGE_WEIGHTS = 8 * 32 * 32  # of a block: its warps', of 32 rows and 32 inputs each
 
 # The part of _BEGIN that overlapped launches hide: steps of both GPUs at 2,048 × 1, in both types of weights. Attention
 # takes nearly all registers, so that no other kernel begins beside it.
@@ -239,6 +248,12 @@ def _product_time(launch: Launch, product: Multiplied, machine: Machine) -> tupl
     from_memory = own / _READ / machine.bytes_per_clock
     if clocks < (added := from_memory + _on_chip(launch, loop, iterations, own_x, machine)):
         clocks, limit = added, "memory"
+    if launch.kernel == "gemm_small":
+        blocks = math.prod(launch.grid)
+        turns = -(-blocks // (_resident(launch, registers, machine) * machine.processors))
+        stages = product.weights / blocks / _STAGE_WEIGHTS
+        if clocks < (waited := turns * stages * _STAGE_SECONDS * machine.clock):
+            clocks, limit = waited, "latency"
     ramp = _PRODUCT_RAMP[launch.kernel]
     return clocks / machine.clock + _BEGIN + ramp, limit, registers, 32 * loop.common / units
 

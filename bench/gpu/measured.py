@@ -12,9 +12,10 @@ from typing import Any
 from polarlm.bench import report
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cache import ALLOWED_ERROR
-from polarlm.bench.gpu.cost import Prediction
+from polarlm.bench.gpu.cost import NARROW, Prediction
 from polarlm.bench.gpu.model import default_type
 from polarlm.bench.gpu.shapes import shape_of
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.cli.commands import note
 from polarlm.model_loaders.config import ModelConfig
 
@@ -143,7 +144,8 @@ def times_of_step(
     overlapped: float | None = None,
 ) -> Iterator[Predicted]:
     """Yields the predicted times of a step that `bench.gpu` measures. Its steps have the default cache type, and its
-    time of a product is the mean of all layers. overlapped: seconds of the step with overlapped launches, if any."""
+    time of a product is the mean of all layers, and of x in float32, also where a step has it rounded. overlapped:
+    seconds of the step with overlapped launches, if any."""
     name, shape = f"{context:,} × {batch}", shape_of(config)
     place: dict[str, Sequence[Any]] = {"context": [context], "batch": [batch]}
     if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):
@@ -171,6 +173,8 @@ def times_of_step(
         same = [part for part in parts if part.part.split(" ")[0] == matrix]
         if same:
             seconds = sum(part.seconds for part in same) / sum(part.repeats for part in same)
+            if batch > GEMV_ROWS and not any("narrow" in part.kernels for part in same):
+                seconds += NARROW
             equal = {"name": [matrix], "rows": [batch], "weights": [weights]}
             kernels = tuple(dict.fromkeys(kernel for part in same for kernel in part.kernels))
             what = f"{matrix}, {weights}, batch {batch}"

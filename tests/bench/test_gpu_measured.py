@@ -68,6 +68,14 @@ def test_every_time_that_was_measured_has_its_prediction(tmp_path: Path) -> None
     assert {pair.file for pair in pairs.values()} == {"gpu.json"}
 
 
+def test_a_product_is_measured_with_the_rounding_of_its_x(tmp_path: Path) -> None:
+    """From 3 rows on, also where a step has x rounded already."""
+    rows = [MatrixTime("bf16", "down", batch, 22e-6, 1 << 20) for batch in (2, 16)]
+    results(tmp_path / "gpu.json", *rows)
+    few, many = (found(tmp_path, batch=batch)[f"down, bf16, batch {batch}"].predicted for batch in (2, 16))
+    assert many - few == pytest.approx(cost.NARROW)
+
+
 @pytest.mark.parametrize(
     ("row", "more"),
     [

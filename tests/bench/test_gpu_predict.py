@@ -121,7 +121,7 @@ def test_the_busiest_unit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_column_of_blocks_reads_x_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (64, IDLE))
     gate_up = parts_of(2048, 16)["gate_up"]
     assert gate_up.launches[-1].inputs == 16 * 4096 * 2  # rounded
     through = gate_up.bytes + gate_up.launches[-1].grid[0] * 16 * 4096 * 2
@@ -133,6 +133,21 @@ def test_every_column_of_blocks_reads_x_from_the_cache(monkeypatch: pytest.Monke
     slow, slower = (predicted(replace(H200, cache=cache)) for cache in (2e12, 1e12))
     assert slow.limit == slower.limit == "L2"
     assert slower.seconds - slow.seconds == pytest.approx(32 * through * (1e-12 - 0.5e-12))
+
+
+def test_a_block_of_gemm_small_waits_for_x_in_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So where blocks are few, the speed of the memory does not matter. 96 blocks have 64 rows of weights each, and of
+    4,096 inputs 128 in a stage."""
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (64, IDLE))
+    qkv, down = (parts_of(2048, 16)[name] for name in ("qkv", "down"))
+    assert qkv.launches[-1].grid == (96, 1)
+    for machine in (H200, replace(H200, bandwidth=2 * H200.bandwidth)):
+        (slow,) = cost.predict([qkv], machine, LLAMA_8B)
+        assert slow.limit == "latency"
+        own = qkv.launches[0].activations / machine.bandwidth + cost.NARROW
+        assert slow.seconds / slow.repeats - own == pytest.approx(32 * 0.8e-6 + 1.3e-6 + 5.0e-6)
+    # As many blocks as a GPU has at once, with parts of the inputs, wait for the memory.
+    assert cost.predict([down], H200, LLAMA_8B)[0].limit == "memory"
 
 
 def test_all_instructions_of_a_product_count(monkeypatch: pytest.MonkeyPatch) -> None:
