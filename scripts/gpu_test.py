@@ -31,6 +31,7 @@ FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules")
 # stand-in, of threads, texts and counts.
 NEVER = (
     *(
+        "test_cards",
         "test_compile",
         "test_cupy_device",
         "test_docs",

@@ -34,8 +34,8 @@ from polarlm.bench.gpu.launches import (
     constant,
 )
 from polarlm.bench.gpu.nvrtc import compile_binary
+from polarlm.bench.gpu.occupancy import resident_blocks
 from polarlm.bench.gpu.sass import Counts, Kernel, disassemble, disassembler
-from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.config import ModelConfig
 
@@ -73,7 +73,6 @@ _ENCODE_CLOCKS, _ENCODED, _ENCODERS = 3.76e5, 64 * 128, 2
 _OVERLAPS_FROM = 90  # compute capability, times ten
 _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
 _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
-_REGISTERS = 65536  # of a multiprocessor
 _MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor cores multiplies
 _OF_FLOAT = 3  # products of halves that delta_scan computes for one of float32
 _PORT_BYTES = 64  # that a multiprocessor gets from L2 in a clock, at most
@@ -363,8 +362,7 @@ def _delta_time(launch: Launch, machine: Machine) -> tuple[float, str, int, floa
 
 def _resident(launch: Launch, registers: int, machine: Machine) -> int:
     """Blocks that a multiprocessor has at once."""
-    by_registers = _REGISTERS // (-(-registers // 8) * 8 * launch.threads)
-    return max(1, min(by_registers, machine.shared_memory // (launch.shared + SYSTEM_BYTES)))
+    return max(1, resident_blocks(machine.arch, machine.shared_memory, registers, launch.threads, launch.shared))
 
 
 def _cached(launch: Launch, nbytes: int) -> int:
