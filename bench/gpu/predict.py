@@ -190,6 +190,9 @@ def beside(gpu: str, config: ModelConfig, file: Path) -> str:
         for row in run.rows["steps"]
         if row["context"] == row["shortest"] and row["batch"] <= _MOST_BATCH
     }
+    least, seen = min((context for _, context, _ in steps), default=0), {(kind, batch) for kind, _, batch in steps}
+    products = {(row["weights"], row["rows"]) for run in runs for row in run.rows["matrices"]}
+    steps |= {(kind, least, rows) for kind, rows in products - seen if least and rows <= _MOST_BATCH}
     prompts = {(row["weights"], row["tokens"]) for run in runs for row in run.rows["prefill"]}
     try:
         for weights, context, batch in sorted(steps):

@@ -146,6 +146,13 @@ def test_a_block_of_gemm_small_waits_for_x_in_every_stage(monkeypatch: pytest.Mo
         assert slow.limit == "latency"
         own = qkv.launches[0].activations / machine.bandwidth + cost.NARROW
         assert slow.seconds / slow.repeats - own == pytest.approx(32 * 0.8e-6 + 1.3e-6 + 5.0e-6)
+    # 64 rows: 24 blocks in 5 parts have 256 rows of weights each, and 32 inputs in a stage, 64 bytes of bfloat16.
+    part = parts_of(2048, 64)["qkv"]
+    beside = sum(cost._small(launch, H200) for launch in part.launches if launch.kernel != "gemm_small")
+    (many,) = cost.predict([part], H200, LLAMA_8B)
+    assert many.seconds / many.repeats - beside == pytest.approx(128 / 5 * 1.3e-6 + 1.3e-6 + 5.0e-6)
+    packed = parts_of(2048, 64, weights="q8_0")["qkv"].launches[-2]
+    assert (packed.kernel, cost._stage_seconds(packed)) == ("gemm_small", 0.8e-6)
     # As many blocks as a GPU has at once, with parts of the inputs, wait for the memory.
     assert cost.predict([down], H200, LLAMA_8B)[0].limit == "memory"
 
@@ -495,4 +502,5 @@ def test_a_measured_run_is_shown_beside_its_prediction(monkeypatch: pytest.Monke
     shown = predict.beside("NVIDIA H200", LLAMA_8B, file)
     assert shown.startswith("Measured on NVIDIA H200, next to the predictions")
     assert "| step, bf16, 131,072 × 16, without the host " in shown
+    assert all(f"| gate_up, {kind}, batch {rows} " in shown for kind in ("bf16", "q4_k_m") for rows in (1, 8, 16, 64))
     assert predict.beside("Some GPU", LLAMA_8B, file).startswith("Not predicted: Some GPU is none of 3060, ")
