@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from polarlm.bench import report
 from scripts.processes import find
+from tests.written_results import read as read_lines
 
 PROGRAM = "ncu"
 # What the driver says where only administrators may read counters.
@@ -58,10 +58,11 @@ def read(written: Path) -> list[dict[str, str]]:
 def table(written: Path, launches: Path) -> str:
     """The counters of each launch with its part; a sentence where the two files do not have the same launches."""
     counted = read(written)
-    if not counted or not launches.is_file():
+    if not counted:
         return "No counters of kernels."
-    parts = [json.loads(line) for line in launches.read_text(encoding="utf-8").splitlines()]
-    both = list(zip(parts, counted, strict=False))  # one that was ended has counted a launch more than it has written
+    both = list(
+        zip(read_lines(launches), counted, strict=False)
+    )  # one that was ended has counted a launch more than it has written
     if any(part["kernel"] != counts["kernel"] for part, counts in both):
         return f"The counters in {written} are not those of the launches in {launches}."
     header = ("part", "weights", "rows", "kernel", *_METRICS.values())

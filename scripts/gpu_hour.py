@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from polarlm.engine.backends.select import select
 from scripts import counters, gpu_test
 from scripts.processes import run_for
 from scripts.sanitize import TOOLS, sanitize
-from tests.written_results import OVER, outcomes, write
+from tests.written_results import OVER, outcomes, read, write
 
 PASSED, FAILED, CUT_OFF, SKIPPED = "passed", "failed", "cut off", "skipped"
 _BEGIN = 0.85  # of a part's seconds in which something new begins; after all of them it is ended
@@ -65,10 +65,15 @@ class Hour:
         return self.folder / name
 
     def run(
-        self, part: str, seconds: float, command: Sequence[str], shown: Path | None = None, **environment: str
+        self,
+        part: str,
+        seconds: float,
+        command: Sequence[str],
+        shown: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> int | None:
         """The exit code of a command; None if it was ended after so many seconds. Its output goes to PART.log; shown:
-        another file for its standard output."""
+        another file for its standard output. environment: see `run_for`."""
         with self.file(f"{part}.log").open("a", encoding="utf-8") as log:
             log.write(f"$ {shlex.join(command)}\n")
             log.flush()
@@ -103,8 +108,8 @@ def _tests(hour: Hour, part: str, files: Sequence[Path], seconds: float, environ
         results, time.time() + _BEGIN * seconds, results if results.exists() else None, hour.workers
     )
     command = [sys.executable, "-m", "pytest", *map(str, files), *arguments, *hour.tests]
-    code = hour.run(part, seconds, command, POLARLM_TEST_GPU="1", **environment)
-    last = outcomes(results) if results.exists() else {}
+    code = hour.run(part, seconds, command, environment={"POLARLM_TEST_GPU": "1", **environment})
+    last = outcomes(results)
     counted = {name: sum(line["result"] == name for line in last.values()) for name in (PASSED, FAILED, SKIPPED)}
     left = sum(line.get("why") == OVER for line in last.values())
     said = f"{counted[PASSED]} passed, {counted[FAILED]} failed, {counted[SKIPPED] - left} skipped"
@@ -120,13 +125,22 @@ def _tests(hour: Hour, part: str, files: Sequence[Path], seconds: float, environ
 def times(hour: Hour, seconds: float) -> Result:
     output = hour.file("times.json")
     command = [sys.executable, "-m", "polarlm.bench.gpu", "--output", str(output)]
-    command += ["--budget", str(max(1, int(_BEGIN * seconds))), *(["--resume", str(output)] if output.exists() else [])]
+    command += ["--budget", str(max(1, int(_BEGIN * seconds))), *(["--resume", str(output)] if _timed(hour) else [])]
     code = hour.run("times", seconds, [*command, *hour.times], hour.file(_TABLES))
-    if code not in (0, None) or not output.exists():
+    found = _timed(hour)
+    if code not in (0, None) or found is None:
         return Result(FAILED if code else CUT_OFF, hour.end_of("times"))
-    found = json.loads(output.read_text(encoding="utf-8"))
     said = f"{len(found['done'])} measurements, {len(found['not_measured'])} not made"
     return Result(PASSED if found["complete"] else CUT_OFF, said)
+
+
+def _timed(hour: Hour) -> dict[str, Any] | None:
+    """What has been timed so far; None if nothing has, or if a process was ended while it wrote the file."""
+    try:
+        found: dict[str, Any] = json.loads(hour.file("times.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def kernel_counters(hour: Hour, seconds: float) -> Result:
@@ -148,9 +162,9 @@ def kernel_counters(hour: Hour, seconds: float) -> Result:
 
 def sanitizer(hour: Hour, seconds: float) -> Result:
     file = hour.file("sanitizer.jsonl")
-    results = {line["sanitizer"]: line for line in _lines(file)}
-    open_ = [tool for tool in TOOLS if results.get(tool, {}).get("result") != PASSED]
-    for tool, result, why in sanitize(seconds / len(open_), open_) if open_ else ():
+    results = {line["sanitizer"]: line for line in read(file)}
+    to_do = [tool for tool in TOOLS if tool not in results or results[tool]["result"] != PASSED]
+    for tool, result, why in sanitize(seconds / max(1, len(to_do)), to_do):
         results[tool] = {"sanitizer": tool, "result": result, "why": why}
         write(file, results[tool])
     ends = [line["result"] for line in results.values()]
@@ -160,10 +174,6 @@ def sanitizer(hour: Hour, seconds: float) -> Result:
     if SKIPPED in ends:
         return Result(CUT_OFF if "not finished" in said else SKIPPED, said)
     return Result(PASSED, said)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 # Name → what runs, and its share of the time.
@@ -186,7 +196,7 @@ def run_parts(hour: Hour, results: dict[str, Result]) -> None:
     for index, name in enumerate(to_do):
         work, share = PARTS[name]
         left = end - time.monotonic()
-        seconds = left * share / sum(PARTS[other][1] for other in to_do[index:])
+        seconds = max(1.0, left * share / sum(PARTS[other][1] for other in to_do[index:]))
         print(f"{name}: {report.duration(seconds)} at most", flush=True)
         began, before = time.monotonic(), results[name].seconds if name in results else 0.0
         results[name] = Result(CUT_OFF, "it was interrupted", before)
@@ -222,7 +232,6 @@ def format_report(hour: Hour, results: dict[str, Result]) -> str:
     failed = [
         f"- {test}"
         for part in ("tests", "other-launches")
-        if hour.file(f"{part}.jsonl").exists()
         for test, line in outcomes(hour.file(f"{part}.jsonl")).items()
         if line["result"] == FAILED
     ]
@@ -236,14 +245,13 @@ def format_report(hour: Hour, results: dict[str, Result]) -> str:
 
 def _times(hour: Hour) -> str:
     """The tables of `bench.gpu`; where it was ended before it printed them, the times beside predictions alone."""
-    shown, file = hour.file(_TABLES), hour.file("times.json")
+    shown, found, config = hour.file(_TABLES), _timed(hour), Sizes().config
     if shown.exists() and (text := shown.read_text(encoding="utf-8").strip()):
         return text
-    if not file.exists():
+    if found is None:
         return "Nothing was timed."
-    layers = json.loads(file.read_text(encoding="utf-8"))["model"]["layers"]
-    config = Sizes().config
-    return beside(hour.gpu, replace(config, layers=config.layers[:1] * layers), file)
+    config = replace(config, layers=config.layers[:1] * found["model"]["layers"])
+    return beside(hour.gpu, config, hour.file("times.json"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

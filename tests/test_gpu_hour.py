@@ -227,6 +227,27 @@ def test_an_interrupted_hour_goes_on(tmp_path: Path, ended_by: signal.Signals) -
     assert "Nothing was timed." in done.stdout
 
 
+def test_times_go_on_after_a_file_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is ended may be writing. What was written whole is taken over."""
+    given: list[list[str]] = []
+
+    def run(self: Hour, part: str, seconds: float, command: list[str], shown: Path) -> int | None:
+        given.append(command)
+        output = Path(command[command.index("--output") + 1])
+        output.write_text('{"complete": false, "done": ["limits"], "not_measured": [], "model": {"la', encoding="utf-8")
+        self.file("times.log").write_text("killed")
+        if len(given) > 1:
+            output.write_text('{"complete": false, "done": ["limits"], "not_measured": []}', encoding="utf-8")
+        return None
+
+    monkeypatch.setattr(Hour, "run", run)
+    found = [gpu_hour.times(hour(tmp_path), 100) for _ in range(3)]
+    assert [one.result for one in found] == [CUT_OFF] * 3
+    assert found[1].why == "1 measurements, 0 not made"
+    assert ["--resume" in command for command in given] == [False, False, True]
+    assert all(command[command.index("--budget") + 1] == "85" for command in given)
+
+
 def test_failures_are_named_and_the_last_run_of_a_test_counts(tmp_path: Path) -> None:
     lines = [{"test": f"a.py::test_{n}", "result": FAILED} for n in range(30)]
     lines += [{"test": "a.py::test_3", "result": PASSED}]
