@@ -238,7 +238,8 @@ def format_report(hour: Hour, results: dict[str, Result]) -> str:
     if failed:
         more = [f"- and {len(failed) - _SHOWN} more"] if len(failed) > _SHOWN else []
         texts.append("\n".join(["Failed tests", "", *failed[:_SHOWN], *more]))
-    rows = [(name, one.result, f"{one.seconds:.0f}", one.why.split("\n")[-1]) for name, one in results.items()]
+    ends = [(name, results[name]) for name in PARTS if name in results]
+    rows = [(name, one.result, f"{one.seconds:.0f}", one.why.split("\n")[-1]) for name, one in ends]
     texts.append(f"Parts\n\n{report.table(('part', 'result', 'seconds', 'what'), rows)}")
     return "\n\n".join([*texts, _times(hour)])
 

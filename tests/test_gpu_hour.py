@@ -88,7 +88,7 @@ def begun(folder: Path, *passed: str) -> Path:
 def test_an_hour_passes_and_its_table_is_last(tmp_path: Path) -> None:
     tools = tool(tool(tmp_path / "tools", "ncu", NCU), "compute-sanitizer", SANITIZER)
     (tools / "ncu.py").write_text(WRITE_COUNTERS)
-    tests = "-n 0 -p no:cacheprovider -k 'rms_norm_is or (replayed_steps_equal and Q4_K_M)'"
+    tests = "-p no:cacheprovider -k 'rms_norm_is or (replayed_steps_equal and Q4_K_M)'"
     times = "--layers 1 --contexts 64 --batches 1 --types f16"
     folder = begun(tmp_path / "hour")
     flags = f'''--minutes 60 --resume {folder} --tests "{tests}" --times "{times}"'''
