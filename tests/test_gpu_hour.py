@@ -88,7 +88,7 @@ def begun(folder: Path, *passed: str) -> Path:
 def test_an_hour_passes_and_its_table_is_last(tmp_path: Path) -> None:
     tools = tool(tool(tmp_path / "tools", "ncu", NCU), "compute-sanitizer", SANITIZER)
     (tools / "ncu.py").write_text(WRITE_COUNTERS)
-    tests = "-p no:cacheprovider -k 'rms_norm_is or (replayed_steps_equal and Q4_K_M)'"
+    tests = "-p no:cacheprovider -k 'rms_norm_is or (replayed_steps_equal and Q4_K_M-1])'"
     times = "--layers 1 --contexts 64 --batches 1 --types f16"
     folder = begun(tmp_path / "hour")
     flags = f'''--minutes 60 --resume {folder} --tests "{tests}" --times "{times}"'''
@@ -97,7 +97,6 @@ def test_an_hour_passes_and_its_table_is_last(tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, **made)
     assert done.returncode == 0, done.stdout + done.stderr
     assert state(folder) == dict.fromkeys(gpu_hour.PARTS, PASSED), done.stdout
-    assert "| any |" in done.stdout.replace(" ", "").replace("|any|", "| any |")
     counted = next(line for line in done.stdout.splitlines() if line.startswith("| attention"))
     assert [cell.strip() for cell in counted.split("|")][4:9] == ["decode_attention", "12.3", "81.2", "—", "—"]
     assert "Not predicted: Fake GPU is none of 3060, " in done.stdout.split("Encoding, with metrics")[1]
