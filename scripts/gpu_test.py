@@ -31,6 +31,7 @@ FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules")
 # stand-in, of threads, texts and counts.
 NEVER = (
     *(
+        "test_cards",
         "test_compile",
         "test_cupy_device",
         "test_docs",
@@ -71,20 +72,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = options.results or _results(ops.name)
     write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
     print(f"{ops.name}: results go to {results} as they come; no test begins after {options.budget} s")
-    end, other = time.time() + options.budget, _other_launches()
+    end, other = time.time() + options.budget, other_launches()
     first_end = end - min(_AGAIN_SECONDS, options.budget / 2) if other else end
-    given = ["-p", "tests.written_results", *_workers(options.workers or workers_for(ops.free_memory())), *for_pytest]
-    limits = ["--results", str(results), "--until", str(first_end)]
-    if options.resume is not None:
-        limits += ["--but-not", str(options.resume)]
-    code = int(pytest.main([*map(str, files()), *limits, *given]))
+    workers = options.workers or workers_for(ops.free_memory())
+    limits = pytest_arguments(results, first_end, options.resume, workers)
+    code = int(pytest.main([*map(str, files()), *limits, *for_pytest]))
     if other:
         os.environ[overlap.VARIABLE], launches = other
         path = results.with_suffix(f".{launches.replace(' ', '-')}.jsonl")
         write(path, {"gpu": ops.name, "launches": launches, "pytest": for_pytest})
         print(f"Again with {overlap.VARIABLE}={other[0]}: results go to {path}")
         some = [str(file) for file in files() if file.stem in AGAIN]
-        code = int(pytest.main([*some, "--results", str(path), "--until", str(end), *given])) or code
+        code = int(pytest.main([*some, *pytest_arguments(path, end, None, workers), *for_pytest])) or code
         del os.environ[overlap.VARIABLE]
     for tool, result, why in sanitize(options.sanitize):
         write(results, {"sanitizer": tool, "result": result, "why": why})
@@ -105,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _other_launches() -> tuple[str, str] | None:
+def other_launches() -> tuple[str, str] | None:
     """The value of `overlap.VARIABLE` for the launches that are not the GPU's default, and their name.
 
     None where the GPU has no overlapped launches, or the environment says which ones all tests are to use.
@@ -127,6 +126,12 @@ def files() -> list[Path]:
 def workers_for(free: int) -> int:
     """The number of processes for so many free bytes on the GPU."""
     return max(1, min(_MOST_WORKERS, os.cpu_count() or 1, free // _WORKER_BYTES))
+
+
+def pytest_arguments(results: Path, until: float, earlier: Path | None, workers: int) -> list[str]:
+    """pytest's arguments for a run that may be cut off: see `tests.written_results`."""
+    limits = ["-p", "tests.written_results", "--results", str(results), "--until", str(until)]
+    return [*limits, *([] if earlier is None else ["--but-not", str(earlier)]), *_workers(workers)]
 
 
 def _workers(count: int) -> list[str]:

@@ -167,7 +167,7 @@ def test_a_sanitizer_has_a_result(
     program = tmp_path / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    monkeypatch.setattr(sanitize, "find", lambda: script and str(program))
+    monkeypatch.setattr(sanitize, "find", lambda name: script and str(program))
     assert [*sanitize.sanitize(1)] == [(tool, result, why) for tool in ("memcheck", "racecheck")]
 
 

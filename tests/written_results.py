@@ -5,8 +5,10 @@ pytest -p tests.written_results --results FILE --until TIME --but-not FILE
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +78,21 @@ def write(path: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file, if there is one, except for any that was cut off."""
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(text)
+
+
+def outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """Id → the last line of each test; one that failed in another phase than its call has failed.
+
+    Of several runs in one file, the last run of a test counts.
+    """
+    return {line["test"]: line for line in read(path) if "test" in line}
+
+
 def passed(path: Path) -> set[str]:
-    """Ids of the tests that passed, and did not fail in another phase. A last line that is cut off is left out."""
-    results: dict[str, set[str]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if "test" in line:
-            results.setdefault(line["test"], set()).add(line["result"])
-    return {test for test, outcomes in results.items() if outcomes == {"passed"}}
+    """Ids of the tests that passed."""
+    return {test for test, line in outcomes(path).items() if line["result"] == "passed"}

@@ -6,6 +6,7 @@ written after each of them, so that an interrupted run keeps its results.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import traceback
@@ -54,6 +55,9 @@ class Options:
     batches: str = setting("1,16", "--batches", metavar="N,N", help="sequences of a step; the first ones matter most")
     layers: int = setting(32, "--layers", metavar="N", help="layers of the model of random weights")
     budget: int = setting(400, "--budget", metavar="SECONDS", help="begin nothing new after so many seconds")
+    resume: str | None = setting(
+        None, "--resume", metavar="FILE", help="leave out what an earlier run has measured, whose results are in FILE"
+    )
 
 
 def main(
@@ -86,24 +90,31 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     sizes = replace(sizes, config=replace(sizes.config, layers=sizes.config.layers[:1] * options.layers))
     plan = Plan(gpu, sizes, peers, types, contexts, batches)
     results = Results(model=shape_of(sizes.config))
+    if options.resume is not None:
+        _go_on(results, Path(options.resume), gpu)
+    complete = True
     for name, work in plan.tasks():
+        if name in results.done:
+            continue
         if time.monotonic() - started > options.budget:
             results.missing.append((name, f"the {options.budget} s of --budget were over"))
+            complete = False
             continue
         note(f"{time.monotonic() - started:6.1f} s  {name}")
         _do(name, partial(_afresh, gpu, work), results)
         _write(output, argv, results, gpu, complete=False)
-    _write(output, argv, results, gpu)
+    _write(output, argv, results, gpu, complete=complete)
     note(f"Written to {output}")
     print(f"{', '.join(f'{name} {value}' for name, value in gpu.about.items()).removeprefix('name ')}\n")
-    print(f"{beside(gpu.about['name'], sizes.config, output)}\n")
-    print(format_tables(results))
+    print(f"{format_tables(results)}\n")
+    print(beside(gpu.about["name"], sizes.config, output))
 
 
 def _do(name: str, work: Callable[[], Sequence[Row]], results: Results) -> None:
     """Run one task and keep its rows. An error ends only this task."""
     try:
         results.rows += work()
+        results.done.append(name)
     except EngineError as error:
         results.missing.append((name, str(error).rstrip(".")))
     except MemoryError:
@@ -117,6 +128,19 @@ def _afresh(gpu: Gpu, work: Callable[[], Sequence[Row]]) -> Sequence[Row]:
     """The result of `work`, after the memory of earlier measurements has been freed."""
     gpu.clock.free()
     return work()
+
+
+def _go_on(results: Results, file: Path, gpu: Gpu) -> None:
+    """Take over the results in a file. Raises FlagError if they are not of this GPU and this model."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        same = (found["machine"]["gpu"]["name"], found["model"]) == (gpu.about["name"], dict(results.model))
+        if same:
+            results.go_on_from(found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FlagError(f"--resume {file} cannot be read as results of this program ({error!r})") from None
+    if not same:
+        raise FlagError(f"--resume {file} has results of another GPU or model: leave it out, and all is measured")
 
 
 def _one(measure: Callable[..., Row], *given: Any) -> list[Row]:

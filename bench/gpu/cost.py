@@ -9,7 +9,8 @@ From data sheets, or assumed: `MACHINES`.
 
 A multiprocessor takes as long as its busiest unit: memory, the L2 cache, instruction issue, the integer pipe, the port
 of shared memory and L1, or tensor cores; a warp of attention takes as long as it would alone, by the compiler's own
-stalls and estimated delays of shared memory and shuffles, or longer. Bank conflicts are not counted, nor what blocks of
+stalls and estimated delays of shared memory and shuffles, or longer; a block of gemm_small as long as it waits for x.
+Bank conflicts are not counted, nor what blocks of
 a multiprocessor may share in L1.
 """
 
@@ -33,8 +34,9 @@ from polarlm.bench.gpu.launches import (
     constant,
 )
 from polarlm.bench.gpu.nvrtc import compile_binary
+from polarlm.bench.gpu.occupancy import resident_blocks
 from polarlm.bench.gpu.sass import Counts, Kernel, disassemble, disassembler
-from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
+from polarlm.engine.backends.cuda.packed import is_packed
 from polarlm.engine.weight_formats import get
 from polarlm.model_loaders.config import ModelConfig
 
@@ -43,6 +45,7 @@ from polarlm.model_loaders.config import ModelConfig
 # Others: what remains of the measured time of the smallest and of the largest product or context, when the slope
 # between them is taken off. Of attention, docs/kernels.md, 7.2, has the clocks of its parts.
 _BEGIN, _RAMP = 1.3e-6, 1.4e-6
+NARROW = _BEGIN + _RAMP  # of `narrow` with few rows
 _ATTENTION_RAMP = 11.7e-6
 _STATE_RAMP = 4.0e-6  # an estimate: no GPU has run kernels with states
 _PRODUCT_RAMP = {"gemv": 3.5e-6, "gemv_packed": 2.6e-6, "gemm_packed": 1.4e-6, "gemm_small": 5.0e-6}
@@ -52,7 +55,18 @@ _SAMPLING_RAMP = 6.4e-6  # of each of its kernels: 23 µs for three, docs/kernel
 _READ = 1.045
 # How much of the work on the chip is added to the time of the memory. Both GPUs have the same multiprocessors, and the
 # measured times of a byte differ by those of the memory alone, so that this part is one number.
+_ADDED_OF_FEW = 0.5  # of gemm_packed with up to 8 rows
 _ADDED = {"gemv": 0.0, "gemv_packed": 0.4, "gemm_packed": 0.8, "gemm_small": 0.4, "decode_attention": 0.4}
+
+# Least seconds of a stage of a block of gemm_small. It loads x one stage ahead, after the copies of weights that are
+# four stages ahead, and stores it at the end of the stage: so each stage waits for a load. Measured with the matrices
+# that give a multiprocessor one block: 8 and 16 rows of the 8B model's qkv and output projection take as long on an
+# H100 as on an H200, whose memory is 1.4 times as fast.
+_STAGE_SECONDS = 0.8e-6
+# The same where a stage has 32 inputs of 16-bit weights, so that a row of them is copied in pieces of 64 bytes.
+# Measured with 64 rows, on both GPUs, within 12 %.
+_PIECES_SECONDS = 1.3e-6
+_STAGE_WEIGHTS = 8 * 32 * 32  # of a block: its warps', of 32 rows and 32 inputs each
 
 # The part of _BEGIN that overlapped launches hide: steps of both GPUs at 2,048 × 1, in both types of weights. Attention
 # takes nearly all registers, so that no other kernel begins beside it.
@@ -64,7 +78,6 @@ _ENCODE_CLOCKS, _ENCODED, _ENCODERS = 3.76e5, 64 * 128, 2
 _OVERLAPS_FROM = 90  # compute capability, times ten
 _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
 _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
-_REGISTERS = 65536  # of a multiprocessor
 _MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor cores multiplies
 _OF_FLOAT = 3  # products of halves that delta_scan computes for one of float32
 _PORT_BYTES = 64  # that a multiprocessor gets from L2 in a clock, at most
@@ -239,14 +252,27 @@ def _product_time(launch: Launch, product: Multiplied, machine: Machine) -> tupl
     from_memory = own / _READ / machine.bytes_per_clock
     if clocks < (added := from_memory + _on_chip(launch, loop, iterations, own_x, machine)):
         clocks, limit = added, "memory"
+    if launch.kernel == "gemm_small":
+        blocks = math.prod(launch.grid)
+        turns = -(-blocks // (_resident(launch, registers, machine) * machine.processors))
+        stages = product.weights / blocks / _STAGE_WEIGHTS
+        if clocks < (waited := turns * stages * _stage_seconds(launch) * machine.clock):
+            clocks, limit = waited, "latency"
     ramp = _PRODUCT_RAMP[launch.kernel]
     return clocks / machine.clock + _BEGIN + ramp, limit, registers, 32 * loop.common / units
+
+
+def _stage_seconds(launch: Launch) -> float:
+    """Least seconds of a stage of gemm_small."""
+    in_pieces = launch.number("WARPS_OUT") == 8 and not is_packed(get(launch.constant("WEIGHT")))
+    return _PIECES_SECONDS if in_pieces else _STAGE_SECONDS
 
 
 def _on_chip(launch: Launch, loop: Counts, iterations: float, x: float, machine: Machine) -> float:
     """Clocks of a multiprocessor for its instructions and the bytes of x that are not hidden behind its memory."""
     through_l2 = x / machine.bytes_per_clock * machine.bandwidth / machine.cache
-    return _ADDED[launch.kernel] * (iterations * loop.common / _SCHEDULERS + through_l2)
+    few = launch.kernel == "gemm_packed" and launch.number("ROWS") <= 8
+    return (_ADDED_OF_FEW if few else _ADDED[launch.kernel]) * (iterations * loop.common / _SCHEDULERS + through_l2)
 
 
 def _attention_time(launch: Launch, part: Part, machine: Machine, config: ModelConfig) -> tuple[float, str, int, float]:
@@ -348,8 +374,7 @@ def _delta_time(launch: Launch, machine: Machine) -> tuple[float, str, int, floa
 
 def _resident(launch: Launch, registers: int, machine: Machine) -> int:
     """Blocks that a multiprocessor has at once."""
-    by_registers = _REGISTERS // (-(-registers // 8) * 8 * launch.threads)
-    return max(1, min(by_registers, machine.shared_memory // (launch.shared + SYSTEM_BYTES)))
+    return max(1, resident_blocks(machine.arch, machine.shared_memory, registers, launch.threads, launch.shared))
 
 
 def _cached(launch: Launch, nbytes: int) -> int:

@@ -16,7 +16,16 @@ from polarlm.bench import report
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
 from polarlm.bench.gpu.launches import BLOCK_SIZE
-from polarlm.bench.gpu.measured import Pair, Predicted, Run, pairs, runs_of, times_of_prompt, times_of_step
+from polarlm.bench.gpu.measured import (
+    Pair,
+    Predicted,
+    Run,
+    furthest_off,
+    pairs,
+    runs_of,
+    times_of_prompt,
+    times_of_step,
+)
 from polarlm.bench.gpu.model import default_type
 from polarlm.bench.gpu.parts import known_weights, prompt_parts, step_parts
 from polarlm.bench.gpu.shapes import (
@@ -47,6 +56,7 @@ MODELS = {
     "granite-4.0-h-tiny": GRANITE_4_H_TINY,
     "nemotron-3-nano": NEMOTRON_3_NANO,
 }
+_FURTHEST = 3  # kernels that the report names
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
 _MOST_BATCH = launch_configs.SMALL_ROWS
@@ -180,6 +190,9 @@ def beside(gpu: str, config: ModelConfig, file: Path) -> str:
         for row in run.rows["steps"]
         if row["context"] == row["shortest"] and row["batch"] <= _MOST_BATCH
     }
+    least, seen = min((context for _, context, _ in steps), default=0), {(kind, batch) for kind, _, batch in steps}
+    products = {(row["weights"], row["rows"]) for run in runs for row in run.rows["matrices"]}
+    steps |= {(kind, least, rows) for kind, rows in products - seen if least and rows <= _MOST_BATCH}
     prompts = {(row["weights"], row["tokens"]) for run in runs for row in run.rows["prefill"]}
     try:
         for weights, context, batch in sorted(steps):
@@ -276,13 +289,18 @@ def format_measured(machine: Machine, runs: Sequence[Run], measured: Sequence[Pa
             pair.what,
             f"{1e6 * pair.predicted:,.1f}",
             f"{1e6 * pair.measured:,.1f}",
-            f"{pair.measured / pair.predicted:.2f}",
+            f"{pair.ratio:.2f}",
             pair.file,
         )
         for pair in measured
     ]
     header = ("time of", "predicted µs", "measured µs", "measured / predicted", "measured in")
-    return f"Measured on {runs[0].gpu}, next to the predictions\n\n{report.table(header, rows)}"
+    table = f"Measured on {runs[0].gpu}, next to the predictions\n\n{report.table(header, rows)}"
+    off = [
+        f"{pair.what} ({', '.join(pair.kernels)}) takes {pair.ratio:.2f} times as long as predicted"
+        for pair in furthest_off(measured, _FURTHEST)
+    ]
+    return "\n\n".join([table, *(["\n".join(["Furthest off, of single kernels:", *off])] if off else [])])
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, cell: Cell) -> St
         raise EngineError("its K/V do not fit into the memory that the weights leave")
     model, n = random.model, sizes.block_size
     sequences = [random.stored_sequence(context - n - 2) for context in cell]
-    sampler_inputs, ids, times = [_sampler_input(model)] * len(cell), [1] * len(cell), []
+    sampler_inputs, ids, times = [default_input(model)] * len(cell), [1] * len(cell), []
     try:
         with mock.patch.object(model.ops, "run_graph", wraps=model.ops.run_graph) as recorded:
             for _ in range(_FIRST_STEPS):
@@ -154,7 +154,7 @@ def _tokens(chosen: list[Sampled]) -> list[int]:
     return [token for token in chosen if isinstance(token, int)]
 
 
-def _sampler_input(model: Transformer) -> SamplerInput:
+def default_input(model: Transformer) -> SamplerInput:
     return SamplerInput(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, model.config.vocab_size)
 
 
@@ -190,7 +190,7 @@ def _prefill(model: Transformer, ids: list[int]) -> int:
         try:
             next(units)
         except StopIteration as end:
-            (token,) = _tokens(model.choose(end.value, [_sampler_input(model)]))
+            (token,) = _tokens(model.choose(end.value, [default_input(model)]))
             model.store.commit(span)
             model.store.release(sequence)
             return token

@@ -24,14 +24,27 @@ class Limits:
 
 Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | PromptPeerTime | EncodeTime | Limits
 
+# Fields of a file of results and the rows that each of them lists.
+_KINDS: Mapping[str, type[Row]] = {
+    "limits": Limits,
+    "attention": AttentionTime,
+    "attention_peers": PeerTime,
+    "steps": StepTime,
+    "matrices": MatrixTime,
+    "prefill": PrefillTime,
+    "prompt_peers": PromptPeerTime,
+    "encoding": EncodeTime,
+}
+
 
 @dataclass
 class Results:
-    """Rows in the order of measurement, and the missing measurements with their reasons. model: the model's shape
-    (`bench.gpu.shapes.shape_of`)."""
+    """Rows in the order of measurement, the missing measurements with their reasons, and the names of the tasks that
+    have been done. model: the model's shape (`bench.gpu.shapes.shape_of`)."""
 
     rows: list[Row] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
     model: Mapping[str, int] = field(default_factory=dict)
 
     def rows_of(self, kind: type) -> list[Any]:
@@ -51,19 +64,15 @@ class Results:
         return min(times, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        kinds = {
-            "limits": Limits,
-            "attention": AttentionTime,
-            "attention_peers": PeerTime,
-            "steps": StepTime,
-            "matrices": MatrixTime,
-            "prefill": PrefillTime,
-            "prompt_peers": PromptPeerTime,
-            "encoding": EncodeTime,
-        }
-        rows = {name: [asdict(row) for row in self.rows_of(kind)] for name, kind in kinds.items()}
-        model = {"model": dict(self.model)}
-        return {**model, **rows, "not_measured": [{"what": what, "why": why} for what, why in self.missing]}
+        rows = {name: [asdict(row) for row in self.rows_of(kind)] for name, kind in _KINDS.items()}
+        missing = [{"what": what, "why": why} for what, why in self.missing]
+        return {"model": dict(self.model), **rows, "done": self.done, "not_measured": missing}
+
+    def go_on_from(self, found: Mapping[str, Any]) -> None:
+        """Take over what an earlier run has measured. found: of its file. Raises KeyError or TypeError for another
+        file."""
+        self.rows += [kind(**row) for name, kind in _KINDS.items() for row in found[name]]
+        self.done += found["done"]
 
 
 def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:

@@ -21,15 +21,16 @@ struct Nearest {
             const float x = u[0] * PER_UNIT + CELLS / 2, y = u[1] * PER_UNIT + CELLS / 2;
             const bool inside = x >= 0.0f && x < CELLS && y >= 0.0f && y < CELLS;
             const int cell = inside ? int(x) * CELLS + int(y) : 0;
-            const ushort4 *row = reinterpret_cast<const ushort4 *>(candidates + cell * MOST);
+            const uint2 *row = reinterpret_cast<const uint2 *>(candidates + cell * MOST);
+            uint2 four = __ldg(row);
             float best = 3e38f;
             unsigned code = 0;
-            if (inside && __ldg(row).x != ALL) {
+            if (inside && (four.x & 0xffff) != ALL) {
 #pragma unroll
                 for (int i = 0; i < MOST / 4; ++i) {
-                    const ushort4 four = __ldg(row + i);
-                    compare(u, four.x, best, code), compare(u, four.y, best, code);
-                    compare(u, four.z, best, code), compare(u, four.w, best, code);
+                    if (i > 0) four = __ldg(row + i);
+                    compare(u, four.x & 0xffff, best, code), compare(u, four.x >> 16, best, code);
+                    compare(u, four.y & 0xffff, best, code), compare(u, four.y >> 16, best, code);
                 }
             } else {  // seldom
 #pragma unroll 1

@@ -181,7 +181,8 @@ def test_measurements_beyond_the_budget_are_named(
     cut = [one["what"] for one in found["not_measured"]]
     assert cut[0] == "attention, f16, 64 × 1"
     assert cut[-2:] == ["encoding", "limits of the device, once more"]
-    last = capsys.readouterr().out.splitlines()[-2]
+    assert not found["complete"]
+    *_, last, _, _, _ = capsys.readouterr().out.splitlines()
     assert last == "Not measured: encoding: the 10 s of --budget were over."
 
 
@@ -227,6 +228,41 @@ def test_the_file_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.
 
     assert run(tmp_path / "out.json", gpu=emulated(), peers=stopped) == 130
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["limits"]
+
+
+def test_a_run_goes_on_where_another_one_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has been measured is not measured again; what has failed is."""
+    tried: list[int] = []
+
+    def failing(*shape: Any) -> list[PeerTime]:
+        tried.append(1)
+        raise RuntimeError("an illegal access")
+
+    monkeypatch.setattr(kernels.Plan, "tasks", only("fp16", "limits", "attention"))
+    output = tmp_path / "out.json"
+    flags = "--types", "f16", "--batches", "1"
+    assert run(output, *flags, gpu=emulated(), peers=failing) == 0
+    first = json.loads(output.read_text(encoding="utf-8"))
+    assert len(first["done"]) == len({*first["done"]}) == 4
+    assert run(output, *flags, "--resume", str(output), gpu=emulated()) == 0
+    second = json.loads(output.read_text(encoding="utf-8"))
+    assert tried == [1]
+    assert not second["not_measured"]
+    assert second["done"][:4] == first["done"]
+    assert {kind: second[kind] for kind in ("limits", "attention")} == {
+        kind: first[kind] for kind in ("limits", "attention")
+    }
+    assert len(second["attention_peers"]) == 2
+
+    capsys.readouterr()
+    other = replace(SIZES, config=replace(CONFIG, vocab_size=128))
+    assert run(tmp_path / "other.json", "--resume", str(output), gpu=emulated(), sizes=other) == 2
+    assert "has results of another GPU or model" in capsys.readouterr().err
+    output.write_text('{"machine": ', encoding="utf-8")
+    assert run(tmp_path / "other.json", "--resume", str(output), gpu=emulated()) == 2
+    assert "cannot be read as results of this program" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,13 +59,21 @@ def test_every_time_that_was_measured_has_its_prediction(tmp_path: Path) -> None
     pairs = found(tmp_path)
     whole = 32 * 9e-6 + 24 * 10e-6 + 8 * 14e-6
     assert list(pairs) == [
-        *("step, 2,048 × 1, without the host", "step, 2,048 × 1, with the host and encoding"),
-        "step, 2,048 × 1, begun ahead, with encoding",
-        *("attention of a layer, 2,048 × 1", "down, batch 1"),
+        *("step, bf16, 2,048 × 1, without the host", "step, bf16, 2,048 × 1, with the host and encoding"),
+        "step, bf16, 2,048 × 1, begun ahead, with encoding",
+        *("attention of a layer, 2,048 × 1", "down, bf16, batch 1"),
     ]
     seconds = [value for pair in pairs.values() for value in (pair.predicted, pair.measured)]
     assert seconds == pytest.approx([whole, 5.4e-3, whole, 6e-3, whole, 5.7e-3, 9e-6, 12e-6, 11e-6, 22e-6])
     assert {pair.file for pair in pairs.values()} == {"gpu.json"}
+
+
+def test_a_product_is_measured_with_the_rounding_of_its_x(tmp_path: Path) -> None:
+    """From 3 rows on, also where a step has x rounded already."""
+    rows = [MatrixTime("bf16", "down", batch, 22e-6, 1 << 20) for batch in (2, 16)]
+    results(tmp_path / "gpu.json", *rows)
+    few, many = (found(tmp_path, batch=batch)[f"down, bf16, batch {batch}"].predicted for batch in (2, 16))
+    assert many - few == pytest.approx(cost.NARROW)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +105,28 @@ def test_overlapped_launches_and_prompts_have_predictions_of_their_own(tmp_path:
     times = [*measured.times_of_step(*shape, 2048, 1, PARTS, 4e-3), *measured.times_of_prompt(*shape, 8192, PARTS)]
     whole = sum(part.seconds for part in PARTS)
     assert [(pair.what, pair.predicted, pair.measured) for pair in measured.pairs(runs, times)] == [
-        ("step, 2,048 × 1, overlapped, without the host", 4e-3, 2.5e-3),
-        ("prompt of 8,192, with encoding", pytest.approx(whole), 0.3),
+        ("step, bf16, 2,048 × 1, overlapped, without the host", 4e-3, 2.5e-3),
+        ("prompt of 8,192, bf16, with encoding", pytest.approx(whole), 0.3),
         ("attention of a layer, prompt of 8,192", pytest.approx(9e-6), 2e-3),
     ]
     assert not list(measured.times_of_prompt(LLAMA_8B, "bf16", CacheType.read("f16"), 8192, PARTS))
+
+
+def test_single_kernels_that_are_furthest_off_are_named() -> None:
+    """As a ratio, in either direction; whole steps are no kernels."""
+    of = [
+        Pair("step", 1e-3, 9e-3, "a"),
+        Pair("right", 1e-6, 1e-6, "a", ("gemv",)),
+        Pair("slow", 1e-6, 1.5e-6, "a", ("gemv",)),
+        Pair("fast", 4e-6, 2e-6, "a", ("narrow", "gemm_small")),
+        Pair("near", 4e-6, 3.5e-6, "a", ("gemv",)),
+    ]
+    assert [pair.what for pair in measured.furthest_off(of, 3)] == ["fast", "slow", "near"]
+    shown = predict.format_measured(cost.MACHINES["h200"], [measured.Run("a", H200, "", {}, {})], of)
+    assert shown.split("Furthest off, of single kernels:\n")[1].splitlines()[:2] == [
+        "fast (narrow, gemm_small) takes 0.50 times as long as predicted",
+        "slow (gemv) takes 1.50 times as long as predicted",
+    ]
 
 
 def test_attention_is_that_of_a_layer_whatever_the_other_sizes(tmp_path: Path) -> None:
@@ -118,7 +143,7 @@ def test_the_newest_measurement_counts(tmp_path: Path) -> None:
     results(tmp_path / "b.json", step(4e-3), date="2026-12-05")
     (tmp_path / "c.json").write_text('{"benchmark": "gpu", "cut o', encoding="utf-8")
     pairs = found(tmp_path)
-    assert pairs["step, 2,048 × 1, with the host and encoding"].measured == 4e-3
+    assert pairs["step, bf16, 2,048 × 1, with the host and encoding"].measured == 4e-3
     assert pairs["attention of a layer, 2,048 × 1"].file == "a.json"
 
 
@@ -146,12 +171,12 @@ def test_the_report_has_measured_times_beside_predicted_ones(
     assert predict.main(["--output", str(output)]) == 0
     *_, title, _, _, _, device, with_host, _ = capsys.readouterr().out.splitlines()
     assert title == "Measured on NVIDIA H200, next to the predictions"
-    assert "step, 2,048 × 1, without the host" in device
+    assert "step, bf16, 2,048 × 1, without the host" in device
     written = json.loads(output.read_text(encoding="utf-8"))
     predicted = written["steps"][0]["seconds"]
     cells = [cell.strip() for cell in with_host.strip("|").split("|")]
     assert cells[1:] == [f"{1e6 * predicted:,.1f}", "4,000.0", f"{4e-3 / predicted:.2f}", "gpu.json"]
-    assert written["measured"][1] == asdict(Pair(cells[0], predicted, 4e-3, "gpu.json"))
+    assert written["measured"][1] == {**asdict(Pair(cells[0], predicted, 4e-3, "gpu.json")), "kernels": []}
 
     assert predict.main(["--batch", "2", "--output", str(output)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]

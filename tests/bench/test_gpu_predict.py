@@ -121,7 +121,7 @@ def test_the_busiest_unit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_column_of_blocks_reads_x_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (64, IDLE))
     gate_up = parts_of(2048, 16)["gate_up"]
     assert gate_up.launches[-1].inputs == 16 * 4096 * 2  # rounded
     through = gate_up.bytes + gate_up.launches[-1].grid[0] * 16 * 4096 * 2
@@ -133,6 +133,28 @@ def test_every_column_of_blocks_reads_x_from_the_cache(monkeypatch: pytest.Monke
     slow, slower = (predicted(replace(H200, cache=cache)) for cache in (2e12, 1e12))
     assert slow.limit == slower.limit == "L2"
     assert slower.seconds - slow.seconds == pytest.approx(32 * through * (1e-12 - 0.5e-12))
+
+
+def test_a_block_of_gemm_small_waits_for_x_in_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So where blocks are few, the speed of the memory does not matter. 96 blocks have 64 rows of weights each, and of
+    4,096 inputs 128 in a stage."""
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (64, IDLE))
+    qkv, down = (parts_of(2048, 16)[name] for name in ("qkv", "down"))
+    assert qkv.launches[-1].grid == (96, 1)
+    for machine in (H200, replace(H200, bandwidth=2 * H200.bandwidth)):
+        (slow,) = cost.predict([qkv], machine, LLAMA_8B)
+        assert slow.limit == "latency"
+        own = qkv.launches[0].activations / machine.bandwidth + cost.NARROW
+        assert slow.seconds / slow.repeats - own == pytest.approx(32 * 0.8e-6 + 1.3e-6 + 5.0e-6)
+    # 64 rows: 24 blocks in 5 parts have 256 rows of weights each, and 32 inputs in a stage, 64 bytes of bfloat16.
+    part = parts_of(2048, 64)["qkv"]
+    beside = sum(cost._small(launch, H200) for launch in part.launches if launch.kernel != "gemm_small")
+    (many,) = cost.predict([part], H200, LLAMA_8B)
+    assert many.seconds / many.repeats - beside == pytest.approx(128 / 5 * 1.3e-6 + 1.3e-6 + 5.0e-6)
+    packed = parts_of(2048, 64, weights="q8_0")["qkv"].launches[-2]
+    assert (packed.kernel, cost._stage_seconds(packed)) == ("gemm_small", 0.8e-6)
+    # As many blocks as a GPU has at once, with parts of the inputs, wait for the memory.
+    assert cost.predict([down], H200, LLAMA_8B)[0].limit == "memory"
 
 
 def test_all_instructions_of_a_product_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,5 +501,6 @@ def test_a_measured_run_is_shown_beside_its_prediction(monkeypatch: pytest.Monke
     file = Path(__file__).parents[2] / "bench" / "results" / "gpu-nvidia-h200-2026-11-22.json"
     shown = predict.beside("NVIDIA H200", LLAMA_8B, file)
     assert shown.startswith("Measured on NVIDIA H200, next to the predictions")
-    assert "| step, 131,072 × 16, without the host " in shown
+    assert "| step, bf16, 131,072 × 16, without the host " in shown
+    assert all(f"| gate_up, {kind}, batch {rows} " in shown for kind in ("bf16", "q4_k_m") for rows in (1, 8, 16, 64))
     assert predict.beside("Some GPU", LLAMA_8B, file).startswith("Not predicted: Some GPU is none of 3060, ")

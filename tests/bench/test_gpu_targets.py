@@ -82,7 +82,7 @@ def test_the_readme_s_attention_is_what_was_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "in_turn", "together"), [(1, 0.76, 0.79), (8, 0.59, 0.60), (16, 0.59, 0.60)])
+@pytest.mark.parametrize(("batch", "in_turn", "together"), [(1, 0.76, 0.79), (8, 0.57, 0.60), (16, 0.57, 0.59)])
 def test_a_step_in_bfloat16_takes_little_longer_than_reading_its_bytes(
     batch: int, in_turn: float, together: float
 ) -> None:
