@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, NUMBERS, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, number_bytes, row_bytes
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_quad, read_scale, times_sub
 from polarlm.engine.backends.native.tiles import TileLayout
 from polarlm.engine.jit.lang.byte_ops import SplitSums, Table, dot2
@@ -48,8 +48,8 @@ def add_block(
     place, row_tile = codes.place, len(sums[0])
     format = place.format
     with e.loop(0, format.values // 32) as part:
-        own_inputs = inputs + part * (ROW_BYTES * row_tile)
-        numbers = [own_inputs + (2 * GROUP * row_tile + NUMBERS * row) for row in range(row_tile)]
+        own_inputs = inputs + part * (row_bytes(e.level) * row_tile)
+        numbers = [own_inputs + (2 * GROUP * row_tile + number_bytes(e.level) * row) for row in range(row_tile)]
         at = [block.at + part * place.part_bytes + place.codes for block in blocks]
         sub = part * (16 * (32 // format.group))
         before(part)
