@@ -78,12 +78,14 @@ class CodeWords:
         tiles: Sequence[Value],
         parts: Value,
         inputs: Value,
+        next_inputs: Value,
         sums: Sequence[Sequence[Variable]],
         before: Callable[[Value], None],
     ) -> None:
         """Add the products of a panel's rows with words to `sums`, of each tile and row.
 
         tiles: addresses of the words of `parts` times 32 inputs. inputs: address of the first ones in the panel.
+        next_inputs: those of the next panel, which are prefetched: far apart, the hardware does not foresee them.
         before: emits what precedes each 32 inputs, their number given.
         """
         e, row_tile, size = self._e, len(sums[0]), _PAIRS // self._groups
@@ -92,6 +94,7 @@ class CodeWords:
             numbers = [own_inputs + (2 * GROUP * row_tile + number_bytes(e.level) * row) for row in range(row_tile)]
             at = [tile + part * self.nbytes for tile in tiles]
             before(part)
+            e.prefetch(next_inputs + part * (row_bytes(e.level) * row_tile), row_bytes(e.level) * row_tile)
             for group in range(self._groups):
                 dots = [[e.variable(start) for start in self._start(own, group, numbers)] for own in at]
                 multiply = self._half_products if self._halves else self._products

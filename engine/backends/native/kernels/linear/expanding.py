@@ -100,7 +100,8 @@ def expanded_sums(
                     ) -> None:
                         before(number, which, step + part)
 
-                    expanded.add(x + number * stride + step * (row_bytes(e.level) * row_tile), totals, before_part)
+                    inputs = x + number * stride + step * (row_bytes(e.level) * row_tile)
+                    expanded.add(inputs, inputs + stride, totals, before_part)
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), kept + panel * size, place)
         with e.loop(0, count) as panel:
@@ -137,7 +138,13 @@ class _Bytes:
             for expand, tile in zip(self._expanders, tiles, strict=False)
         ]
 
-    def add(self, inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]) -> None:
+    def add(
+        self,
+        inputs: Value,
+        next_inputs: Value,
+        sums: Sequence[Sequence[Variable]],
+        before: Callable[[Value], None],
+    ) -> None:
         """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
         add_block(self._e, self._codes, self._expanded, inputs, sums, before)
 
@@ -166,6 +173,12 @@ class _Words:
                 words.write(own, out + number * (words.parts * words.nbytes))
         self._parts = count * words.parts
 
-    def add(self, inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]) -> None:
+    def add(
+        self,
+        inputs: Value,
+        next_inputs: Value,
+        sums: Sequence[Sequence[Variable]],
+        before: Callable[[Value], None],
+    ) -> None:
         """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
-        self._words.add_products(self._places[: len(sums)], self._parts, inputs, sums, before)
+        self._words.add_products(self._places[: len(sums)], self._parts, inputs, next_inputs, sums, before)
