@@ -16,7 +16,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.linear.block_sums import passes
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
-from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, largest_tiling
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, become_words, largest_tiling
 from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.weight_formats import get
 from scripts.make_quality_table import with_tables
@@ -51,7 +51,7 @@ CPUS = {
 def of_weights(name: str, level: Level, *, many: bool) -> float:
     """Instructions for each weight and row; many: with the tiling for many rows."""
     sizes = largest_tiling(level) if many else SINGLE
-    if 0 < level.word_rows <= sizes.rows:
+    if become_words(sizes, level):
         loop = Loop(product(Product(get(name), sizes)), level, share_of=OF_WORDS[level.name])
         return len(loop) / (2 * level.lanes * loop.count(OF_WORDS[level.name]))
     outputs = passes(level, sizes.rows)[0].count

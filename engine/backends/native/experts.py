@@ -279,7 +279,7 @@ class ExpertOps:
     ) -> np.ndarray:
         """The panels of rows of x: uint8 (panels, bytes of a panel)."""
         columns, (weight, eps) = x.shape[1], norm or (None, 0.0)
-        nbytes = panel_bytes(columns, row_tile) if is_packed else 4 * columns * row_tile
+        nbytes = panel_bytes(columns, row_tile, self._launch.level) if is_packed else 4 * columns * row_tile
         out = self._launch.empty((len(sources) // row_tile, nbytes), np.uint8)
         arguments = RowArguments(
             x=x, weight=weight, out=out, sources=sources, columns=columns, stride=x.strides[0], eps=eps

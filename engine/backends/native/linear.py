@@ -187,7 +187,7 @@ class LinearOps(LoadOps):
         columns = x.shape[1]
         if not is_packed and norm is None and row_tile == 1 and x.flags.c_contiguous:
             return x
-        nbytes = panel_bytes(columns, row_tile) if is_packed else 4 * columns * row_tile
+        nbytes = panel_bytes(columns, row_tile, self._launch.level) if is_packed else 4 * columns * row_tile
         out = self._launch.empty((-(-len(x) // row_tile), nbytes), np.uint8)
         weight, eps = norm or (None, 0.0)
         arguments = RowArguments(x=x, weight=weight, out=out, columns=columns, stride=x.strides[0], eps=eps)

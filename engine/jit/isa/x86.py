@@ -30,7 +30,7 @@ class Avx2(ConvertsHalves):
     lanes = 8
     code_tiles: tuple[tuple[int, int], ...] = ((3, 1), (4, 1))
     float_tile = 6, 1
-    word_rows = 4
+    unpacks_first = True
     byte_register = 32
     fuses = True
 
@@ -213,7 +213,7 @@ class Avx512(Avx2):
     registers = 32
     code_tiles: tuple[tuple[int, int], ...] = ((8, 1),)
     float_tile = 6, 4
-    word_rows = 0  # registers have room
+    unpacks_first = False  # registers have room
     byte_register = 64
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
@@ -271,6 +271,16 @@ class Avx512Vbmi(Avx512Vnni):
         return Generic.pair_table(self, e, first, second)
 
 
+class Avx512Zen(Avx512Vbmi):
+    """The same on AMD's CPUs, which multiply words in half of their pipes and add them in all. SSE4a tells them: no
+    other CPU has it."""
+
+    name = "avx512-zen"
+    needs = (*Avx512Vbmi.needs, "sse4a")
+    unpacks_first = True
+    halves_products = True
+
+
 def _bytes(e: Emitter, table: Sequence[Value], index: Value) -> Value:
     if len(table) == 1:
         return e.intrinsic("llvm.x86.avx512.permvar.qi.512", index.type, table[0], index)
@@ -283,4 +293,4 @@ def _bytes(e: Emitter, table: Sequence[Value], index: Value) -> Value:
 
 
 # In ascending order. A level is a subset of every later one, except for avx2-vnni.
-LEVELS = Avx2(), Avx2Vnni(), Avx512(), Avx512Vnni(), Avx512Vbmi()
+LEVELS = Avx2(), Avx2Vnni(), Avx512(), Avx512Vnni(), Avx512Vbmi(), Avx512Zen()

@@ -47,8 +47,11 @@ class Level(ABC):
     """Whether dot products of signed bytes take fewer instructions than those of unsigned bytes and signed ones."""
     splits_words = False
     """Whether products of bytes with int16 are faster as products with the two bytes of each int16."""
-    word_rows = 0
-    """Rows from which products with codes are faster if the codes were unpacked to words in memory before; 0: never."""
+    unpacks_first = False
+    """Whether products of many rows with codes are faster if the codes were unpacked to words in memory before."""
+    halves_products = False
+    """Whether sums of words are so fast beside products that half as many products, of sums, are faster: Winograd's
+    inner product."""
     wide_tables = False
     """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
 

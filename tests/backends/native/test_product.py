@@ -17,18 +17,19 @@ from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.linear.activations import (
     RowArguments,
     interleave_rows,
+    number_bytes,
     panel_bytes,
     quantize_rows,
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, units
-from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling, tiling
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, become_words, largest_tiling, tiling
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 every_format = pytest.mark.parametrize("name", available())
-WITH_WORDS = [level for level in X86 if level.word_rows]
+WITH_WORDS = [level for level in X86 if level.unpacks_first]
 LATTICES = [name for name in available() if get(name).grid]
 
 
@@ -69,17 +70,18 @@ def _products(
 
 
 def quantized(x: np.ndarray, row_tile: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4) int32: the bits
-    of a float32, and three sums."""
+    """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4 or 8) int32: the
+    bits of a float32, three sums, and three of products of pairs."""
     count, columns = x.shape
-    out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile)), np.uint8)
+    out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile, level)), np.uint8)
     run(quantize_rows(False, row_tile), level, count, _rows(x, out))
     groups = out.reshape(len(out), columns // 32, -1)
     own = np.ascontiguousarray(groups[..., : 64 * row_tile]).reshape(len(out), -1, row_tile, 64).swapaxes(1, 2)
     words = joined(own) if level.splits_words else np.ascontiguousarray(own).view(np.int16)
     numbers = np.ascontiguousarray(groups[..., 64 * row_tile :]).view(np.int32)
-    numbers = numbers.reshape(len(out), -1, row_tile, 4).swapaxes(1, 2)
-    return out, words.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, 4)[:count]
+    each = number_bytes(level) // 4
+    numbers = numbers.reshape(len(out), -1, row_tile, each).swapaxes(1, 2)
+    return out, words.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, each)[:count]
 
 
 def joined(split: np.ndarray) -> np.ndarray:
@@ -109,11 +111,16 @@ def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> 
     x = rng.standard_normal((3, 128)).astype(np.float32)
     x[1, :32] = 0
     _, words, numbers = quantized(x, row_tile, level)
-    step = np.abs(x.reshape(3, -1, 32)).max(-1) / 32767
+    step = np.abs(x.reshape(3, -1, 32)).max(-1) / 32639
     errors = np.abs(read_back(words, numbers) - x).reshape(3, -1, 32)
     assert (errors <= 0.51 * step[..., None]).all()
     np.testing.assert_array_equal(numbers[..., 1], -words.sum(-1, dtype=int))
-    np.testing.assert_array_equal(numbers[..., 2:], -words.reshape(3, -1, 2, 16).sum(-1, dtype=int))
+    np.testing.assert_array_equal(numbers[..., 2:4], -words.reshape(3, -1, 2, 16).sum(-1, dtype=int))
+    if level.halves_products:
+        pairs_of_fours = words.astype(np.int64).reshape(3, -1, 2, 4, 2, 2)
+        halves = -pairs_of_fours.prod(-2).sum((-1, -2)).astype(np.int32)
+        np.testing.assert_array_equal(numbers[..., 5:7], halves)
+        np.testing.assert_array_equal(numbers[..., 4], halves.sum(-1, dtype=np.int32))
 
 
 @every_level
@@ -234,8 +241,8 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
     """16 dot products of pairs of words for each row and 32 inputs, in whole registers. With the 32 registers of
     AVX-512 few vectors go to the stack and back; AVX2 has 16 for twice as many vectors."""
     sizes = tiling(rows, level)
-    if 0 < level.word_rows <= sizes.rows:  # the next test's
-        sizes = Tiling(level.word_rows - 1, 1)
+    if become_words(sizes, level):  # the next test's
+        sizes = Tiling(*level.code_tiles[0])
     loop = Loop(product(Product(get(name), sizes)), level)
     products = 16 * sizes.rows * sizes.tiles * (16 // level.lanes)
     assert loop.count(OF_WORDS[level.name]) == products
@@ -248,13 +255,15 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
 @pytest.mark.parametrize(("level", "name"), each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0"]), ids=name_of)
 def test_instructions_of_words(name: str, level: Level) -> None:
     """Two pairs of words are multiplied at a time: of each a load and a dot product for 16 outputs and each row, whose
-    inputs are loaded once. Nothing else is in the loop, and nothing goes to the stack."""
-    rows, vectors = largest_tiling(level).rows, 16 // level.lanes
-    loop = Loop(product(Product(get(name), largest_tiling(level))), level, share_of=OF_WORDS[level.name])
-    assert loop.count(OF_WORDS[level.name]) == 2 * vectors * rows
+    inputs are loaded once; or one product of two sums. Nothing else is in the loop, and nothing goes to the stack."""
+    sizes = largest_tiling(level)
+    rows, vectors = sizes.rows, sizes.tiles * 16 // level.lanes
+    loop = Loop(product(Product(get(name), sizes)), level, share_of=OF_WORDS[level.name])
+    products = vectors * rows if level.halves_products else 2 * vectors * rows
+    assert loop.count(OF_WORDS[level.name]) == products
     assert loop.count("vpbroadcastd") == 2 * rows
-    sums = 0 if "vnni" in level.name else 2 * vectors * rows
-    assert len(loop) == 2 * (vectors * rows + rows + vectors) + sums
+    sums = 2 * vectors * rows if level.halves_products or "vnni" not in level.features else 0
+    assert len(loop) == products + 2 * (rows + vectors) + sums
     assert loop.on_stack == 0
 
 

@@ -3,7 +3,8 @@
 A panel has the R rows that a product multiplies at once, so that a kernel reads everything at constant offsets from one
 address. For weights without codes a panel is float32 (inputs, R). For packed weights it has, for each group of 32
 inputs, the quantized inputs of all rows, int16 (R, 32), and then four numbers of each row: the scale, float32, and the
-sums of the 32 int16, of the first and of the last 16, all negative, int32.
+sums of the 32 int16, of the first and of the last 16, all negative, int32. Where the level `halves_products`, three
+more follow: the sums of x0 x2 + x1 x3 of each four int16, negative, of all, of the first and of the last 16.
 
 Where the level `splits_words`, the int16 of each eight inputs are their high bytes and then their low bytes (see
 `byte_ops.SplitSums`), fours of which are in the order of `tiles.QUAD`.
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
 from polarlm.engine.backends.native.tiles import QUAD
 from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.byte_ops import LARGEST_SPLIT
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
@@ -30,13 +32,23 @@ from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Type, Value, vector
 
 GROUP = 32  # inputs that share a scale
-NUMBERS = 16  # bytes of the scale and the sums of a group of a row
-ROW_BYTES = 2 * GROUP + NUMBERS  # bytes of a group of a row
+CROSSED = 16  # offset in the numbers of a row of the sums of products of pairs
+LARGEST = LARGEST_SPLIT  # magnitude of an int16; a code can be added to it, too, as `Level.halves_products` does
 
 
-def panel_bytes(columns: int, row_tile: int) -> int:
+def number_bytes(level: Level) -> int:
+    """Bytes of the numbers of a group of a row."""
+    return 32 if level.halves_products else 16
+
+
+def row_bytes(level: Level) -> int:
+    """Bytes of a group of a row."""
+    return 2 * GROUP + number_bytes(level)
+
+
+def panel_bytes(columns: int, row_tile: int, level: Level) -> int:
     """Bytes of a panel of `row_tile` rows; columns is a multiple of 32."""
-    return columns // GROUP * ROW_BYTES * row_tile
+    return columns // GROUP * row_bytes(level) * row_tile
 
 
 class RowArguments(NamedTuple):
@@ -53,19 +65,17 @@ class RowArguments(NamedTuple):
 
 @cache
 def quantize_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
-    """Rows of x → panels for packed weights, one unit per row. The largest magnitude of a group becomes ±32767, or
-    ±32639 where words are split into signed bytes.
+    """Rows of x → panels for packed weights, one unit per row. The largest magnitude of a group becomes ±32639.
 
     normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
     picks: a unit is a row of the panels, whose row of x is in sources (units,) int32; negative: it is not written.
     """
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
-        f16, groups = vector(F32, 16), args.columns // 32
-        limit = float(LARGEST_SPLIT if e.level.splits_words else 32767)
+        f16, groups, size = vector(F32, 16), args.columns // 32, row_bytes(e.level)
         with _rows(e, args, begin, end, picks) as (row, source):
             panel, place = row // row_tile, row % row_tile
-            start = args.out + panel * groups * (ROW_BYTES * row_tile)
+            start = args.out + panel * groups * (size * row_tile)
             if normed:
                 factor = inverse_rms(e, source, args.columns, args.eps)
             with e.loop(0, groups) as group:
@@ -73,17 +83,28 @@ def quantize_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel
                 if normed:
                     norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
-                integers, top = round_to(e, halves, limit)
+                integers, top = round_to(e, halves, float(LARGEST))
                 totals = [e.sum_lanes(half) for half in integers]
-                target = start + group * (ROW_BYTES * row_tile)
-                words, numbers = target + place * (2 * GROUP), target + place * NUMBERS + 2 * GROUP * row_tile
+                target = start + group * (size * row_tile)
+                words = target + place * (2 * GROUP)
+                numbers = target + place * number_bytes(e.level) + 2 * GROUP * row_tile
                 for number, half in enumerate(integers):
                     e.store(_split(e, half) if e.level.splits_words else half.trunc(I16), words, 32 * number)
-                e.store(top * (1 / limit), numbers)
+                e.store(top * (1 / LARGEST), numbers)
                 e.store(e.collect([-total for total in (totals[0] + totals[1], *totals)]), numbers, 4)
+                if e.level.halves_products:
+                    crossed = [e.sum_lanes(_crossed(e, half)) for half in integers]
+                    e.store(e.collect([-total for total in (crossed[0] + crossed[1], *crossed)]), numbers, CROSSED)
 
     name = f"quantize{'_normed' * normed}{'_picked' * picks}_{row_tile}"
     return Kernel(name, emit, RowArguments)
+
+
+def _crossed(e: Emitter, integers: Value) -> Value:
+    """The products of the two pairs of each four of int32 (16,): int32 (8,)."""
+    pairs = [[lane for lane in range(16) if lane & 2 == second] for second in (0, 2)]
+    first, second = (e.shuffle(integers, integers, lanes) for lanes in pairs)
+    return first * second
 
 
 def _split(e: Emitter, integers: Value) -> Value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, NUMBERS, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, number_bytes, row_bytes
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_quad, read_scale, times_sub
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout
 from polarlm.engine.jit.isa.levels import Level
@@ -77,8 +77,8 @@ def add_block(
     place, row_tile, outputs = codes.place, len(sums[0]), blocks[0].outputs
     format = place.format
     with e.loop(0, format.values // 32) as part:
-        own_inputs = inputs + part * (ROW_BYTES * row_tile)
-        numbers = [own_inputs + (2 * GROUP * row_tile + NUMBERS * row) for row in range(row_tile)]
+        own_inputs = inputs + part * (row_bytes(e.level) * row_tile)
+        numbers = [own_inputs + (2 * GROUP * row_tile + number_bytes(e.level) * row) for row in range(row_tile)]
         at = [block.codes + part * place.part_bytes for block in blocks]
         sub = part * (16 * (32 // format.group))
         before(part)

@@ -6,13 +6,18 @@ time so. Codes that are words in memory are loaded, multiplied and added. For 32
     words    (16, 16, 2) int16          of each pair of inputs and each output: codes less their zero point
     scale    (32 / group, 16) float32
     offset   (32 / group, 16) float32   if the format has it; negative
+    start    (32 / group, 16) int32     if the level `halves_products`: what a sum of products starts with
+
+Two pairs x, y of inputs and their words v, w give vx + wy = (x + w)(y + v) − xy − vw (Winograd, A New Algorithm for
+Inner Product, 1968): one product of two sums instead of two products. The sum of the xy belongs to a row and comes with
+its panel, that of the vw belongs to an output. int32 wraps, so that the differences are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, NUMBERS, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.activations import CROSSED, GROUP, number_bytes, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes
 from polarlm.engine.backends.native.kernels.linear.tile_reads import times_sub
 from polarlm.engine.backends.native.tiles import ROWS
@@ -23,7 +28,6 @@ from polarlm.engine.jit.lang.values import F32, I16, I32, Value, Variable, vecto
 _F16, _I16, _WORDS = vector(F32, ROWS), vector(I32, ROWS), vector(I16, 2 * ROWS)
 _VECTOR = 4 * ROWS  # bytes of a pair, or of a scale, of 16 outputs
 _PAIRS = GROUP // 2
-_UNROLLED = 2  # pairs: of more, LLVM multiplies row by row and keeps the words on the stack
 
 
 class CodeWords:
@@ -36,7 +40,8 @@ class CodeWords:
         self._offsets = self._scales + _VECTOR * self._groups if has_offset else None
         self.parts = format.values // GROUP
         """32 inputs each, of a block."""
-        self.nbytes = self._scales + _VECTOR * self._groups * (1 + has_offset)
+        self._halves, self._starts = e.level.halves_products, self._scales + _VECTOR * self._groups * (1 + has_offset)
+        self.nbytes = self._starts + _VECTOR * self._groups * self._halves
         """Of 32 inputs."""
 
     def write(self, block: Block, out: Value) -> None:
@@ -58,37 +63,73 @@ class CodeWords:
                 if block.offset is not None and self._offsets is not None:
                     offset = -times_sub(e, block.offset, sub, place.sub_offset, group)
                     e.store(offset, own, self._offsets + _VECTOR * group)
+                if self._halves:
+                    e.store(-self._crossed(own, group), own, self._starts + _VECTOR * group)
+
+    def _crossed(self, at: Value, group: int) -> Value:
+        """The sums of the products of a group's words, of one pair with the next: int32 (16,). at: address of words."""
+        e, size, total = self._e, _PAIRS // self._groups, self._e.zero(_I16)
+        for pair in range(group * size, (group + 1) * size, 2):
+            total = dot2(e, total, *(e.load(at, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
+        return total
 
     def add_products(
         self,
         tiles: Sequence[Value],
         parts: Value,
         inputs: Value,
+        next_inputs: Value,
         sums: Sequence[Sequence[Variable]],
         before: Callable[[Value], None],
     ) -> None:
         """Add the products of a panel's rows with words to `sums`, of each tile and row.
 
         tiles: addresses of the words of `parts` times 32 inputs. inputs: address of the first ones in the panel.
+        next_inputs: those of the next panel, which are prefetched: far apart, the hardware does not foresee them.
         before: emits what precedes each 32 inputs, their number given.
         """
         e, row_tile, size = self._e, len(sums[0]), _PAIRS // self._groups
         with e.loop(0, parts) as part:
-            own_inputs = inputs + part * (ROW_BYTES * row_tile)
-            numbers = [own_inputs + (2 * GROUP * row_tile + NUMBERS * row) for row in range(row_tile)]
+            own_inputs = inputs + part * (row_bytes(e.level) * row_tile)
+            numbers = [own_inputs + (2 * GROUP * row_tile + number_bytes(e.level) * row) for row in range(row_tile)]
             at = [tile + part * self.nbytes for tile in tiles]
             before(part)
+            e.prefetch(next_inputs + part * (row_bytes(e.level) * row_tile), row_bytes(e.level) * row_tile)
             for group in range(self._groups):
-                dots = [[e.variable(e.zero(_I16)) for _ in range(row_tile)] for _ in tiles]
-                with e.loop(group * size, (group + 1) * size, _UNROLLED) as pair:
-                    for number in range(_UNROLLED):
-                        words = [e.load(own + pair * _VECTOR, _I16, _VECTOR * number) for own in at]
-                        for row in range(row_tile):
-                            given = e.broadcast(own_inputs + pair * 4, I32, ROWS, 2 * GROUP * row + 4 * number)
-                            for own, of_tile in zip(words, dots, strict=True):
-                                of_tile[row].set(dot2(e, of_tile[row].get(), own, given))
+                dots = [[e.variable(start) for start in self._start(own, group, numbers)] for own in at]
+                multiply = self._half_products if self._halves else self._products
+                with e.loop(group * size, (group + 1) * size, 2) as pair:
+                    multiply([own + pair * _VECTOR for own in at], own_inputs + pair * 4, dots)
                 for own, of_tile, totals in zip(at, dots, sums, strict=True):
                     self._add_group(own, group, [dot.get() for dot in of_tile], numbers, totals)
+
+    def _start(self, at: Value, group: int, numbers: Sequence[Value]) -> list[Value]:
+        """What the dot products of a group start with, of each row."""
+        e = self._e
+        if not self._halves:
+            return [e.zero(_I16) for _ in numbers]
+        of_words = e.load(at, _I16, self._starts + _VECTOR * group)
+        place = CROSSED if self._groups == 1 else CROSSED + 4 + 4 * group
+        return [of_words + e.broadcast(own, I32, ROWS, place) for own in numbers]
+
+    def _products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+        """Add the products of two pairs of inputs to those of each tile and row. at: addresses of the tiles' words."""
+        e = self._e
+        for number in range(2):  # of more, LLVM multiplies row by row and keeps the words on the stack
+            words = [e.load(own, _I16, _VECTOR * number) for own in at]
+            for row in range(len(dots[0])):
+                given = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
+                for own, of_tile in zip(words, dots, strict=True):
+                    of_tile[row].set(dot2(e, of_tile[row].get(), own, given))
+
+    def _half_products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+        """The same with one product of sums, and the products of the two pairs of inputs and of words in addition."""
+        e = self._e
+        words = [[e.load(own, _WORDS, _VECTOR * number) for number in range(2)] for own in at]
+        for row in range(len(dots[0])):
+            x, y = (e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number).bits(_WORDS) for number in range(2))
+            for (v, w), of_tile in zip(words, dots, strict=True):
+                of_tile[row].set(dot2(e, of_tile[row].get(), (x + w).bits(_I16), (y + v).bits(_I16)))
 
     def _add_group(
         self, at: Value, group: int, dots: Sequence[Value], numbers: Sequence[Value], totals: Sequence[Variable]

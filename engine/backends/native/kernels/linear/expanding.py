@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, add_block, passes
 from polarlm.engine.backends.native.kernels.linear.code_words import CodeWords
 from polarlm.engine.backends.native.kernels.linear.lattice import LatticeExpander
+from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
 from polarlm.engine.backends.native.kernels.linear.trits import TritExpander
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes, layout
 from polarlm.engine.jit.isa.levels import Level
@@ -41,17 +42,13 @@ class Expander(Protocol):
         """The expanded block of the block at an address: valid until the next."""
 
 
-def is_expanded(format: WeightFormat, row_tile: int, level: Level) -> bool:
-    """Whether blocks of a format are expanded before they are multiplied by panels of `row_tile` rows."""
-    return _has_expander(format) or (format.unpack is not None and _become_words(row_tile, level))
+def is_expanded(format: WeightFormat, size: Tiling, level: Level) -> bool:
+    """Whether blocks of a format are expanded before they are multiplied."""
+    return _has_expander(format) or (format.unpack is not None and become_words(size, level))
 
 
 def _has_expander(format: WeightFormat) -> bool:
     return format.grid is not None or format.runs is not None
-
-
-def _become_words(row_tile: int, level: Level) -> bool:
-    return 0 < level.word_rows <= row_tile
 
 
 def expander(e: Emitter, format: WeightFormat) -> Expander | None:
@@ -64,7 +61,7 @@ def expander(e: Emitter, format: WeightFormat) -> Expander | None:
 def expanded_sums(
     e: Emitter,
     format: WeightFormat,
-    row_tile: int,
+    sizes: Tiling,
     tiles: Sequence[Value],
     at_once: int,
     panels: tuple[Value, Value, Value, Value],
@@ -78,9 +75,10 @@ def expanded_sums(
     panels and all tiles, and then for words.
     """
     x, stride, blocks, rows = panels
+    row_tile = sizes.rows
     most, size = _PANELS * row_tile, _ROW * row_tile
     zero, free = e.zero(vector(F32, ROWS)), kept + len(tiles) * _PANELS * size
-    expanded = _Words(e, format, at_once, free) if _become_words(row_tile, e.level) else _Bytes(e, format, at_once)
+    expanded = _Words(e, format, at_once, free) if become_words(sizes, e.level) else _Bytes(e, format, at_once)
     with e.loop(0, rows, most) as begin:
         count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
         with e.loop(0, count) as panel:
@@ -102,7 +100,8 @@ def expanded_sums(
                     ) -> None:
                         before(number, which, step + part)
 
-                    expanded.add(x + number * stride + step * (ROW_BYTES * row_tile), totals, before_part)
+                    inputs = x + number * stride + step * (row_bytes(e.level) * row_tile)
+                    expanded.add(inputs, inputs + stride, totals, before_part)
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), kept + panel * size, place)
         with e.loop(0, count) as panel:
@@ -136,7 +135,13 @@ class _Bytes:
         offset = block * block_bytes(self._format)
         self._expanded = [expand(tile + offset) for expand, tile in zip(self._expanders, tiles, strict=False)]
 
-    def add(self, inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]) -> None:
+    def add(
+        self,
+        inputs: Value,
+        next_inputs: Value,
+        sums: Sequence[Sequence[Variable]],
+        before: Callable[[Value], None],
+    ) -> None:
         """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
         e, expand = self._e, self._expanders[0]
         found: list[list[list[Value]]] = [[[] for _ in totals] for totals in sums]
@@ -176,6 +181,12 @@ class _Words:
                 words.write(own, out + number * (words.parts * words.nbytes))
         self._parts = count * words.parts
 
-    def add(self, inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]) -> None:
+    def add(
+        self,
+        inputs: Value,
+        next_inputs: Value,
+        sums: Sequence[Sequence[Variable]],
+        before: Callable[[Value], None],
+    ) -> None:
         """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
-        self._words.add_products(self._places[: len(sums)], self._parts, inputs, sums, before)
+        self._words.add_products(self._places[: len(sums)], self._parts, inputs, next_inputs, sums, before)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, ROW_BYTES
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, Outputs, add_block, passes
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_plain
@@ -129,7 +129,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             if prefetch is not None:
                 prefetch.step((passed * parts + part) * steps + step)
 
-        if is_expanded(spec.format, spec.row_tile, e.level):
+        if is_expanded(spec.format, spec.tiling, e.level):
             with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
                 starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
                 inputs, at_once = (of.x, args.x_stride, args.blocks, of.rows), len(starts) // parts
@@ -139,7 +139,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                     before(passed + panel, part, step)
 
                 for first, sums in expanded_sums(
-                    e, spec.format, spec.row_tile, starts, at_once, inputs, scratch + SUMS, before_panel
+                    e, spec.format, spec.tiling, starts, at_once, inputs, scratch + SUMS, before_panel
                 ):
                     finish(of, sums, first)
             return
@@ -319,7 +319,7 @@ def _packed(
         sums = [[e.variable(e.zero(vector(F32, outputs.count))) for _ in rows] for _ in tiles]
         with e.loop(0, blocks) as block:
             starts = [tile + block * place.nbytes for tile in tiles]
-            inputs = panel + block * (format.values // GROUP * ROW_BYTES * spec.row_tile)
+            inputs = panel + block * (format.values // GROUP * row_bytes(e.level) * spec.row_tile)
 
             def before_part(
                 part: Value, outputs: Outputs = outputs, starts: Sequence[Value] = starts, block: Value = block

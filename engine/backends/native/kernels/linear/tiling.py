@@ -45,8 +45,15 @@ def expert_tiling(rows: int, level: Level, *, has_codes: bool = True) -> Tiling:
 
 def largest_tiling(level: Level, *, has_codes: bool = True) -> Tiling:
     """The tiling for many rows. Without codes, nothing is unpacked to words: then it is one whose sums are few."""
-    sizes = [Tiling(*size) for size in level.code_tiles]
-    return sizes[-1] if has_codes or not level.word_rows else max(own for own in sizes if own.rows < level.word_rows)
+    unpacks = level.unpacks_first and not level.has_room
+    return Tiling(*level.code_tiles[0 if unpacks and not has_codes else -1])
+
+
+def become_words(size: Tiling, level: Level) -> bool:
+    """Whether codes are unpacked to words in memory before they are multiplied: where more is multiplied at once than
+    of few rows."""
+    few = Tiling(*level.code_tiles[0])
+    return level.unpacks_first and size.rows * size.tiles > few.rows * few.tiles
 
 
 def short_prompts(level: Level) -> tuple[int, ...]:
