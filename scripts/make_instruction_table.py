@@ -54,7 +54,7 @@ def of_weights(name: str, level: Level, *, many: bool) -> float:
     if become_words(sizes, level):
         loop = Loop(product(Product(get(name), sizes)), level, share_of=OF_WORDS[level.name])
         return len(loop) / (2 * level.lanes * loop.count(OF_WORDS[level.name]))
-    outputs = passes(level, sizes.rows)[0].count
+    outputs = passes(level, sizes.rows)[0].size
     return len(Loop(product(Product(get(name), sizes)), level)) / (32 * outputs * sizes.rows * sizes.tiles)
 
 

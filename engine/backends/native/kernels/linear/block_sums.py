@@ -23,7 +23,7 @@ class Outputs(NamedTuple):
     """Some of the outputs of a tile: the first, and how many."""
 
     first: int
-    count: int
+    size: int
 
 
 ALL = Outputs(0, ROWS)

@@ -152,8 +152,8 @@ class _Bytes:
             for of_tile, totals in zip(found, own, strict=True):
                 for parts, total in zip(of_tile, totals, strict=True):
                     parts.append(total.get())
-        for totals, of_tile in zip(sums, found, strict=True):
-            for total, parts in zip(totals, of_tile, strict=True):
+        for all_totals, of_tile in zip(sums, found, strict=True):
+            for total, parts in zip(all_totals, of_tile, strict=True):
                 total.set(e.join(parts))
 
 

@@ -316,7 +316,7 @@ def _packed(
     panel = x + first // spec.row_tile * stride
     found: list[list[list[Value]]] = [[[] for _ in rows] for _ in tiles]
     for outputs in passes(e.level, spec.row_tile):
-        sums = [[e.variable(e.zero(vector(F32, outputs.count))) for _ in rows] for _ in tiles]
+        sums = [[e.variable(e.zero(vector(F32, outputs.size))) for _ in rows] for _ in tiles]
         with e.loop(0, blocks) as block:
             starts = [tile + block * place.nbytes for tile in tiles]
             inputs = panel + block * (format.values // GROUP * row_bytes(e.level) * spec.row_tile)
