@@ -282,8 +282,7 @@ class SamplingParams:
     )
     ignore_eos: bool = setting(False, "--ignore-eos", help="continue after an end-of-sequence token")
     logprobs: int | None = setting(
-        None,
-        help="return the log-probability of each generated token, and of this many most likely tokens (0 to 20)",
+        None, help="return the log-probability of each generated token, and of this many most likely tokens (0 to 20)"
     )
     prompt_logprobs: int | None = setting(
         None,

@@ -201,7 +201,7 @@ def test_the_event_loop_runs_while_a_prompt_is_computed(engine: Engine, monkeypa
 
 def test_event_loops_one_after_the_other_share_an_engine(tiny_path: Path) -> None:
     async def load() -> AsyncEngine:
-        return await AsyncEngine.load(tiny_path, device="cpu", block_size=8)
+        return await AsyncEngine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0)
 
     asynchronous = asyncio.run(load())
     first, second = (asyncio.run(asynchronous.generate(*job(2))) for _ in range(2))

@@ -146,7 +146,7 @@ def test_a_branch_does_not_change_the_sequence_that_it_shares(engine: Engine, fr
 
 
 def test_current_blocks_are_overwritten_before_first_ones_and_old_ones_before_new_ones(tiny_path: Path) -> None:
-    with load(tiny_path, kept_sequences=1, parallel=1) as engine:  # five full-precision blocks
+    with load(tiny_path, kept_sequences=1, parallel=1, ctx_size=2 * N) as engine:  # five full-precision blocks
         prompts = [ids(seed, N + 4) for seed in range(6)]
         for prompt in prompts:
             engine.generate(prompt, SamplingParams(max_tokens=0))

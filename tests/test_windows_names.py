@@ -61,7 +61,7 @@ def test_an_advised_command_is_quoted_as_a_shell_of_the_system_reads_it(
 ) -> None:
     monkeypatch.setattr(fit.sys, "platform", system)
     advice = SimpleNamespace(settings={"ctx_size": 4096})
-    command = fit._command(advice, SimpleNamespace(device="auto", weights=MODEL), "chat")  # type: ignore[arg-type]
+    command = fit._command(advice, SimpleNamespace(device="auto", weights=MODEL, lora={}), "chat")  # type: ignore[arg-type]
     assert command == f"polarlm chat --model {quote}{MODEL}{quote} --ctx-size 4096"
 
 
@@ -78,6 +78,7 @@ def sessions_of(model: str, folder: Path) -> Path:
     return Path(own)
 
 
+# Product: each place has a way of its own to make a file's name, and each name is odd in a way of its own.
 @pytest.mark.parametrize(
     "made",
     [

@@ -6,6 +6,7 @@ profiled. FILE gets a line of JSON for each launch, in their order: its part, th
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -114,8 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(argv: Sequence[str]) -> None:
-    (path,) = argv
-    with Path(path).open("w", encoding="utf-8") as file:
+    about = (__doc__ or "").partition("\n\n")[2]
+    parser = argparse.ArgumentParser(prog="python -m polarlm.bench.gpu.profiled", description=about)
+    parser.add_argument("file", type=Path, metavar="FILE", help="where the lines go")
+    with parser.parse_args(argv).file.open("w", encoding="utf-8") as file:
         for launch in launches(open_gpu(), Sizes(), _by_profiler):
             print(json.dumps(asdict(launch)), file=file, flush=True)
 

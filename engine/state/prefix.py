@@ -3,9 +3,8 @@
 The hash of a block covers the hash of the block before it and its own token ids. The chain starts from a root: a hash
 of everything else that determines the stored K/V (model, codecs, conditioning, calibration, block size) and of the
 salt, which separates equal prompts (`engine.requests.salts`). A block can be found while a sequence holds it, and
-afterwards until the allocator reuses it; the blocks that have been free the longest are reused first, and the first
-blocks of sequences after current ones. Full-precision blocks (the first of a sequence and its current block) match in
-part as well: the tokens in common with a prompt are copied.
+until the allocator reuses it: those that have been free the longest first, first blocks of sequences after current
+ones. Full-precision blocks, which these two are, match in part as well: the tokens in common with a prompt are copied.
 
     kv = prefixes.match_prefix(ids, salt)   the longest stored prefix of `ids`
     prefixes.insert(kv, ids)                after every commit: makes complete blocks findable

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -53,7 +54,9 @@ def test_llama_bench_is_run_for_each_figure(program: str) -> None:
     assert steps["test"] == "tg16@pp101"
     assert other.generation_rate([5] * 100, [6] * 17) == steps["samples_ts"][0]
     assert steps["samples_ts"][0] == pytest.approx(16 / (steps["samples_ns"][0] / 1e9)), "of the steps alone"
-    assert 1 << 20 < other.memory()["peak"] < 1 << 30
+    # Linux counts a program's memory from that of the process that starts it, here one of the tests.
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    assert 1 << 20 < other.memory()["peak"] < max(1 << 30, 2 * own)
     calls = [json.loads(line) for line in (Path(program).parent / "calls").read_text(encoding="utf-8").splitlines()]
     for call in calls:
         assert call[:12] == ["-m", "model.gguf", "-t", "2", "-ctk", "f16", "-ctv", "f16", "-fa", "1", "-rtr", "1"]

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from polarlm.engine.chat.terminal import main
 from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
+from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.outputs import CacheStats, Chunk, Status, Threads, Usage
 from polarlm.engine.storage.sessions import Session
 from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -34,6 +35,7 @@ class FakeEngine:
     options: list[PromptOptions] = field(default_factory=list)
     cancelled: int = 0
     closed: bool = False
+    adapters: Adapters = field(default_factory=Adapters)
     model: Any = field(
         default_factory=lambda: SimpleNamespace(
             name="fake",

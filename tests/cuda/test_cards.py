@@ -27,6 +27,7 @@ from polarlm.model_loaders.config import ModelConfig
 from tests.cuda.emulated import EmulatedDevice, _program
 from tests.cuda.test_model_emulated import close, model_from, talk
 from tests.cuda.test_packed_model import Exact, Halves, mixed_model
+from tests.pairs import pairs
 
 MOST_THREADS = 1024  # of a block
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # of a grid
@@ -54,13 +55,20 @@ def launches(card: str, model: str, weights: str, cache_type: str, steps: tuple[
     return [launch for part in parts for launch in part.launches if launch.kernel != LIBRARY]
 
 
-@pytest.mark.parametrize("card", MACHINES)
-@pytest.mark.parametrize("cache_type", ["balanced", "f16", "polarquant"])
-@pytest.mark.parametrize(("model", "weights"), [(name, kind) for name, (_, kinds) in MODELS.items() for kind in kinds])
-def test_blocks_and_grids_are_within_the_limits_of_a_card(card: str, cache_type: str, model: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("card", "cache_type", "of_model"),
+    pairs(
+        MACHINES,
+        ["balanced", "f16", "polarquant"],
+        [(name, kind) for name, (_, kinds) in MODELS.items() for kind in kinds],
+    ),
+)
+def test_blocks_and_grids_are_within_the_limits_of_a_card(
+    card: str, cache_type: str, of_model: tuple[str, str]
+) -> None:
     """Threads, grids, and dynamic shared memory, which static shared memory and registers may restrict further."""
     machine = MACHINES[card]
-    for launch in launches(card, model, weights, cache_type, STEPS):
+    for launch in launches(card, *of_model, cache_type, STEPS):
         assert 1 <= launch.threads <= MOST_THREADS, launch.kernel
         assert all(1 <= size <= most for size, most in zip(launch.grid, MOST_BLOCKS, strict=False)), launch.kernel
         assert launch.shared <= SHARED_LIMIT[machine.arch], launch.kernel

@@ -62,6 +62,7 @@ def test_products(level: Level) -> None:
     assert len(one) <= (190 if level.splits_words else 510)
 
 
+# Product: which values a loop keeps depends on the instructions of a level and on how a format is read.
 @every_arm_level
 @pytest.mark.parametrize(
     "name", [name for name in available() if get(name).unpack and not get(name).grid and not get(name).runs]
@@ -97,6 +98,7 @@ SPILLED = {
 }
 
 
+# Product: as above, for codes of the cache.
 @every_arm_level
 @pytest.mark.parametrize(
     "name", ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4", "q8_0", "q4_0", "f16", "polarquant"]

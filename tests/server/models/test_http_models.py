@@ -32,6 +32,9 @@ OWN |= {
     "/api/show",
     "/api/pull",
     "/api/version",
+    "/conversations",
+    "/conversations/{id}",
+    "/documents/text",
     "/",
     "/sessions/{name}",
 }
