@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -61,6 +60,8 @@ _GGUF_NAMES = {
 
 def write_gguf(path: Path, changes: Changes, alpha: float, heads: Mapping[str, int], arch: str = "llama") -> Path:
     """A GGUF file with these changes, in llama.cpp's order of rows; returns it. heads: of "attn_q" and "attn_k"."""
+    import gguf  # which a bare machine does not have
+
     writer = gguf.GGUFWriter(path, arch)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")

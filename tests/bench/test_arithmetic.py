@@ -50,7 +50,7 @@ def test_the_command_measures_both_costs(model_path: Path, tmp_path: Path, capsy
     assert 0 < f16["kl_between"] < 1e-6
     assert f16["kl_between"] < coded["kl_between"] < coded["kl_float32"] / 10
     for row in (f16, coded):
-        assert row["kl_compiled"] == pytest.approx(row["kl_float32"], rel=0.2, abs=1e-8)
+        assert row["kl_compiled"] == pytest.approx(row["kl_float32"], rel=0.2, abs=2e-8)
     assert capsys.readouterr().out.splitlines()[-1].startswith("| ring3")
 
 

@@ -53,8 +53,8 @@ def patch() -> None:
     compiler.compile_object = compile_object
 
 
-def pytest_report_header() -> str:
-    return f"highest level: {target.levels()[-1].name}"
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"highest level: {target.levels()[-1].name}")
 
 
 def serve(triple: str) -> None:

@@ -223,11 +223,12 @@ def prefill_blocks(warps: int, rows: int, keys: Layout, values: Layout, group: i
 
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of encode_blocks. Raises ValueError where a block does not fit into shared memory."""
-    size, warps = keys.record.geometry.block_size, _ENCODE_WARPS
+    size, tries_singles = keys.record.geometry.block_size, keys.record.constants.get("WIDTH") == 1
     tokens = 64 if size % 64 == 0 else size
     while True:
-        if tokens < size:  # then it needs a few more registers than a multiprocessor has for 24 warps
-            warps = _ENCODE_WARPS - 2
+        # Parts of blocks need a few more registers than a multiprocessor has for 24 warps; several norms of keys that
+        # are rounded number by number need more.
+        warps = _ENCODE_WARPS - (4 if tries_singles else 2 * (tokens < size))
         shared = max(encode_bytes(side, tokens, warps) for side in (keys, values))
         if shared <= SHARED_BYTES:
             return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)

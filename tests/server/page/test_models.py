@@ -39,9 +39,16 @@ def test_a_model_is_chosen_and_loaded_by_the_first_message(several: tuple[Browse
     page.until(lambda: page.text("#types") == "The model is not in memory. A message loads it.")
     take(page, "small")
     choose(page, max_tokens=4)
+    page.run(
+        """
+        window.told = new Set();
+        new MutationObserver(() => told.add($("status").textContent)).observe($("status"), {childList: true});
+        """
+    )
     send(page, "first")
-    page.until(lambda: page.text("#status") == "The model is loading …")
     page.until(lambda: done(page) and figures(page).startswith("small · "))
+    told = page.run("return [...told]")
+    assert {"Loading the model …", "The model is loading …"} & {*told}, told
     page.until(lambda: "bits/value" in page.text("#bits"))
     assert (server.state("big"), server.state("small")) == ("unloaded", "loaded")
     page.click("#new")
