@@ -241,10 +241,15 @@ def test_restoring_takes_less_than_a_tenth_of_the_prefill(demo: Engine, file: Pa
     forget(demo)
     prefill = demo.generate(text, SamplingParams(max_tokens=0)).usage.prefill_seconds
     assert demo.save_session(file) == 512
-    forget(demo)
-    started = time.perf_counter()
-    demo.load_session(file)
-    assert time.perf_counter() - started < prefill / 10
+
+    def restored() -> float:
+        """The seconds that it takes. Others may compute meanwhile, so the fastest of a few counts."""
+        forget(demo)
+        started = time.perf_counter()
+        demo.load_session(file)
+        return time.perf_counter() - started
+
+    assert min(restored() for _ in range(3)) < prefill / 10
     assert demo.generate([*text, 9], SamplingParams(max_tokens=1)).usage.cached_tokens == 512
 
 
