@@ -156,7 +156,7 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
         if line == "data: [DONE]":
             return
-        if line:
+        if line.startswith("data: "):  # others end an event, or are signs of life
             yield json.loads(line.removeprefix("data: "))
     raise AssertionError("the stream has no end")
 

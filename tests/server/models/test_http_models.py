@@ -160,7 +160,7 @@ def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(runnin
         lines = answer.iter_lines()
         next(lines)
         running.kill("big")
-        *_, last = [line for line in lines if line]
+        *_, last = [line for line in lines if line.startswith("data: ")]
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["code"] == "model_ended"
     assert error["message"].startswith("The process of big ended by signal 9 while it answered")

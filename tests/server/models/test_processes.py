@@ -77,7 +77,7 @@ def test_a_signal_lets_answers_end_and_ends_the_models_processes(server: Server)
     body = {"model": "big", "prompt": "Once", "temperature": 0, "ignore_eos": True, "max_tokens": 200, "n": 8}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-        events = (line for line in answer.iter_lines() if line)
+        events = (line for line in answer.iter_lines() if line.startswith("data: "))
         next(events)
         server.process.send_signal(signal.SIGTERM)
         *_, usage, end = events

@@ -105,8 +105,10 @@ async def ask(http: httpx.AsyncClient, prompt: list[int], tokens: int = TOKENS) 
     ) as answer:
         assert answer.status_code == 200, await answer.aread()
         async for line in answer.aiter_lines():
-            last = line.removeprefix("data: ") or last
-            if not line or last == "[DONE]":
+            if not line.startswith("data: "):  # the end of an event, or a sign of life
+                continue
+            last = line.removeprefix("data: ")
+            if last == "[DONE]":
                 continue
             event = json.loads(last)
             usage = event["usage"] or usage
