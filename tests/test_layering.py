@@ -55,7 +55,8 @@ ROOMS: dict[str, set[str]] = {
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
     "storage.waiting": {"state", "storage.copies", "storage.objects", "storage.payloads"},
-    "storage.tiers": {"codecs", "state", "storage.objects", "storage.copies", "storage.payloads", "storage.waiting"} | TOLD,
+    "storage.tiers": {"codecs", "state", "storage.objects", "storage.copies", "storage.payloads", "storage.waiting"}
+    | TOLD,
     "state": {
         "backends.delta",
         "backends.kv",

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from polarlm.engine.storage import waiting
 from polarlm.engine.storage.tiers import patience, tiers, writing
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.tier_store import Folder
-from polarlm.engine.storage.tiers.writing import Writer
 from tests.server.lines import PATIENCE
 from tests.small_disk import small_disk
 from tests.storage.arrays import assert_same, stored
@@ -136,15 +134,8 @@ def test_blocks_that_the_store_has_lost_come_back(plain_model: Path, tmp_path: P
 
 @pytest.mark.parametrize("room", [True, False])
 def test_blocks_that_are_reused_before_they_are_written_are_copied(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+    model: Path, tmp_path: Path, may_write: threading.Event, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    write, may_write = Writer._write_chain, threading.Event()
-
-    def late(*arguments: Any) -> None:
-        assert may_write.wait(PATIENCE)
-        write(*arguments)
-
-    monkeypatch.setattr(Writer, "_write_chain", late)
     if not room:
         monkeypatch.setattr(waiting, "_COPIED_BYTES", 0)
     with load(model, None) as engine:
