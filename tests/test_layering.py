@@ -81,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
 ROOMS["loading.calibration"] = ROOMS["model"] | {"loading.kept_arrays", "model", "codecs"}
-ROOMS["storage.identity"] = {"model"}
+ROOMS["storage.identity"] = {"model", "state"}
 ROOMS["storage.sessions"] = ROOMS["requests"] | {
     "requests",
     "storage.copies",

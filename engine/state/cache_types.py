@@ -112,9 +112,8 @@ def stored(config: EngineConfig, shape: CacheShape) -> tuple[str, str]:
         (_, k), (_, v) = chosen(config)
         return k, v
     layers = [shape.kv_layers.get(number) for number in range(len(shape.layers))]
-    return by_layer([one and one.codec_k.name for one in layers]), by_layer(
-        [one and one.codec_v.name for one in layers]
-    )
+    names = [(None, None) if one is None else (one.codec_k.name, one.codec_v.name) for one in layers]
+    return by_layer([k for k, _ in names]), by_layer([v for _, v in names])
 
 
 def in_words(config: EngineConfig, shape: CacheShape) -> str:
