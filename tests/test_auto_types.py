@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -27,6 +28,7 @@ from polarlm.engine.loading.fit import fit_device
 from polarlm.engine.state.cache_types import by_layer, layer_codecs
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.cuda.emulated import open_device
+from tests.server.http_server import serving
 from tests.tiny import load_tiny, make_model
 
 N = 16
@@ -140,6 +142,31 @@ def test_it_is_measured_once(tiny_path: Path, measured: list[Any]) -> None:
     line = engine._fit_line
     assert "as auto:5 (keys ring" in line
     assert f"({engine.cache_shape.bits_per_value:.2f} bits/value)" in line
+
+
+def test_weights_that_are_loaded_are_measured(tiny_path: Path, measured: list[Any]) -> None:
+    """Another cache for them has types of its own."""
+    plain = {"cache_type": "f16", "block_size": N, "ctx_size": 128}
+    with closing(assembly.assemble(settle(tiny_path, None, plain), None, ops=NumpyOps(1))) as parts:
+        other = assembly.with_cache(parts, settle(tiny_path, None, {**plain, "cache_type": "auto:5"}))
+        assert len(measured) == 1
+        assert other.model.weights is parts.model.weights
+        with load(tiny_path) as engine:
+            assert engine.cache_shape.layers == other.plan.shape.layers
+    assert len(measured) == 1
+
+
+def test_a_server_says_what_is_in_memory(tiny_path: Path) -> None:
+    with load(tiny_path) as engine, serving(engine) as server:
+        stats = server.http.get("/stats").json()
+        build = server.http.get("/metrics").text
+    pairs = [(one.codec_k.name, one.codec_v.name) for one in engine.cache_shape.kv_layers.values()]
+    keys, values = by_layer([k for k, _ in pairs]), by_layer([v for _, v in pairs])
+    assert (stats["cache_type_k"], stats["cache_type_v"]) == (keys, values)
+    assert f'cache_type_k="{keys}",cache_type_v="{values}"' in build
+    assert stats["cache_types"].startswith("auto:5 (keys ring")
+    for name, count in Counter(k for k, _ in pairs).items():
+        assert f"{name} ×{count}" in stats["cache_types"].partition(";")[0]
 
 
 def test_other_weights_are_measured_anew(tmp_path: Path, tiny_path: Path, measured: list[Any]) -> None:
