@@ -122,14 +122,18 @@ class _Sides:
     ) -> None:
         self._ops, self._config, self._weights, self._statistics = ops, config, weights, statistics
         self._tokens = tokens
-        # Layers that read others' keys and values, or have inputs by their number, do not stand alone.
-        self.can_be_cut = weights.layer_inputs is None and not any(one.shares_kv for one in config.attentions.values())
         full, coded = codecs.get(codecs.FULL), codecs.get(MEASURED)
         mean_bits = 8 if statistics else 0
         plain = full_precision_shape(config, block_size)
         sides = self._of(plain, coded, full, mean_bits), self._of(plain, full, coded, 0)
         self._shapes = plain, *sides
         self._stored = [self._layers(shape) for shape in self._shapes]
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether layers stand alone: none reads keys and values of others, or has inputs by its number."""
+        shares = any(one.shares_kv for one in self._config.attentions.values())
+        return self._weights.layer_inputs is None and not shares
 
     def _of(self, plain: CacheShape, codec_k: Codec, codec_v: Codec, mean_bits: int) -> CacheShape:
         """Return the shape whose layers with K/V all have these codecs."""
