@@ -1,5 +1,5 @@
 """Hands out bits of the cache under one budget: a type for the keys and for the values of each layer, where they save
-most. The setting `auto:BITS` asks for it; `engine.loading.sensitivity` measures what errors cost.
+most. The setting `auto:BITS` asks for it; `sensitivity.py` measures what errors cost.
 """
 
 from __future__ import annotations

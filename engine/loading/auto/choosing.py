@@ -43,13 +43,14 @@ Loaded = Callable[[EngineConfig], AbstractContextManager[HasModel]]
 def with_types(
     config: EngineConfig, source: model_loaders.Model, loaded: Loaded, verbose: Callable[[str], None] | None
 ) -> EngineConfig:
-    """Return `config` with the types that auto:BITS stands for in its place; other settings as they are.
+    """Return `config` with the types that auto:BITS stands for in its place, unless the model has no K/V; other settings
+    as they are.
 
     loaded: settings → a context with an engine's parts, to measure its model; called unless what errors cost is kept.
     Raises EngineError for bits that no ring types have, and for a text that is too short.
     """
     budget, layers = cache_types.auto_bits(config.cache_type), source.config.kv_attentions
-    if budget is None or source.config.is_encoder:
+    if budget is None or not layers:
         return config
     allocation.types(budget, layers, len(source.config.layers), config.block_size, None)  # the bits are possible
     size = config.block_size
