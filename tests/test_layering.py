@@ -55,7 +55,9 @@ ROOMS: dict[str, set[str]] = {
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
-    "storage.tiers": {"codecs", "state", "storage.copies", "storage.objects", "storage.payloads"} | TOLD,
+    "storage.waiting": {"state", "storage.copies", "storage.objects", "storage.payloads"},
+    "storage.tiers": {"codecs", "state", "storage.objects", "storage.copies", "storage.payloads", "storage.waiting"}
+    | TOLD,
     "state": {
         "backends.delta",
         "backends.kv",
