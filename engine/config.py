@@ -75,9 +75,8 @@ class EngineConfig:
         DEFAULT_CACHE_TYPE,
         "--cache-type",
         metavar="TYPE",
-        help="quality, balanced or compact, one type such as f16 or ring4, two as KEYS/VALUES such as ring5/ring4, or "
-        "auto:BITS, such as auto:3.5, for types by layer, chosen by measurements at the first start; "
-        "q8_0, q4_0, kivi4, trellis* and polarquant-online are for measuring on the CPU",
+        help="quality, balanced or compact, one type such as ring4, two as KEYS/VALUES, or auto:3.5: types by layer, 3.5 "
+        "bits, measured at the first start; q8_0, q4_0, kivi4, trellis* and polarquant-online are for measuring (CPU)",
     )
     cache_type_k: str | None = setting(
         None,

@@ -43,8 +43,7 @@ Loaded = Callable[[EngineConfig], AbstractContextManager[HasModel]]
 def with_types(
     config: EngineConfig, source: model_loaders.Model, loaded: Loaded, verbose: Callable[[str], None] | None
 ) -> EngineConfig:
-    """Return `config` with the types that auto:BITS stands for in its place, unless the model has no K/V; other settings
-    as they are.
+    """Return `config` with the types that auto:BITS stands for in its place, unless the model has no K/V.
 
     loaded: settings → a context with an engine's parts, to measure its model; called unless what errors cost is kept.
     Raises EngineError for bits that no ring types have, and for a text that is too short.
