@@ -75,8 +75,8 @@ class EngineConfig:
         DEFAULT_CACHE_TYPE,
         "--cache-type",
         metavar="TYPE",
-        help="quality, balanced or compact, one type such as ring4, two as KEYS/VALUES, or auto:3.5: types by layer, 3.5 "
-        "bits, measured at the first start; q8_0, q4_0, kivi4, trellis* and polarquant-online are for measuring (CPU)",
+        help="quality, balanced or compact, one type such as ring4, two as KEYS/VALUES, or auto:3.5: types by layer, "
+        "measured at the first start; q8_0, q4_0, kivi4, trellis* and polarquant-online are for measuring (CPU)",
     )
     cache_type_k: str | None = setting(
         None,
