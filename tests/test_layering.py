@@ -23,6 +23,7 @@ BEHIND_THE_ENGINE = {
     "codecs",
     "jit",
     "loading.advice",
+    "loading.auto",
     "loading.cpu_experts",
     "loading.encoding",
     "loading.experts",
@@ -82,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
 ROOMS["loading.calibration"] = ROOMS["model"] | {"loading.kept_arrays", "model", "codecs"}
-ROOMS["storage.identity"] = {"model"}
+ROOMS["storage.identity"] = {"model", "state"}
 ROOMS["storage.sessions"] = ROOMS["requests"] | {
     "requests",
     "storage.copies",
@@ -95,7 +96,8 @@ ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
-ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
+ROOMS["loading.auto"] = ROOMS["loading.fitting"] | {"cli.progress", "loading.fitting", "storage.tiers"}
+ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.auto", "loading.encoding"}
 ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.cpu_experts"] = ROOMS["loading.sizes"] | {"loading.experts", "loading.sizes"}
 ROOMS["loading.checks"] = {"loading.cpu_experts", "loading.sizes", "model", "state", "storage.tiers"} | TOLD
@@ -111,6 +113,7 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 }
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
+    "loading.auto",
     "loading.cpu_experts",
     "loading.experts",
     "loading.fitting",
