@@ -46,9 +46,9 @@ function askAbout(message) {
   follow();
   if (!row?.form?.classList.contains("confirm")) return;
   tell("It waits for your decision.");
-  announce(row.form.getAttribute("aria-label"));
   const at = document.activeElement; // a text that is being typed keeps the focus
   if (at === document.body || (at === $("message") && !at.value) || row.element.contains(at)) row.form.focus();
+  else announce(row.form.getAttribute("aria-label"));
 }
 
 /** Runs a call. Returns whether it has a result, or false if it was stopped or the conversation was left. */
@@ -102,7 +102,7 @@ function sendResults(message) {
 function drawWaiting(row) {
   const { message, foot } = row;
   const waits = message.role === "assistant" && message === rows.at(-1).message && message.calls.length > 0 && live?.message !== message;
-  const next = waits && message.calls.find(({ result }) => !result), about = JSON.stringify([next, unasked >= UNASKED]);
+  const next = waits && message.calls.find(({ result }) => !result), about = JSON.stringify([next, next && isOurs(next), unasked >= UNASKED]);
   [...(row.calls?.children ?? [])].forEach((fold, index) => {
     fold.hidden = waits && isOurs(message.calls[index]) && !message.calls[index].result;
   });

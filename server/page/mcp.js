@@ -9,6 +9,7 @@ const connecting = new Map(); // name → the promise of a server that is being 
 async function listMcp() {
   mcpServers = (await (await ask("mcp/servers")).json()).servers;
   drawMcp();
+  for (const row of rows) if (row.foot) drawWaiting(row); // a call may wait for one of them
 }
 
 /** Connects to a server, and shows its tools or why it has failed. Rejects if `signal` ends it. */
@@ -84,7 +85,9 @@ function mcpItem(server, place, open) {
     else setTimeout(drawMcp); // not while the browser handles this box
   }));
   if (on && server.state === "failed" && !isConnecting) {
-    item.append(make("p", "wrong", full(visible(server.trouble))), button("Connect again", () => connectTo(server.name), "quiet"));
+    const again = button("Connect again", () => connectTo(server.name), "quiet");
+    again.setAttribute("aria-label", `Connect to ${visible(server.name)} again`);
+    item.append(make("p", "wrong", full(visible(server.trouble))), again);
   }
   if (!on || server.state !== "ready") return item;
   const tools = make("details"), list = make("ul"), off = mcpOn[server.name];

@@ -28,6 +28,7 @@ def fail() -> str:
 
 @server.tool()
 def picture() -> Any:
+    """A picture."""
     return ["Look:", Image(data=b"\0" * 30_000, format="png")]
 
 

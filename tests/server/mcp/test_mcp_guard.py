@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polarlm.engine import Engine, EngineError
+from polarlm.server import __main__
+from polarlm.server.__main__ import main
 from polarlm.server.mcp.file import McpServer, read_mcp_file
 from tests.server.http_server import KEY, serving
 from tests.server.mcp.faults import mcp_file
@@ -95,3 +98,21 @@ def test_a_wrong_file_is_refused_with_a_sentence(tmp_path: Path, text: str, why:
     with pytest.raises(EngineError, match="--mcp-config") as refused:
         read_mcp_file(str(path))
     assert why in str(refused.value)
+
+
+def test_a_wrong_file_or_a_missing_package_is_told_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mcp.json"
+    path.write_text("{}")
+    assert main(["--mcp-config", str(path)]) == 2
+    assert "names no servers" in capsys.readouterr().err
+    assert main(["--mcp-config", str(tmp_path / "missing")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(__main__, "version", missing)
+    assert main(["--mcp-config", str(mcp_file(tmp_path))]) == 1
+    assert "pip install 'polarlm[mcp]'" in capsys.readouterr().err

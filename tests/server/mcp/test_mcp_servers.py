@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 from polarlm.server.mcp import session
 from tests.server.http_server import Serving, eventually, serving
 from tests.server.mcp.faults import TOKEN, mcp_file, over_http
+from tests.server.models.running import front, two_models
+from tests.server.process import Process
 from tests.tiny import load_tiny
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
@@ -150,15 +154,35 @@ def test_a_call_has_a_time(server: Serving, tmp_path: Path) -> None:
         object.__setattr__(config, "request_seconds", 20)
 
 
-def test_no_process_outlives_the_server(tiny_path: Path, tmp_path: Path) -> None:
-    with load_tiny(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine:
-        with serving(engine, mcp_config=str(mcp_file(tmp_path))) as running:
-            program = int(text(running, "pid"))
-            with running.send("/mcp/connect", {"server": "deaf"}):
-                eventually(lambda: (tmp_path / "deaf").exists() and (tmp_path / "deaf").read_text())
-        deaf = int((tmp_path / "deaf").read_text())
-        eventually(lambda: not alive(program))
-        eventually(lambda: not alive(deaf))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_server(tiny_path: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Not even one that does not end when it is asked to."""
+    begun, deaf = tmp_path / "begun", tmp_path / "deaf"
+    with (
+        Process(tiny_path, tmp_path, "--mcp-config", str(mcp_file(tmp_path))) as process,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        told = client.post("/mcp/call", json={"server": "tools", "tool": "pid", "arguments": {}}).json()
+        hang = {"begun": str(begun), "ended": str(tmp_path / "ended")}
+        call = pool.submit(client.post, "/mcp/call", json={"server": "tools", "tool": "hang", "arguments": hang})
+        pool.submit(client.post, "/mcp/connect", json={"server": "deaf"})
+        eventually(lambda: begun.exists() and deaf.exists() and deaf.read_text())
+        process.signal(number)
+        process.process.wait(60)
+        if number == signal.SIGTERM:
+            assert process.process.returncode == 0
+            assert call.result().status_code == 502  # it ended in order
+        for program in (int(told["text"]), int(deaf.read_text())):
+            eventually(lambda program=program: not alive(program))
+        assert TOKEN not in process.errors.read_text()
+
+
+def test_a_server_of_several_models_has_them_too(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    with front(two_models(tmp_path / "models"), mcp_config=str(mcp_file(tmp_path))) as running:
+        told = running.http.post("/mcp/call", json={"server": "tools", "tool": "add", "arguments": {"a": 2, "b": 3}})
+        assert told.json() == {"text": "5", "is_error": False}
 
 
 def alive(process: int) -> bool:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.call_templates import HERMES
 from tests.server.lines import eventually
 from tests.server.mcp.faults import mcp_file, over_http
 from tests.server.page.browser import ENTER, ESCAPE, TAB, Browser
 from tests.server.page.test_tools import call
 from tests.server.page.visitor import asked, done, press_button, roles, says, send, size, text_of
 from tests.server.process import Process
+from tests.tool_model import tool_model
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 pytestmark = pytest.mark.slow
@@ -233,6 +235,26 @@ def test_results_can_be_edited_and_exported_and_compacted(page: Browser) -> None
     assert calls == [
         {"id": "call-0", "name": "tools_add", "arguments": '{"a": 2,"b": 3}', "server": "tools", "tool": "add"}
     ]
+
+
+def test_a_model_calls_a_tool_and_gets_its_result(visit: Callable[[Process], Browser], tmp_path: Path) -> None:
+    """By a real server, whose model knows nothing and has to call."""
+    model = tool_model(tmp_path, HERMES)
+    with Process(model, tmp_path, "--mcp-config", str(mcp_file(tmp_path))) as process:
+        page = visit(process)
+        page.until(lambda: page.shown("#mcp"))
+        page.run("mcp.open = more.open = true; tool_choice.value = 'required'; max_tokens.value = 200; remember()")
+        switch_on(page)
+        page.run("mcpOn.tools = mcpServers[0].tools.map(({name}) => name).filter((name) => name !== 'pid'); remember()")
+        send(page, "Which process are you?")
+        page.until(lambda: asks(page) == "Run pid of tools?")
+        press(page, "Run once")
+        page.until(lambda: page.run("return rows.length") == 4 and done(page))
+        result = page.run("return rows[2].message.results[0]")
+        assert result["name"] == "tools_pid"
+        assert int(result["text"]) > 0
+        page.until(lambda: asks(page) == "Run pid of tools?")  # the model has read it, and has to call again
+        page.open("about:blank")
 
 
 @pytest.mark.parametrize("width", [1280, 390])
