@@ -139,6 +139,7 @@ class _Session:
         self._messages = _Messages() if server.url is None else None
         self._calls: dict[int, anyio.CancelScope] = {}
         self._stream: _Watched | None = None
+        self._status = ""  # of an address that answers with an error, in brackets
 
     async def run(self) -> None:
         """Serve the parent until it is gone. Raises _Trouble, MCPError, or what the transport raises."""
@@ -164,16 +165,18 @@ class _Session:
         """A sentence about what ended the session, without secrets."""
         while inner := getattr(error, "exceptions", ()):  # a group, which Python 3.10 has no name for
             error = next((one for one in inner if isinstance(one, _Trouble)), inner[0])
-        heard = "" if self._messages is None else self._messages.last_line()
+        heard = self._status if self._messages is None else self._messages.last_line()
         if isinstance(error, (_Trouble, MCPError)):
             sentence = f"{str(error).rstrip('.') or 'It could not be connected to'}{heard}"
         elif isinstance(error, FileNotFoundError) and self._server.command is not None:
             sentence = f"There is no program {self._server.command}, or no folder to start it in"
         elif isinstance(error, OSError):
             sentence = f"It cannot be started: {error.strerror or error}"
+        elif isinstance(error, ValueError):
+            sentence = f"It does not keep to the protocol ({str(error)[:200]})"
         else:
             sentence = f"The connection failed ({type(error).__name__}: {str(error)[:300]}){heard}"
-        return self._without_secrets(sentence)
+        return self._without_secrets(" ".join(sentence.split()))
 
     def _without_secrets(self, text: str) -> str:
         for secret in self._server.secrets():
@@ -186,7 +189,9 @@ class _Session:
         if server.url is not None:
             wait = httpx2.Timeout(30, read=None)  # the parent limits the time of a call
             async with (
-                httpx2.AsyncClient(headers=dict(server.headers), timeout=wait) as web,
+                httpx2.AsyncClient(
+                    headers=dict(server.headers), timeout=wait, event_hooks={"response": [self._heed]}
+                ) as web,
                 streamable_http_client(server.url, http_client=web) as (read, write),
             ):
                 self._stream = _Watched(read)
@@ -205,6 +210,9 @@ class _Session:
             self._messages.file.close()  # so that the pipe ends when the program does
             self._stream = _Watched(read)
             yield self._stream, write
+
+    async def _heed(self, response: httpx2.Response) -> None:
+        self._status = f" (status {response.status_code})" if response.status_code >= 400 else ""
 
     async def _watch(self) -> None:
         """Raises _Trouble for a server that sends too much."""
