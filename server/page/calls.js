@@ -112,7 +112,10 @@ function drawWaiting(row) {
   }
   if (!waits || row.form) return;
   row.form = next && isOurs(next) ? confirmForm(message, next) : resultsForm(entered(message), "Send results", (results) => {
-    for (const { id, text } of results) message.calls.find((call) => call.id === id).result = { text };
+    for (const { id, text } of results) {
+      const call = message.calls.find((each) => each.id === id && !each.result) ?? message.calls.find((each) => each.id === id);
+      call.result = { text, failed: call.result?.failed };
+    }
     row.form.remove();
     row.form = null;
     proceed(message);

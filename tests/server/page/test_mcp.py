@@ -210,6 +210,20 @@ def test_leaving_a_conversation_ends_its_call(page: Browser, tmp_path: Path) -> 
     page.until(lambda: "It was started before" in page.text(".confirm"))
 
 
+def test_another_tab_shows_what_became_of_a_call(page: Browser, keeper: Process) -> None:
+    says(page, ADD, ["Five."])
+    switch_on(page)
+    send(page, "go")
+    page.until(lambda: asks(page) == "Run add of tools?")
+    with page.second() as other:
+        other.open(f"{keeper.url}/{page.run('return location.hash')}")
+        other.until(lambda: asks(other) == "Run add of tools?")
+        press(page, "Always in this conversation")
+        other.until(lambda: text_of(other) == "Five." and asks(other) == "")
+        assert other.text(".tool summary") == "Result of tools_add"
+        assert other.run("return allowed().size") == 0  # which holds for one tab
+
+
 def test_a_server_that_fails_is_said_and_the_answer_goes_on_without_it(page: Browser) -> None:
     switch_on(page, 2)
     assert "absent is not available. There is no program" in page.text("#unconnected")
