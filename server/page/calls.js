@@ -78,6 +78,7 @@ async function run(message, call) {
     decide(message, call, result);
     return true;
   }
+  if (trouble.status) delete call.begun; // it was refused
   draw();
   tell(trouble.name === "AbortError" ? "Stopped." : trouble.message);
   if (trouble.status === 401) lock();
@@ -92,7 +93,6 @@ function sendResults(message) {
     delete call.begun;
   }
   message.changed = later(message.changed);
-  $("message").focus();
   return say({ role: "tool", results }, message);
 }
 
