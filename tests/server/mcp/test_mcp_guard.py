@@ -59,6 +59,17 @@ def test_without_a_key_only_this_machine_may(engine: Engine, tmp_path: Path) -> 
             assert server.post("/mcp/call", body).status_code == status, name
 
 
+@pytest.mark.parametrize("key", [None, KEY])
+def test_another_machine_needs_a_key(
+    engine: Engine, tmp_path: Path, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polarlm.server.http.plain.mcp_tools.is_here", lambda client: False)
+    with serving(engine, mcp_config=str(mcp_file(tmp_path)), api_key=key) as server:
+        assert bool(server.http.get("/mcp/servers").json()["servers"]) is (key is not None)
+        wrong = server.http.post("/mcp/connect", json={"server": "x"})  # which is looked up only for those who may
+        assert wrong.status_code == (403 if key is None else 400)
+
+
 def test_without_the_flag_there_are_none(engine: Engine) -> None:
     with serving(engine) as server:
         assert server.http.get("/mcp/servers").json() == {"servers": []}
