@@ -154,14 +154,15 @@ SERVER_ROOMS: dict[str, set[str]] = {
     "running": {"config", "reading"},
     "answers": {"reading", "running"},
     "socket": {"reading", "running"},
-    "http": {"config", "reading", "running", "answers"},
+    "mcp": {"config", "reading"},
+    "http": {"config", "reading", "running", "answers", "mcp"},
 }
 SERVER_ROOMS["http.openai"] = SERVER_ROOMS["http"] | {"http"}
 SERVER_ROOMS["http.plain"] = SERVER_ROOMS["http"] | {"http"}
 SERVER_ROOMS["http.dialects"] = SERVER_ROOMS["http"] | {"http", "http.openai"}
 SERVER_ROOMS["http.app"] = SERVER_ROOMS["http.dialects"] | {"http.plain", "http.dialects"}
-SERVER_ROOMS["serving"] = {"config", "running", "http", "http.app", "socket"}
-SERVER_ROOMS["models"] = SERVER_ROOMS["serving"] | {"reading", "serving"}
+SERVER_ROOMS["serving"] = {"config", "running", "mcp", "http", "http.app", "socket"}
+SERVER_ROOMS["models"] = SERVER_ROOMS["serving"] | {"reading", "serving", "http.plain"}
 MOST_FILES = 14  # of a room of Python
 ONE_FILE_EACH = {"families", "weight_formats"}  # rooms with a file for each of a growing number of things
 

@@ -76,7 +76,7 @@ let known = ""; // the name of the model whose /props are shown
 async function look() {
   clearTimeout(looking);
   try {
-    if (!listing) await (listing = listModels().catch((error) => { listing = null; throw error; }));
+    if (!listing) await (listing = Promise.all([listModels(), listMcp()]).catch((error) => { listing = null; throw error; }));
     const query = ofModel(), answered = await (await ask(`stats?${[`tokens=${used.tokens}`, query].filter(Boolean).join("&")}`)).json();
     if (query !== ofModel()) return look(); // another model was chosen meanwhile
     stats = answered;

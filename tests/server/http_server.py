@@ -19,6 +19,7 @@ import uvicorn
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
+from polarlm.server.mcp.servers import McpServers
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket
 
@@ -109,11 +110,13 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) 
         nonlocal server
         driver = Driver(engine, config)
         await driver.start()
-        app = create_app(driver, config)
+        mcp = McpServers(config)
+        app = create_app(driver, config, mcp)
         server = uvicorn.Server(uvicorn.Config(app, http="h11", log_level="critical", lifespan="off"))
         ready.append((driver, asyncio.get_running_loop()))
         started.set()
         await server.serve(sockets=[listener])
+        await mcp.close()
         await driver.stop()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="http")

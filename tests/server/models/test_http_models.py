@@ -35,6 +35,9 @@ OWN |= {
     "/conversations",
     "/conversations/{id}",
     "/documents/text",
+    "/mcp/servers",
+    "/mcp/connect",
+    "/mcp/call",
     "/",
     "/sessions/{name}",
 }
