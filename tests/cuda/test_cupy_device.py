@@ -336,7 +336,7 @@ def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generato
     result = device.run_graph("key", work, [ids, rows(rng, 2)])
     for turn in range(12):
         copy, wait = device.to_host_later(result[:3])
-        carried = Carried(np.zeros(3 + turn % 2, np.int32), copy)
+        carried = Carried(np.zeros(3 + turn % 2, np.int32), copy, device)
         result = device.run_graph("key", work, [carried, rows(rng, 2 + turn % 3)])
         np.testing.assert_array_equal(wait(), ids)
         np.testing.assert_array_equal(device.to_host(result), [*ids, 0][: 3 + turn % 2])

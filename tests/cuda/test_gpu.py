@@ -62,7 +62,7 @@ class Unrecorded(CudaOps):
     def run_graph(self, key: Any, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         def there(host: Any) -> Any:
             if isinstance(host, HostTable):
-                return replace(host, device=self._device.from_host(host.table))
+                return replace(host, copies={self._device: self._device.from_host(host.table)})
             return self._device.from_host(np.ascontiguousarray(host))
 
         return work(*map(there, inputs))

@@ -147,6 +147,9 @@ class NativeOps:
         """[work(0), …], computed in order: each kernel uses all threads already."""
         return [work(i) for i in range(count)]
 
+    def of_layer(self, layer: int) -> NativeOps:
+        return self
+
     def threads(self) -> Threads:
         """The number of threads; the reason, which also names the CPU level and kernels that failed to compile."""
         number, why, library = self._count.number, self._count.why, self._launch.library

@@ -75,6 +75,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def threads(self) -> Threads:
         return Threads(self._cores.number, "by the setting threads" if self._is_set else "as BLAS has them")
 
+    def of_layer(self, layer: int) -> NumpyOps:
+        return self
+
     def wait(self) -> None:
         """Returns at once: ops are synchronous."""
 
