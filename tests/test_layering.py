@@ -23,6 +23,7 @@ BEHIND_THE_ENGINE = {
     "codecs",
     "jit",
     "loading.advice",
+    "loading.cards",
     "loading.cpu_experts",
     "loading.encoding",
     "loading.experts",
@@ -96,6 +97,7 @@ ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration"
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.cpu_experts"] = ROOMS["loading.sizes"] | {"loading.experts", "loading.sizes"}
+ROOMS["loading.cards"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
 ROOMS["loading.checks"] = {"loading.cpu_experts", "loading.sizes", "model", "state", "storage.tiers"} | TOLD
 ROOMS["loading.fit"] = ROOMS["loading.cpu_experts"] | {"backends.select", "loading.cpu_experts"}
 ROOMS["loading.advice"] = ROOMS["loading.fit"] | {"loading.fit"}
@@ -109,6 +111,7 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 }
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
+    "loading.cards",
     "loading.cpu_experts",
     "loading.experts",
     "loading.fitting",

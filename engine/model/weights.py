@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -222,6 +223,29 @@ def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | Non
         ops.matrix_bytes(_format(ops, source, name, weight_type), count) if len(source.shape(name)) > 1 else 4 * count
         for name, count in counts.items()
     )
+
+
+def bytes_of_layers(
+    ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None
+) -> tuple[int, list[int], int]:
+    """Return the bytes of `weight_bytes` by place: those of tensors before the first layer, of each layer, and of the
+    head, a copy of the embedding if it is tied."""
+    table = tensors(config)
+
+    def size(names: Sequence[str]) -> int:
+        return sum(
+            ops.matrix_bytes(_format(ops, source, name, weight_type), count)
+            if len(source.shape(name)) > 1
+            else 4 * count
+            for name in names
+            for count in [math.prod(source.shape(name))]
+        )
+
+    def slots(of: Mapping[str, Sequence[Any]], *left_out: str) -> int:
+        return sum(size([spec.name for spec in specs]) for slot, specs in of.items() if slot not in left_out)
+
+    head = size([spec.name for spec in table.top.get("head", table.top["embedding"])])
+    return slots(table.top, "head"), [slots(of) for of in table.layers], head
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,15 @@ class CardArray(np.ndarray):
         self.card = getattr(of, "card", None)
 
 
+@dataclass
+class Traffic:
+    """Bytes of each copy from the host, to the host, and from another card."""
+
+    uploads: list[int] = field(default_factory=list)
+    downloads: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+
+
 class Card(EmulatedDevice):
     """A GPU that has `room` bytes, and works on no arrays but its own."""
 
@@ -28,9 +38,7 @@ class Card(EmulatedDevice):
         super().__init__(checked=False)
         self.name = f"emulated GPU (cuda:{number})"
         self.processors, self._room, self._taken = processors, room, 0
-        self.uploads: list[int] = []  # bytes of each copy from the host, to the host, and from another card
-        self.downloads: list[int] = []
-        self.received: list[int] = []
+        self.traffic = Traffic()
 
     def memory(self) -> tuple[int, int]:
         return self._room - self._taken, self._room
@@ -56,24 +64,24 @@ class Card(EmulatedDevice):
 
     def from_host(self, x: np.ndarray) -> CardArray:
         assert getattr(x, "card", None) is None, "an array of a card comes from the host"
-        self.uploads.append(x.nbytes)
+        self.traffic.uploads.append(x.nbytes)
         return self._own(super().from_host(x))
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
         self._check(x)
-        self.downloads.append(x.nbytes)
+        self.traffic.downloads.append(x.nbytes)
         return np.array(x)
 
     def to_host_later(self, x: np.ndarray) -> Any:
         self._check(x)
-        self.downloads.append(x.nbytes)
+        self.traffic.downloads.append(x.nbytes)
         copy = self._own(np.array(x))
         return copy, lambda: np.array(copy)
 
     def from_device(self, x: np.ndarray, device: Device) -> CardArray:
         assert isinstance(device, Card)
         device._check(x)
-        self.received.append(x.nbytes)
+        self.traffic.received.append(x.nbytes)
         return self._own(np.array(x))
 
     def launch(

@@ -12,7 +12,7 @@ from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.kv.cache import CardBuffers, LayerCache
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks
-from polarlm.engine.backends.ops import Load, WarmUp
+from polarlm.engine.backends.ops import Load
 
 _OF_ONE_CACHE = "copy_full", "round_trip", "read_blocks", "write_blocks", "read_full", "write_full"
 
@@ -30,6 +30,8 @@ class CardsOps(CudaOps):
         self.cards, self.counts = tuple(cards), tuple(counts)
         self.name = " and ".join(card.name for card in cards)
         self.prefill_rows = min(card.prefill_rows for card in cards)
+        sizes = [(card._device.processors, card._device.shared_memory, card._device.overlaps) for card in cards]
+        self._alike = [card._device for card, own in zip(cards, sizes, strict=True) if own == sizes[-1]]
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}
         self.buffer = self._buffer
@@ -60,9 +62,6 @@ class CardsOps(CudaOps):
     def wait(self) -> None:
         for card in self.cards:
             card.wait()
-
-    def warm_up(self) -> WarmUp:
-        raise NotImplementedError
 
     # -- K/V ---------------------------------------------------------------------------------------------------
 

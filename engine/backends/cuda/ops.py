@@ -55,6 +55,8 @@ class CudaOps:
 
     def __init__(self, device: Device, host: Ops | None = None):
         self.name, self._device, self.host = device.name, device, host
+        self._alike = [device]  # devices that get the same kernels
+        self.others: Callable[[], Sequence[CudaOps]] = tuple  # those of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
         launch = Launcher(device)
 
@@ -196,7 +198,7 @@ class CudaOps:
         self._device.set_aside(step_bytes(load, self._device))
 
     def warm_up(self) -> WarmUp:
-        device, expected = self._device, Expected(self._device)
+        device, expected = self._device, Expected(self._alike)
         sizes = device.processors, device.shared_memory, device.memory()
         host = None if self.host is None else self.host.warm_up()
         ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)

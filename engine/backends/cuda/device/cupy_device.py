@@ -51,11 +51,10 @@ def device_count() -> int:
     return count
 
 
-def open_device(number: int | None = None) -> CupyDevice:
-    """The GPU of this number; None: the current one. Raises EngineError ("device_unavailable") with the reason if it
-    cannot be used."""
+def open_device(number: int = 0) -> CupyDevice:
+    """The GPU of this number. Raises EngineError ("device_unavailable") with the reason if it cannot be used."""
     count = device_count()
-    if number is not None and number >= count:
+    if number >= count:
         there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {there}")
     device = CupyDevice(number)
@@ -116,10 +115,9 @@ def _first_line(error: Exception) -> str:
 class CupyDevice:
     """A GPU of the process; CUDA_VISIBLE_DEVICES says which it has."""
 
-    def __init__(self, number: int | None = None, *, overlaps: bool | None = None) -> None:
-        """number: None for the current GPU. overlaps: whether launches overlap if the GPU supports it; None for
-        `overlap.is_wanted`."""
-        self._number = number = _runtime.getDevice() if number is None else number
+    def __init__(self, number: int = 0, *, overlaps: bool | None = None) -> None:
+        """overlaps: whether launches overlap if the GPU supports it; None for `overlap.is_wanted`."""
+        self._number = number
         _runtime.setDevice(number)
         properties = _runtime.getDeviceProperties(number)
         self.name = properties["name"].decode()

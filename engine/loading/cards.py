@@ -1,0 +1,230 @@
+"""How the layers of a model are shared among several GPUs, and what their memory leaves for the KV store."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.select import cards_of, on_cards
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
+from polarlm.engine.loading.sizes import CONTEXT_TO_CHOOSE_BY, store_plan, weight_format, work_bytes
+from polarlm.engine.model.adapters import Loaded, delta_bytes
+from polarlm.engine.model.weights import bytes_of_layers
+from polarlm.engine.state.plan import StorePlan, plan_for_tokens, smallest
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.files.weights import WeightSource
+
+AUTO = "auto"
+
+More = Callable[[int], int]  # tokens of a context → bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a model that a card has."""
+
+    card: Ops
+    layers: range
+    weights: int  # bytes
+
+    def __str__(self) -> str:
+        first, last = self.layers[0], self.layers[-1]
+        return f"layers {first} to {last} on {self.card.name}" if last > first else f"layer {first} on {self.card.name}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model whose layers are shared among several cards. ops: those of all of them."""
+
+    ops: Ops
+    shares: Sequence[Share]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.shares))
+
+    def plan(
+        self, config: EngineConfig, model: ModelConfig, shape: CacheShape, more: More = lambda tokens: 0
+    ) -> StorePlan:
+        """Return the plan of a KV store that fits on every card. more: bytes to leave on the last card, as for
+        `store_plan`.
+
+        Raises EngineError ("out_of_memory"), which names the card that is full.
+        """
+        rooms = [share.card.room_beside(share.weights) for share in self.shares]
+        if config.kv_memory is not None:  # it is that of all cards together
+            return store_plan(config, self.ops, model, shape, sum(rooms), more)
+        plans = []
+        for share, room in zip(self.shares, rooms, strict=True):
+            own = more if share is self.shares[-1] else lambda tokens: 0
+            try:
+                plans.append(store_plan(config, share.card, model, _of_layers(shape, share.layers), room, own))
+            except EngineError as error:
+                raise EngineError(f"{share.card.name}, {share}: {error}", error.code, error.settings) from None
+        return smallest(shape, plans)
+
+
+def split_model(
+    config: EngineConfig,
+    ops: Ops,
+    model: ModelConfig,
+    source: WeightSource,
+    shape: CacheShape,
+    adapters: Sequence[Loaded],
+    say: Callable[[str], None],
+) -> Split | None:
+    """Return how the layers are shared among GPUs: as `tensor_split` says, or so that the fullest has the most memory
+    left. None if one device has them all.
+
+    Several GPUs are those that `device` names, or else all, if there is a `tensor_split` or the model does not fit on
+    one. Raises EngineError for shares that do not suit the GPUs or the model, and for a model that only one can have.
+    """
+    if ops.backend != "cuda":
+        if config.tensor_split is not None:
+            say("tensor_split has no effect on a CPU.")
+        return None
+    named = len(cards_of(ops, beside=False)) > 1
+    cards = cards_of(ops, beside=True)
+    if config.tensor_split not in (None, AUTO) and len(cards) != len(shares := _shares(config)):
+        raise _wrong(config, f"there are {len(shares)} shares for {_in_words(cards)}")
+    if len(cards) == 1:
+        return None
+    weights = _weights(config, ops, model, source, adapters)
+    if not named and config.tensor_split is None and _fits(config, ops, model, shape, weights):
+        return None
+    if (what := _unsupported(config, model)) is not None:
+        if not named and config.tensor_split is None:
+            return None  # the GPU says what it lacks
+        raise EngineError(
+            f"{what} on one GPU alone: name one, as in device=cuda:0, and leave tensor_split out",
+            settings=("device", "tensor_split"),
+        )
+    if len(cards) > len(model.layers):
+        raise _wrong(config, f"the model has {len(model.layers)} layers for {_in_words(cards)}: name fewer GPUs")
+    if config.tensor_split in (None, AUTO):
+        counts = _by_memory(config, cards, model, shape, weights)
+    else:
+        counts = _by_shares(config, len(model.layers))
+    ends = [*itertools.accumulate(counts)]
+    found = [
+        Share(card, range(end - count, end), _of_card(weights, range(end - count, end)))
+        for card, count, end in zip(cards, counts, ends, strict=True)
+    ]
+    split = Split(on_cards(cards, counts), found)
+    say(f"Several GPUs: {split}.")
+    return split
+
+
+def _shares(config: EngineConfig) -> list[float]:
+    """The numbers of tensor_split. Raises EngineError."""
+    try:
+        shares = [float(share) for share in str(config.tensor_split).split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(np.isfinite(share) and share > 0 for share in shares):
+        raise _wrong(config, "give a number above 0 for each GPU, as in 3,1, or auto")
+    return shares
+
+
+def _by_shares(config: EngineConfig, layers: int) -> list[int]:
+    """The number of layers of each card. Raises EngineError if one gets none."""
+    shares = np.array(_shares(config))
+    ends = np.rint(layers * np.cumsum(shares) / shares.sum()).astype(int)
+    counts = np.diff(ends, prepend=0).tolist()
+    if 0 in counts:
+        raise _wrong(
+            config, f"GPU number {counts.index(0)} would get none of the {layers} layers: give it a larger share"
+        )
+    return counts
+
+
+def _by_memory(
+    config: EngineConfig,
+    cards: Sequence[Ops],
+    model: ModelConfig,
+    shape: CacheShape,
+    weights: tuple[int, list[int], int],
+) -> list[int]:
+    """The number of layers of each card, such that the largest part of a card's memory that is taken is smallest.
+
+    Counted are weights, and the KV store of a context of the requested length.
+    """
+    tokens, count = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY), len(model.layers)
+    plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
+    before, own, head = weights
+    needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(own))])
+    # best[n]: the least of the largest parts, if the cards until now have the first n layers.
+    best, cuts = np.full(count + 1, np.inf), []
+    best[0] = 0.0
+    for number, card in enumerate(cards):
+        room = max(1, card.room_beside(0) - work_bytes(config, card, model, shape)(tokens))
+        more = before * (number == 0) + head * (number == len(cards) - 1)
+        parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + more) / room)
+        parts[np.triu_indices(count + 1)] = np.inf  # every card has a layer
+        cuts.append(parts.argmin(axis=1))
+        best = parts.min(axis=1)
+    ends = [count]
+    for cut in reversed(cuts):
+        ends.append(int(cut[ends[-1]]))
+    return np.diff(ends[::-1]).tolist()
+
+
+def _weights(
+    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, adapters: Sequence[Loaded]
+) -> tuple[int, list[int], int]:
+    """Bytes as of `bytes_of_layers`, with those of adapters."""
+    before, own, head = bytes_of_layers(ops, model, source, weight_format(config))
+    each = -(-delta_bytes(ops, model, adapters) // len(own))
+    return before, [size + each for size in own], head
+
+
+def _of_card(weights: tuple[int, list[int], int], layers: range) -> int:
+    """Bytes of the weights of a card with these layers."""
+    before, own, head = weights
+    is_first, is_last = layers.start == 0, layers.stop == len(own)
+    return before * is_first + sum(own[layers.start : layers.stop]) + head * is_last
+
+
+def _fits(
+    config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, weights: tuple[int, list[int], int]
+) -> bool:
+    """Whether one card has room for the model and a context that is worth having."""
+    tokens = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
+    try:
+        room = ops.room_beside(_of_card(weights, range(len(model.layers))))
+        return store_plan(replace(config, ctx_size=tokens), ops, model, shape, room).tokens >= tokens
+    except EngineError:
+        return False
+
+
+def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
+    """The beginning of a sentence about what runs on one card alone."""
+    if config.cpu_moe is not None:
+        return "Experts in the computer's memory (cpu_moe) run"
+    kinds = {type(layer.mixer).__name__ for layer in model.layers if not isinstance(layer.mixer, Attention)}
+    if kinds:
+        return f"Models with recurrent layers ({', '.join(sorted(kinds))}) run"
+    if model.layer_embedding:
+        return "Models with embeddings of layers run"
+    if any(mixer.shares_kv for mixer in model.attentions.values()):
+        return "Models whose layers share keys and values run"
+    return None
+
+
+def _of_layers(shape: CacheShape, layers: range) -> CacheShape:
+    """The shape of some layers."""
+    stored = {layer - layers.start: shape.stored[layer] for layer in layers if layer in shape.stored}
+    return replace(shape, layers=shape.layers[layers.start : layers.stop], stored=stored)
+
+
+def _in_words(cards: Sequence[Ops]) -> str:
+    return f"{len(cards)} GPU{'s' * (len(cards) > 1)} ({', '.join(card.name for card in cards)})"
+
+
+def _wrong(config: EngineConfig, why: str) -> EngineError:
+    return EngineError(f"tensor_split={config.tensor_split}: {why}", settings=("tensor_split",))
