@@ -77,7 +77,7 @@ def answers(ops: Ops, path: Path, **settings: Any) -> list[Any]:
     settings = {"block_size": N, "ctx_size": 128, "calibration": False, "parallel": 2} | settings
     params = SamplingParams(max_tokens=N + 3, temperature=0, ignore_eos=True, logprobs=3)
     with load_tiny(path, ops=ops, **settings) as engine:
-        found = [engine.generate(prompt, params) for prompt in (PROMPT, PROMPT[: 2 * N + 3] + [9, 8])]
+        found = [engine.generate(prompt, params) for prompt in (PROMPT, [*PROMPT[: 2 * N + 3], 9, 8])]
         assert found[1].usage.cached_tokens >= 2 * N
         return [one.logprobs for one in found]
 

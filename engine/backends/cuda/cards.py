@@ -39,10 +39,6 @@ class CardsOps(CudaOps):
         for name in _OF_ONE_CACHE:
             setattr(self, name, partial(self._where_cache_is, name))
 
-    def split(self, counts: Sequence[int]) -> CardsOps:
-        """The ops for a model of which the cards have `counts` layers each."""
-        return CardsOps(self.cards, counts)
-
     def of_layer(self, layer: int) -> CudaOps:
         return self.cards[bisect_right(self._ends, layer)]
 
