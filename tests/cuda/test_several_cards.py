@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,18 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly
+from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.loading.checks import settle
+from polarlm.engine.model.fingerprint import fingerprint
+from polarlm.engine.model.kv_scales import variances
+from polarlm.engine.model.weights import load_weights
 from polarlm.engine.sampling.sample import greedy
+from polarlm.engine.storage.copies import export, restore
+from polarlm.model_loaders import load_weights as open_weights
+from tests.conftest import FIXTURES
 from tests.cuda.several_cards import Card, Traffic
 from tests.cuda.test_model_emulated import N, Talk, model_of, talk
-from tests.tiny import load_tiny, make_model
+from tests.tiny import assert_idle, load_tiny, make_model
 
 CODES, FULL = ("ring4", "ring3.5"), ("f16", "f16")
 
@@ -148,3 +156,60 @@ def test_what_does_not_fit_is_a_sentence(
     except EngineError as error:
         said = [str(error)]
     assert any(re.search(says, one) for one in said), said
+
+
+@pytest.mark.parametrize("to_several", [True, False])
+def test_blocks_have_the_same_ids_and_objects_on_one_card_and_on_several(to_several: bool) -> None:
+    """A sequence of the one continues on the other, with the same logits."""
+    both = [model_of(ops, "qwen2_mixed_windows", CODES) for ops in (CudaOps(Card(0)), cards(2, 1))]
+    dialogues = [Talk(model) for model in both]
+    ids = np.random.default_rng(3).integers(5, 96, 80).tolist()
+    for dialogue in dialogues:
+        dialogue.prompt(ids)
+    of_one, of_several = (
+        [(table.sink, list(table.quantized), table.current) for table in dialogue.sequences[0].tables]
+        for dialogue in dialogues
+    )
+    assert of_one == of_several
+    there, here = dialogues if to_several else dialogues[::-1]
+    snapshot = export(there.model.store, there.sequences[0], ids)
+    other = Talk(here.model)
+    other.sequences = [restore(here.model.store, snapshot)]
+    for token in range(5, 12):
+        there.step([token])
+        other.step([token])
+        np.testing.assert_array_equal(other.logits[-1], there.logits[-1])
+
+
+def test_a_request_ends_where_one_card_is_full(tmp_path: Path) -> None:
+    """Whichever card it is; nothing of the request is left, and the next one is answered."""
+    path, params = make_model(tmp_path, "llama_gqa_llama3_tied"), SamplingParams(max_tokens=4, temperature=0)
+    ops = cards()
+    with load_tiny(path, ops=ops, block_size=N, ctx_size=128, calibration=False, cache_type="f16") as engine:
+        wanted = engine.generate(PROMPT[:40], params).token_ids
+        for card in ops.cards:
+            device = card._device
+            free, _ = device.memory()
+            device._room -= free - 1024
+            with pytest.raises(EngineError) as caught:
+                engine.generate(PROMPT, params)
+            assert caught.value.code == "out_of_memory"
+            device._room += free - 1024
+            assert_idle(engine)
+            assert engine.generate(PROMPT[:40], params).token_ids == wanted
+
+
+def test_a_model_is_fitted_as_on_one_card() -> None:
+    """Its fingerprint, what its weights say of keys and values, and its statistics on a text."""
+    config, source, _ = open_weights(FIXTURES / "qwen2_mixed_windows")
+    found = []
+    for ops in (CudaOps(Card(0)), cards(1, 2)):
+        weights = load_weights(ops, config, source)
+        statistics = calibrate(ops, config, weights, range(5, 5 + 3 * N), N)
+        arrays = [getattr(one, field.name) for one in statistics.values() for field in fields(one)]
+        arrays += [array for one in variances(ops, config, weights, [N] * 3) for array in one]
+        found.append((fingerprint(ops, config, weights), arrays))
+    source.close()
+    assert found[0][0] == found[1][0]
+    for one, several in zip(found[0][1], found[1][1], strict=True):
+        np.testing.assert_array_equal(several, one)
