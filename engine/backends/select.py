@@ -31,14 +31,8 @@ def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, s
     """
     if device == "cpu":
         return _cpu(threads, compiled)
-    if device not in ("auto", "cuda") and _CARDS.fullmatch(device) is None:
-        cards = "and GPUs by their numbers, such as cuda:1 or cuda:0,1"
-        raise EngineError(f"device={device}: there are auto, cpu and cuda, {cards}", settings=("device",))
-    numbers = [int(number) for number in device.partition(":")[2].split(",") if number]
-    if len(set(numbers)) < len(numbers):
-        raise EngineError(f"device={device}: a GPU is named twice", settings=("device",))
     try:
-        return _cuda(numbers), ""
+        return _cuda(gpu_numbers(device)), ""
     except EngineError as error:
         if device == "auto":
             ops, note = _cpu(threads, compiled)
@@ -46,6 +40,17 @@ def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, s
             return ops, " ".join(filter(None, (no_gpu, note)))
         sentence = f"device={device}: {error}; device=cpu needs none of this"
         raise EngineError(sentence, "device_unavailable", ("device",)) from error
+
+
+def gpu_numbers(device: str) -> list[int]:
+    """The numbers of the GPUs that a --device names; empty if it names none. Raises EngineError for an unknown one."""
+    if device not in ("auto", "cpu", "cuda") and _CARDS.fullmatch(device) is None:
+        cards = "and GPUs by their numbers, such as cuda:1 or cuda:0,1"
+        raise EngineError(f"device={device}: there are auto, cpu and cuda, {cards}", settings=("device",))
+    numbers = [int(number) for number in device.partition(":")[2].split(",") if number]
+    if len(set(numbers)) < len(numbers):
+        raise EngineError(f"device={device}: a GPU is named twice", settings=("device",))
+    return numbers
 
 
 def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
@@ -66,7 +71,7 @@ def cards_of(ops: Ops, beside: bool) -> Sequence[Ops]:
     """The GPUs that these ops run on, each with ops of its own. beside: as well as the others that this process has."""
     if ops.backend != "cuda":
         return ()
-    from polarlm.engine.backends.cuda.cards import CardsOps
+    from polarlm.engine.backends.cuda.cards.ops import CardsOps
     from polarlm.engine.backends.cuda.ops import CudaOps
 
     assert isinstance(ops, CudaOps)
@@ -77,7 +82,7 @@ def cards_of(ops: Ops, beside: bool) -> Sequence[Ops]:
 
 def on_cards(cards: Sequence[Ops], counts: Sequence[int] = ()) -> Ops:
     """The ops of several GPUs. counts: how many layers each has; empty before a model is known."""
-    from polarlm.engine.backends.cuda.cards import CardsOps
+    from polarlm.engine.backends.cuda.cards.ops import CardsOps
     from polarlm.engine.backends.cuda.ops import CudaOps
 
     return CardsOps([card for card in cards if isinstance(card, CudaOps)], counts)

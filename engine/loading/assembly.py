@@ -21,11 +21,11 @@ from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
-from polarlm.engine.loading.cards import Split, split_model
-from polarlm.engine.loading.cpu_experts import CpuExperts, asked_cpu_experts
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.experts import ExpertPlan, asked_expert_plan
 from polarlm.engine.loading.fitting import load_or_fit
+from polarlm.engine.loading.gpu.cards import Split, split_model
+from polarlm.engine.loading.gpu.cpu_experts import CpuExperts, asked_cpu_experts
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     cache_shape,

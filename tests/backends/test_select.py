@@ -92,7 +92,7 @@ def test_cpu_needs_neither_driver_nor_cupy(machine) -> None:
 
 
 def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(EngineError, match="there are auto, cpu and cuda"):
+    with pytest.raises(EngineError, match="there are auto, cpu and cuda, and GPUs by their numbers"):
         select("tpu", 0)
 
 

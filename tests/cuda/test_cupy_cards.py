@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.cards import CardsOps
+from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.device import Moved
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import SamplingParams
-from polarlm.engine.backends.cuda.cards import CardsOps
+from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError

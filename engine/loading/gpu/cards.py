@@ -12,6 +12,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import cards_of, on_cards
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.loading.gpu.cpu_experts import AUTO
 from polarlm.engine.loading.sizes import CONTEXT_TO_CHOOSE_BY, store_plan, weight_format, work_bytes
 from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.weights import bytes_of_layers
@@ -19,8 +20,6 @@ from polarlm.engine.state.plan import StorePlan, plan_for_tokens, smallest
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
-
-AUTO = "auto"
 
 More = Callable[[int], int]  # tokens of a context → bytes
 
@@ -39,6 +38,19 @@ class Share:
 
 
 @dataclass(frozen=True)
+class CardFit:
+    """What a card has of a model, and of the KV store that is planned for it."""
+
+    name: str
+    free: int  # bytes of its memory before the model is loaded
+    layers: tuple[int, int]  # the first one and the last one
+    weights: int  # bytes, as all that follows
+    store: int
+    work: int  # on a prompt of the longest context
+    left: int
+
+
+@dataclass(frozen=True)
 class Split:
     """A model whose layers are shared among several cards. ops: those of all of them."""
 
@@ -48,6 +60,14 @@ class Split:
     def __str__(self) -> str:
         return ", ".join(map(str, self.shares))
 
+    def room(self) -> int:
+        """Return the bytes that remain on all cards beside the weights. Raises EngineError if these do not fit on
+        one."""
+        return sum(self._rooms())
+
+    def _rooms(self) -> list[int]:
+        return [share.card.room_beside(share.weights) for share in self.shares]
+
     def plan(
         self, config: EngineConfig, model: ModelConfig, shape: CacheShape, more: More = lambda tokens: 0
     ) -> StorePlan:
@@ -56,7 +76,7 @@ class Split:
 
         Raises EngineError ("out_of_memory"), which names the card that is full.
         """
-        rooms = [share.card.room_beside(share.weights) for share in self.shares]
+        rooms = self._rooms()
         if config.kv_memory is not None:  # it is that of all cards together
             return store_plan(config, self.ops, model, shape, sum(rooms), more)
         plans = []
@@ -67,6 +87,22 @@ class Split:
             except EngineError as error:
                 raise EngineError(f"{share.card.name}, {share}: {error}", error.code, error.settings) from None
         return smallest(shape, plans)
+
+    def cards(self, config: EngineConfig, model: ModelConfig, plan: StorePlan) -> tuple[CardFit, ...]:
+        """Return what every card has, with a store of `plan`."""
+        found = []
+        for share, room in zip(self.shares, self._rooms(), strict=True):
+            store = plan.bytes_of(share.layers)
+            work = work_bytes(config, share.card, model, plan.shape)(plan.tokens)
+            ends = share.layers[0], share.layers[-1]
+            free, name = share.card.free_memory(), share.card.name
+            found.append(CardFit(name, free, ends, share.weights, store, work, room - store - work))
+        return tuple(found)
+
+    def lacking(self, config: EngineConfig, model: ModelConfig, shape: CacheShape, tokens: int) -> int:
+        """Return the bytes that the cards lack for a store of `tokens`, and the work on a prompt of as many."""
+        plan = plan_for_tokens(shape, tokens, config.parallel + config.kept_sequences)
+        return sum(max(0, -card.left) for card in self.cards(config, model, plan))
 
 
 def split_model(
@@ -90,7 +126,7 @@ def split_model(
         return None
     named = len(cards_of(ops, beside=False)) > 1
     cards = cards_of(ops, beside=True)
-    if config.tensor_split not in (None, AUTO) and len(cards) != len(shares := _shares(config)):
+    if config.tensor_split not in (None, AUTO) and len(cards) != len(shares := shares_of(config)):
         raise _wrong(config, f"there are {len(shares)} shares for {_in_words(cards)}")
     if len(cards) == 1:
         return None
@@ -109,7 +145,7 @@ def split_model(
     if config.tensor_split in (None, AUTO):
         counts = _by_memory(config, cards, model, shape, weights)
     else:
-        counts = _by_shares(config, len(model.layers))
+        counts = _byshares_of(config, len(model.layers))
     ends = [*itertools.accumulate(counts)]
     found = [
         Share(card, range(end - count, end), _of_card(weights, range(end - count, end)))
@@ -120,8 +156,8 @@ def split_model(
     return split
 
 
-def _shares(config: EngineConfig) -> list[float]:
-    """The numbers of tensor_split. Raises EngineError."""
+def shares_of(config: EngineConfig) -> list[float]:
+    """Return the numbers of tensor_split. Raises EngineError."""
     try:
         shares = [float(share) for share in str(config.tensor_split).split(",")]
     except ValueError:
@@ -131,9 +167,9 @@ def _shares(config: EngineConfig) -> list[float]:
     return shares
 
 
-def _by_shares(config: EngineConfig, layers: int) -> list[int]:
+def _byshares_of(config: EngineConfig, layers: int) -> list[int]:
     """The number of layers of each card. Raises EngineError if one gets none."""
-    shares = np.array(_shares(config))
+    shares = np.array(shares_of(config))
     ends = np.rint(layers * np.cumsum(shares) / shares.sum()).astype(int)
     counts = np.diff(ends, prepend=0).tolist()
     if 0 in counts:
