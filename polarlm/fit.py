@@ -221,7 +221,7 @@ def _card_lines(cache: CacheFit) -> list[str]:
     rows = [
         [
             card.name,
-            "{} to {}".format(*card.layers),
+            " to ".join(dict.fromkeys(map(str, card.layers))),
             *map(format_bytes, (card.weights, card.store, card.work, card.left)),
             "the fullest" if card.left == least else "",
         ]

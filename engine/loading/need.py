@@ -79,7 +79,8 @@ def need(config: EngineConfig, reserved: int = 0, most: int | None = None) -> Ne
         split = split_model(config, ops, model, source, shape, (), lambda sentence: None)
     finally:
         source.close()
-    ops = ops if split is None else split.ops
+    if split is not None:
+        ops, weights = split.ops, sum(share.weights for share in split.shares)
     draft = draft_bytes(config, ops)
     work = work_bytes(config, ops, model, shape)
     context = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)

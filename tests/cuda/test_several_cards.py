@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from polarlm import fit as command
 from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly
+from polarlm.engine.loading import need as need_module
 from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.loading.checks import settle
+from polarlm.engine.loading.fit import fit_device
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.kv_scales import variances
 from polarlm.engine.model.weights import load_weights
@@ -213,3 +216,41 @@ def test_a_model_is_fitted_as_on_one_card() -> None:
     assert found[0][0] == found[1][0]
     for one, several in zip(found[0][1], found[1][1], strict=True):
         np.testing.assert_array_equal(several, one)
+
+
+def test_fit_says_what_every_card_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """For the plan that loading makes, and in a table."""
+    path, ops = make_model(tmp_path, "qwen2_mixed_windows"), cards(rooms=(1 << 27, 1 << 28))
+    config = settle(path, None, {"tensor_split": "2,1"})
+    model, source, _ = open_weights(path)
+    found = fit_device(config, "cuda", ops, model, source, ["f16"])
+    source.close()
+    parts = assembly.assemble(replace(config, cache_type="f16"), None, ops=ops)
+    split, plan = parts.split, parts.plan
+    of_cards = found.weights[0].cache("f16").cards
+    assert [card.layers for card in of_cards] == [(0, 1), (2, 2)]
+    assert [card.weights for card in of_cards] == [share.weights for share in split.shares]
+    assert [card.store for card in of_cards] == [plan.bytes_of(share.layers) for share in split.shares]
+    assert found.weights[0].cache("f16").tokens == plan.tokens
+    assert sum(card.weights for card in of_cards) == found.weights[0].bytes == parts.model.weights.bytes
+    parts.close()
+    monkeypatch.setattr(command, "devices", lambda device, threads=0: [("cuda", ops)])
+    assert command.main(["--device", "cuda:0,1", "--tensor-split", "2,1", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("The GPUs share the layers:") + 1 :][:3]
+    assert re.fullmatch(r"GPU +layers +weights +KV cache \(balanced\) +work +left", table[0])
+    assert re.fullmatch(r"emulated GPU \(cuda:0\) +0 to 1 .* the fullest", table[1])
+    assert re.fullmatch(r"emulated GPU \(cuda:1\) +2  .* MiB", table[2])
+    assert lines[-1].endswith("--device cuda:0,1 --tensor-split 2,1")
+
+
+def test_a_server_of_models_asks_what_several_cards_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_model(tmp_path, "qwen2_mixed_windows")
+    ops = cards(rooms=(1 << 27, 1 << 28))
+    monkeypatch.setattr(need_module, "select", lambda device, threads: (ops, ""))
+    config = settle(path, None, {"calibration": False, "cache_type": "f16"})
+    found = need_module.need(config)
+    parts = assembly.assemble(config, None, ops=ops)
+    assert found.fits
+    assert found.bytes == parts.model.weights.bytes + parts.plan.bytes
+    parts.close()
