@@ -6,10 +6,10 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -194,11 +194,9 @@ class Transformer:
         tables, x, newest = self._tables(spans), ids, list[Any]()
         *before, last = self._stages
         for number, (ops, _) in enumerate(before):
-            work: Callable[..., Any] = _Work(self, number, False)
-            x, newest = FromCard(ops.run_graph(key, work, [x, *tables]), ops), [ids]
-        work = _Work(self, len(before), bool(sampler_inputs))
+            x, newest = FromCard(ops.run_graph(key, _Work(self, number, False), [x, *tables]), ops), [ids]
         given = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
-        return last.ops.run_graph(key, work, [x, *given, *tables])
+        return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *given, *tables])
 
     def _tables(self, spans: Sequence[Span]) -> list[Any]:
         """Return the tables of `_rows` for all rows of `spans`."""
@@ -254,7 +252,8 @@ class Transformer:
         return logits
 
 
-class _Work(NamedTuple):
+@dataclass(frozen=True)
+class _Work:
     """What a device computes of a step. Equal ones are one recording."""
 
     model: Transformer

@@ -34,6 +34,9 @@ class EmulatedDevice:
         self._checked = checked
         self.launches: list[str] = []
 
+    def use(self) -> None:
+        """There is one device."""
+
     def memory(self) -> tuple[int, int]:
         return 1 << 30, 2 << 30
 

@@ -68,12 +68,18 @@ def test_rows_of_another_gpu_are_an_input_of_recorded_work(
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", ["llama_gqa_linear", "qwen3_moe_normed"])
-def test_a_model_answers_the_same_recorded_on_each_gpu(fake: tuple[Machine, ModuleType], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("llama_gqa_linear", (1, 1)), ("qwen3_moe_normed", (1, 1)), ("qwen3_5_tied", (2, 2)), ("lfm2_tied", (2, 2))],
+)
+def test_a_model_answers_the_same_recorded_on_each_gpu(
+    fake: tuple[Machine, ModuleType], name: str, counts: tuple[int, int]
+) -> None:
+    """Whatever is done on a GPU is done with its own arrays, on its own stream."""
     _, module = fake
     wanted = talk(model_of(CudaOps(module.CupyDevice()), name, TYPES))
     devices = [module.CupyDevice(number) for number in range(2)]
-    found = talk(model_of(CardsOps([*map(CudaOps, devices)], (1, 1)), name, TYPES))
+    found = talk(model_of(CardsOps([*map(CudaOps, devices)], counts), name, TYPES))
     for given, one in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(given, one)
     recorded = [sum(bool(one.parts) for one in device._recordings._kept.values()) for device in devices]

@@ -50,6 +50,9 @@ def cards(*counts: int, rooms: tuple[int, ...] = ()) -> CardsOps:
         ("qwen2_mixed_windows", ("f16", "f16"), (1, 1, 1)),
         ("qwen3_moe_normed", FULL, (1, 1)),
         ("gpt_oss_mxfp4", FULL, (1, 1)),
+        ("lfm2_tied", CODES, (2, 2)),
+        ("qwen3_5_tied", CODES, (2, 2)),
+        ("granite_hybrid_tied", FULL, (2, 1)),
     ],
 )
 def test_logits_are_those_of_one_card(fixture: str, types: tuple[str, str], counts: tuple[int, ...]) -> None:
@@ -147,7 +150,7 @@ def test_other_gpus_help_where_one_is_too_small(tmp_path: Path) -> None:
         ((1 << 28, 1 << 28), {"tensor_split": "1,2,3"}, "tensor_split=1,2,3: there are 3 shares for 2 GPUs "),
         ((1 << 28, 1 << 28), {"tensor_split": "1,x"}, "tensor_split=1,x: give a number above 0 for each GPU"),
         ((1 << 28, 1 << 28), {"tensor_split": "9,1"}, "GPU number 1 would get none of the 2 layers"),
-        ((1 << 28,) * 3, {}, "the model has 2 layers for 3 GPUs"),
+        ((1 << 28,) * 3, {}, "the model has 2 layers with attention for 3 GPUs"),
     ],
 )
 def test_what_does_not_fit_is_a_sentence(

@@ -82,6 +82,7 @@ class CudaOps:
         self.mamba2 = recurrent.mamba2
         self.advance_delta = recurrent.advance_delta
         self.check_recurrent = recurrent.check_recurrent
+        self.assign = recurrent.assign
         self.keep_states = recurrent.keep_states
         self.restore_states = recurrent.restore_states
 

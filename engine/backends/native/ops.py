@@ -86,6 +86,7 @@ class NativeOps:
         self.mamba2 = delta.mamba2
         self.advance_delta = delta.advance_delta
         self.check_recurrent = plain.check_recurrent
+        self.assign = plain.assign
         self.keep_states = plain.keep_states
         self.restore_states = plain.restore_states
         self.empty = plain.empty

@@ -18,7 +18,7 @@ from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.weights import bytes_of_layers
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens, smallest
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
 
 More = Callable[[int], int]  # tokens of a context → bytes
@@ -140,12 +140,12 @@ def split_model(
             f"{what} on one GPU alone: name one, as in device=cuda:0, and leave tensor_split out",
             settings=("device", "tensor_split"),
         )
-    if len(cards) > len(model.layers):
-        raise _wrong(config, f"the model has {len(model.layers)} layers for {_in_words(cards)}: name fewer GPUs")
+    if len(cards) > (layers := len(shape.kv_layers)):
+        raise _wrong(config, f"the model has {layers} layers with attention for {_in_words(cards)}: name fewer GPUs")
     if config.tensor_split in (None, AUTO):
         counts = _by_memory(config, cards, model, shape, weights)
     else:
-        counts = _byshares_of(config, len(model.layers))
+        counts = _by_shares(config, shape)
     ends = [*itertools.accumulate(counts)]
     found = [
         Share(card, range(end - count, end), _of_card(weights, range(end - count, end)))
@@ -167,15 +167,17 @@ def shares_of(config: EngineConfig) -> list[float]:
     return shares
 
 
-def _byshares_of(config: EngineConfig, layers: int) -> list[int]:
-    """The number of layers of each card. Raises EngineError if one gets none."""
+def _by_shares(config: EngineConfig, shape: CacheShape) -> list[int]:
+    """The number of layers of each card. Raises EngineError if one gets none, or none with attention."""
+    layers = len(shape.layers)
     shares = np.array(shares_of(config))
     ends = np.rint(layers * np.cumsum(shares) / shares.sum()).astype(int)
     counts = np.diff(ends, prepend=0).tolist()
-    if 0 in counts:
-        raise _wrong(
-            config, f"GPU number {counts.index(0)} would get none of the {layers} layers: give it a larger share"
-        )
+    with_kv = np.isin(np.arange(layers), [*shape.kv_layers])
+    for number, own in enumerate(np.split(with_kv, ends[:-1])):
+        if not own.any():
+            what = "of the layers with attention" if len(own) else f"of the {layers} layers"
+            raise _wrong(config, f"GPU number {number} would get none {what}: give it a larger share")
     return counts
 
 
@@ -194,6 +196,7 @@ def _by_memory(
     plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
     before, own, head = weights
     needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(own))])
+    attentions = np.cumsum([0, *(layer in shape.kv_layers for layer in range(count))])
     # best[n]: the least of the largest parts, if the cards until now have the first n layers.
     best, cuts = np.full(count + 1, np.inf), []
     best[0] = 0.0
@@ -201,7 +204,7 @@ def _by_memory(
         room = max(1, card.room_beside(0) - work_bytes(config, card, model, shape)(tokens))
         more = before * (number == 0) + head * (number == len(cards) - 1)
         parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + more) / room)
-        parts[np.triu_indices(count + 1)] = np.inf  # every card has a layer
+        parts[attentions[:, None] <= attentions[None, :]] = np.inf  # every card has a layer with attention
         cuts.append(parts.argmin(axis=1))
         best = parts.min(axis=1)
     ends = [count]
@@ -242,9 +245,6 @@ def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
     """The beginning of a sentence about what runs on one card alone."""
     if config.cpu_moe is not None:
         return "Experts in the computer's memory (cpu_moe) run"
-    kinds = {type(layer.mixer).__name__ for layer in model.layers if not isinstance(layer.mixer, Attention)}
-    if kinds:
-        return f"Models with recurrent layers ({', '.join(sorted(kinds))}) run"
     if model.layer_embedding:
         return "Models with embeddings of layers run"
     if any(mixer.shares_kv for mixer in model.attentions.values()):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from polarlm.engine.backends.cuda.device import Device
-from polarlm.engine.backends.cuda.kv.cache import CardBuffers, LayerCache
+from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, LayerCache
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks
 from polarlm.engine.backends.ops import Load
@@ -65,9 +65,8 @@ class CardsOps(CudaOps):
         return getattr(self._by_device[cache.device], op)(cache, *args)
 
     def _buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> CardBuffers:
-        return CardBuffers(
-            {device: card.buffer(format, rows, as_slots=as_slots) for device, card in self._by_device.items()}
-        )
+        own = {device: card.buffer(format, rows, as_slots=as_slots) for device, card in self._by_device.items()}
+        return CardBuffers({device: one for device, one in own.items() if isinstance(one, Buffer)})
 
     def _encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for device, card in self._by_device.items():

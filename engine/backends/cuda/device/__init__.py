@@ -67,6 +67,9 @@ class Device(Protocol):
     overlaps: bool
     """Whether recorded kernels that wait for their predecessor by themselves are launched before it has ended."""
 
+    def use(self) -> None:
+        """Prepare this thread for assignments between arrays of the device: they are work of its own."""
+
     def memory(self) -> tuple[int, int]:
         """Free bytes, total bytes. Memory that this process has allocated but does not use counts as free."""
 

@@ -135,18 +135,18 @@ class CupyDevice:
         self._reached: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
         self._factors = np.array([0, 1], np.float32)  # cuBLAS reads its factors on the host
 
-    def _use(self) -> None:
-        """Make this GPU and its stream the current ones, of this thread."""
+    def use(self) -> None:
+        """Make this GPU and its stream the current ones of the thread."""
         _runtime.setDevice(self._number)
         self._stream.use()
 
     def memory(self) -> tuple[int, int]:
-        self._use()
+        self.use()
         free, total = _runtime.memGetInfo()
         return free + cupy.get_default_memory_pool().free_bytes(), total
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
-        self._use()
+        self.use()
         return cupy.empty(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
@@ -173,7 +173,7 @@ class CupyDevice:
         return y
 
     def to_host(self, x: cupy.ndarray) -> np.ndarray:
-        self._use()
+        self.use()
         x = cupy.ascontiguousarray(x)
         y = np.empty(x.shape, x.dtype)
         if x.nbytes:
@@ -210,9 +210,9 @@ class CupyDevice:
             to, of = y.data.ptr, x.data.ptr
             _runtime.memcpyAsync(to, of, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
             return
-        device._use()
+        device.use()
         ready = device._stream.record(cupy.cuda.Event(disable_timing=True))
-        self._use()
+        self.use()
         if device._number not in self._reached:
             self._reached.add(device._number)
             peers.reach(_runtime, self._number, device._number)
@@ -238,7 +238,7 @@ class CupyDevice:
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
         assert all(size > 0 for size in grid), "an empty grid"  # CuPy would launch one block, which the driver refuses
-        self._use()
+        self.use()
         compiled = self._kernels.get((kernel, text))
         if compiled is None:
             function = self._modules.get(text).get_function(kernel)
@@ -276,7 +276,7 @@ class CupyDevice:
         assert y.dtype == np.float32
         assert all(array.flags.c_contiguous for array in (x, weight))
         kind = _GEMM_TYPES[x.dtype.name]
-        self._use()
+        self.use()
         # cuBLAS is column-major and sees the transpose of our matrices, so this is yᵀ = weight · xᵀ.
         with memory_errors():
             cublas.gemmEx(
@@ -292,18 +292,18 @@ class CupyDevice:
         if self._recordings.under_way:
             self._recordings.cut(call)
         else:
-            self._use()
+            self.use()
             call.make(self._stream)
             self._stream.synchronize()  # its pinned memory is freed now
 
     def set_aside(self, size: int) -> None:
-        self._use()
+        self.use()
         self._recordings.set_aside(size)
 
     def run_graph(
         self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
     ) -> Result:
-        self._use()
+        self.use()
         return self._recordings.run_graph(key, work, inputs)
 
 

@@ -67,6 +67,9 @@ class TracingDevice:
         self._launched, self._memory = launched, memory
         self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
 
+    def use(self) -> None:
+        """Nothing runs."""
+
     def memory(self) -> tuple[int, int]:
         return self._memory
 
