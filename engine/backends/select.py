@@ -31,8 +31,9 @@ def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, s
     """
     if device == "cpu":
         return _cpu(threads, compiled)
+    numbers = gpu_numbers(device)
     try:
-        return _cuda(gpu_numbers(device)), ""
+        return _cuda(numbers), ""
     except EngineError as error:
         if device == "auto":
             ops, note = _cpu(threads, compiled)

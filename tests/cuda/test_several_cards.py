@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polarlm import fit as command
-from polarlm.engine import SamplingParams
+from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Ops
@@ -27,6 +27,7 @@ from polarlm.engine.model.weights import load_weights
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.storage.copies import export, restore
 from polarlm.model_loaders import load_weights as open_weights
+from tests.adapters import ALL, random_changes, write_peft
 from tests.conftest import FIXTURES
 from tests.cuda.several_cards import Card, Traffic
 from tests.cuda.test_model_emulated import N, Talk, model_of, talk
@@ -257,3 +258,38 @@ def test_a_server_of_models_asks_what_several_cards_need(tmp_path: Path, monkeyp
     assert found.fits
     assert found.bytes == parts.model.weights.bytes + parts.plan.bytes
     parts.close()
+
+
+@pytest.mark.parametrize(
+    ("fixture", "settings", "says"),
+    [
+        ("gemma4_shared_kv", {}, "Models with embeddings of layers run on one GPU alone: name one"),
+        ("qwen3_moe_normed", {"cpu_moe": "1"}, r"Experts in the computer's memory \(cpu_moe\) run on one GPU alone"),
+        ("lfm2_tied", {"tensor_split": "1,3"}, "GPU number 0 would get none of the layers with attention"),
+    ],
+)
+def test_what_runs_on_one_card_is_refused_by_name(
+    tmp_path: Path, fixture: str, settings: dict[str, Any], says: str
+) -> None:
+    config = settle(make_model(tmp_path, fixture), None, {"block_size": N, "calibration": False} | settings)
+    with pytest.raises(EngineError, match=says):
+        assembly.assemble(config, None, ops=cards())
+
+
+def test_requests_with_adapters_and_drafts_are_answered_as_on_one_card(tmp_path: Path) -> None:
+    """The draft model is on the last card."""
+    path, lora, found = tmp_path / "base", tmp_path / "lora", []
+    path.mkdir()
+    make_model(path)
+    write_peft(lora, random_changes(path, 1, 5, ALL), 10)
+    settings = {"block_size": N, "ctx_size": 64, "calibration": False, "lora": {"a": str(lora)}, "draft_max": 3}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
+    for ops in (CudaOps(Card(0)), cards()):
+        with load_tiny(path, ops=ops, model_draft=str(path), **settings) as engine:
+            found.append(
+                [engine.generate(PROMPT[:20], params, PromptOptions(lora=name)).logprobs for name in ("", "a")]
+            )
+            on = engine._parts.draft_model.ops._device.name
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+    assert on == "emulated GPU (cuda:1)"
