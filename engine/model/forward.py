@@ -23,7 +23,6 @@ from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.prefill import Prefill, Taps, stages
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.store import KVStore, Span, positions
 from polarlm.engine.weight_formats import Linear, Matrix
@@ -80,9 +79,8 @@ class Transformer:
 
     def _make_layers(self, weights: ModelWeights) -> None:
         """Make the objects that compute the layers."""
-        config = self.config
-        layers, after = zip(config.layers, weights.layers, strict=True), config.post_norm_eps
-        eps = Eps(config.norm_eps, config.norm_eps if after is None else after)
+        layers, after = zip(self.config.layers, weights.layers, strict=True), self.config.post_norm_eps
+        eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
         of_layer, cache, transform = self.ops.of_layer, self.store.cache, self._transforms.get
         self._layers = [
             decoder_layer(of_layer(number), layer, eps, w, cache(number), transform(number), number)
@@ -91,10 +89,11 @@ class Transformer:
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         """The transform of a layer's heads into the stored space."""
-        stored = self.store.conditioning[layer]
+        stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
+        scales = stored.scales(attention.heads)  # (H + 2K, D)
         return HeadTransform(
-            0 if attention.shares_kv else attention.kv_heads,
-            _scales(stored, attention),
+            0 if alone else attention.kv_heads,
+            scales[: attention.heads] if scales is not None and alone else scales,
             stored.key_rotation,
             stored.value_rotation,
             stored.scales_back(attention.heads),
@@ -184,8 +183,8 @@ class Transformer:
     def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
         """Sample the tokens of `rows_ahead` from its logits (B, V), without waiting for them."""
         assert self.ops.fetch_later is not None
-        chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
-        return self.ops.fetch_later(chosen, sampler_inputs)
+        packed = self.ops.pack_sampler_inputs(sampler_inputs)
+        return self.ops.fetch_later(self.ops.sample(logits, packed), sampler_inputs)
 
     def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
         """Compute the rows, one stage after another, and return their logits (T, V) on the device, or with sampler
@@ -262,9 +261,3 @@ class _Work:
 
     def __call__(self, *given: Any) -> Any:
         return (self.model._step if self.samples else self.model._rows)(self.stage, *given)
-
-
-def _scales(stored: Conditioning, attention: Attention) -> np.ndarray | None:
-    """The factors (H + 2K, D) of a layer's queries, keys and values, or (H, D) of one that has queries alone."""
-    scales = stored.scales(attention.heads)
-    return scales[: attention.heads] if scales is not None and attention.shares_kv else scales

@@ -293,3 +293,13 @@ def test_requests_with_adapters_and_drafts_are_answered_as_on_one_card(tmp_path:
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
     assert on == "emulated GPU (cuda:1)"
+
+
+def test_a_store_that_one_card_has_no_room_for_names_it(tmp_path: Path) -> None:
+    """The weights fit, and not the first blocks of K/V."""
+    ops, said = cards(rooms=(1 << 28, 64 << 10)), list[str]()
+    with pytest.raises(
+        EngineError, match=r"^layer 1 on emulated GPU \(cuda:1\): .* for the KV store is too little"
+    ) as caught:
+        loaded(tmp_path, ops, said, tensor_split="1,1")
+    assert caught.value.code == "out_of_memory"

@@ -85,7 +85,8 @@ class Split:
             try:
                 plans.append(store_plan(config, share.card, model, _of_layers(shape, share.layers), room, own))
             except EngineError as error:
-                raise EngineError(f"{share.card.name}, {share}: {error}", error.code, error.settings) from None
+                error.args = (f"{share}: {error}",)
+                raise
         return smallest(shape, plans)
 
     def cards(self, config: EngineConfig, model: ModelConfig, plan: StorePlan) -> tuple[CardFit, ...]:
