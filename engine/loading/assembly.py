@@ -255,9 +255,12 @@ def with_cache(
     """
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     shape = cache_shape(config, WHOLE, ops, source.config)
-    plan = planned(shape) if planned else store_plan(config, ops, source.config, shape, ops.room_beside(0))
+    if planned is None and parts.split is not None:
+        plan = parts.split.loaded().plan(config, source.config, shape)
+    else:
+        plan = planned(shape) if planned else store_plan(config, ops, source.config, shape, ops.room_beside(0))
     store = _store(config, WHOLE, ops, source, weights, plan, verbose)
-    return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
+    return Parts(config, source, plan, Transformer(ops, source.config, weights, store), split=parts.split)
 
 
 def _give_back_freed_memory() -> None:

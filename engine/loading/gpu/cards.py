@@ -60,6 +60,10 @@ class Split:
     def __str__(self) -> str:
         return ", ".join(map(str, self.shares))
 
+    def loaded(self) -> Split:
+        """Return the same for cards that have the weights already."""
+        return replace(self, shares=[replace(share, weights=0) for share in self.shares])
+
     def room(self) -> int:
         """Return the bytes that remain on all cards beside the weights. Raises EngineError if these do not fit on
         one."""
