@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -133,7 +134,7 @@ def _cuda(numbers: Sequence[int]) -> Ops:
         raise EngineError(f"CuPy does not find its libraries ({reason}; {install})", "device_unavailable") from error
     if not numbers:
         ops = CudaOps(open_device())
-        ops.others = _other_cards
+        ops.others = cache(_other_cards)  # each takes memory of its GPU
         return ops
     cards = [CudaOps(open_device(number)) for number in numbers]
     return cards[0] if len(cards) == 1 else on_cards(cards)

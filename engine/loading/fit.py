@@ -18,7 +18,7 @@ from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.experts import ExpertPlan, Sizes, estimated_sizes, expert_plan, sizes
-from polarlm.engine.loading.gpu.cards import CardFit, Split, split_model
+from polarlm.engine.loading.gpu.cards import CardFit, Split, planned_split
 from polarlm.engine.loading.gpu.cpu_experts import AUTO, CpuExperts, cpu_experts
 from polarlm.engine.loading.sizes import (
     cache_shape,
@@ -148,7 +148,7 @@ def fit_files(
 
 
 def _split(config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource) -> Split | None:
-    return split_model(config, ops, model, source, cache_shape(config, WHOLE, ops, model), (), lambda sentence: None)
+    return planned_split(config, ops, model, source, cache_shape(config, WHOLE, ops, model))
 
 
 def _bits(weight_type: str) -> float:

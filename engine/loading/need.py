@@ -14,7 +14,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.experts import sizes
-from polarlm.engine.loading.gpu.cards import split_model
+from polarlm.engine.loading.gpu.cards import planned_split
 from polarlm.engine.loading.sizes import (
     CONTEXT_TO_CHOOSE_BY,
     cache_shape,
@@ -76,7 +76,7 @@ def need(config: EngineConfig, reserved: int = 0, most: int | None = None) -> Ne
         weights = sizes(ops, model, source, weight_format(config)).weights
         weights += adapter_bytes(config, ops, model, source)
         shape = cache_shape(config, WHOLE, ops, model)
-        split = split_model(config, ops, model, source, shape, (), lambda sentence: None)
+        split = planned_split(config, ops, model, source, shape)
     finally:
         source.close()
     if split is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.gpu.cpu_experts import AUTO
 from polarlm.engine.loading.sizes import CONTEXT_TO_CHOOSE_BY, store_plan, weight_format, work_bytes
-from polarlm.engine.model.adapters import Loaded, delta_bytes
-from polarlm.engine.model.weights import bytes_of_layers
+from polarlm.engine.model.adapters import Loaded, delta_bytes, read_adapters
+from polarlm.engine.model.weights import bytes_of_layers, weight_bytes
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens, smallest
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
@@ -110,6 +111,21 @@ class Split:
         return sum(max(0, -card.left) for card in self.cards(config, model, plan))
 
 
+class _Weights(NamedTuple):
+    """Bytes of `bytes_of_layers`, and of adapters, of which every card is given room for all."""
+
+    before: int
+    layers: list[int]
+    head: int
+    each: int
+
+    def of(self, layers: range) -> int:
+        """Those of a card with these layers."""
+        is_first, is_last = layers.start == 0, layers.stop == len(self.layers)
+        own = sum(self.layers[layers.start : layers.stop])
+        return self.each + self.before * is_first + own + self.head * is_last
+
+
 def split_model(
     config: EngineConfig,
     ops: Ops,
@@ -130,35 +146,41 @@ def split_model(
             say("tensor_split has no effect on a CPU.")
         return None
     named = len(cards_of(ops, beside=False)) > 1
+    asked = named or config.tensor_split is not None
+    if not asked and _fits(config, ops, model, source, shape, adapters):
+        return None
     cards = cards_of(ops, beside=True)
     if config.tensor_split not in (None, AUTO) and len(cards) != len(shares := shares_of(config)):
         raise _wrong(config, f"there are {len(shares)} shares for {_in_words(cards)}")
     if len(cards) == 1:
         return None
-    weights = _weights(config, ops, model, source, adapters)
-    if not named and config.tensor_split is None and _fits(config, ops, model, shape, weights):
-        return None
     if (what := _unsupported(config, model)) is not None:
-        if not named and config.tensor_split is None:
+        if not asked:
             return None  # the GPU says what it lacks
-        raise EngineError(
-            f"{what} on one GPU alone: name one, as in device=cuda:0, and leave tensor_split out",
-            settings=("device", "tensor_split"),
-        )
+        raise _wrong(config, f"{what} on one GPU alone: name one, as in device=cuda:0, and leave tensor_split out")
     if len(cards) > (layers := len(shape.kv_layers)):
         raise _wrong(config, f"the model has {layers} layers with attention for {_in_words(cards)}: name fewer GPUs")
+    weights = _Weights(*bytes_of_layers(ops, model, source, weight_format(config)), delta_bytes(ops, model, adapters))
     if config.tensor_split in (None, AUTO):
         counts = _by_memory(config, cards, model, shape, weights)
     else:
         counts = _by_shares(config, shape)
     ends = [*itertools.accumulate(counts)]
     found = [
-        Share(card, range(end - count, end), _of_card(weights, range(end - count, end)))
+        Share(card, range(end - count, end), weights.of(range(end - count, end)))
         for card, count, end in zip(cards, counts, ends, strict=True)
     ]
     split = Split(on_cards(cards, counts), found)
-    say(f"Several GPUs: {split}.")
+    say(f"{'Several GPUs' if asked else 'One GPU has too little memory'}: {split}.")
     return split
+
+
+def planned_split(
+    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, shape: CacheShape
+) -> Split | None:
+    """Return the `split_model` of a model that is not loaded, with the adapters of `config`."""
+    adapters = () if config.lora_merge else read_adapters(config, model, source).all
+    return split_model(config, ops, model, source, shape, adapters, lambda sentence: None)
 
 
 def shares_of(config: EngineConfig) -> list[float]:
@@ -191,7 +213,7 @@ def _by_memory(
     cards: Sequence[Ops],
     model: ModelConfig,
     shape: CacheShape,
-    weights: tuple[int, list[int], int],
+    weights: _Weights,
 ) -> list[int]:
     """The number of layers of each card, such that the largest part of a card's memory that is taken is smallest.
 
@@ -199,15 +221,14 @@ def _by_memory(
     """
     tokens, count = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY), len(model.layers)
     plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
-    before, own, head = weights
-    needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(own))])
+    needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(weights.layers))])
     attentions = np.cumsum([0, *(layer in shape.kv_layers for layer in range(count))])
     # best[n]: the least of the largest parts, if the cards until now have the first n layers.
     best, cuts = np.full(count + 1, np.inf), []
     best[0] = 0.0
     for number, card in enumerate(cards):
         room = max(1, card.room_beside(0) - work_bytes(config, card, model, shape)(tokens))
-        more = before * (number == 0) + head * (number == len(cards) - 1)
+        more = weights.each + weights.before * (number == 0) + weights.head * (number == len(cards) - 1)
         parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + more) / room)
         parts[attentions[:, None] <= attentions[None, :]] = np.inf  # every card has a layer with attention
         cuts.append(parts.argmin(axis=1))
@@ -218,32 +239,22 @@ def _by_memory(
     return np.diff(ends[::-1]).tolist()
 
 
-def _weights(
-    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, adapters: Sequence[Loaded]
-) -> tuple[int, list[int], int]:
-    """Bytes as of `bytes_of_layers`, with those of adapters."""
-    before, own, head = bytes_of_layers(ops, model, source, weight_format(config))
-    each = -(-delta_bytes(ops, model, adapters) // len(own))
-    return before, [size + each for size in own], head
-
-
-def _of_card(weights: tuple[int, list[int], int], layers: range) -> int:
-    """Bytes of the weights of a card with these layers."""
-    before, own, head = weights
-    is_first, is_last = layers.start == 0, layers.stop == len(own)
-    return before * is_first + sum(own[layers.start : layers.stop]) + head * is_last
-
-
 def _fits(
-    config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, weights: tuple[int, list[int], int]
+    config: EngineConfig,
+    ops: Ops,
+    model: ModelConfig,
+    source: WeightSource,
+    shape: CacheShape,
+    adapters: Sequence[Loaded],
 ) -> bool:
     """Whether one card has room for the model and a context that is worth having."""
     tokens = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
+    weights = weight_bytes(ops, source, weight_format(config)) + delta_bytes(ops, model, adapters)
     try:
-        room = ops.room_beside(_of_card(weights, range(len(model.layers))))
-        return store_plan(replace(config, ctx_size=tokens), ops, model, shape, room).tokens >= tokens
+        plan = store_plan(replace(config, ctx_size=tokens), ops, model, shape, ops.room_beside(weights))
     except EngineError:
         return False
+    return plan.tokens >= tokens
 
 
 def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
@@ -268,4 +279,5 @@ def _in_words(cards: Sequence[Ops]) -> str:
 
 
 def _wrong(config: EngineConfig, why: str) -> EngineError:
-    return EngineError(f"tensor_split={config.tensor_split}: {why}", settings=("tensor_split",))
+    setting = "device" if config.tensor_split is None else "tensor_split"
+    return EngineError(f"{setting}={getattr(config, setting)}: {why}", settings=(setting,))
