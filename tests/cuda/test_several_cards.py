@@ -133,9 +133,10 @@ def test_other_gpus_help_where_one_is_too_small(tmp_path: Path) -> None:
     said: list[str] = []
     for room, several in ((1 << 28, False), (SMALL, True)):
         ops = CudaOps(Card(0, room))
-        ops.others = lambda: [CudaOps(Card(1))]
+        opened = [CudaOps(Card(1))]
+        ops.others = lambda opened=opened: [opened.pop()]  # each takes memory of its GPU
         parts = loaded(tmp_path, ops, said)
-        assert (parts.split is not None) == several
+        assert (parts.split is not None) == several == (not opened)
         assert any(one.startswith("One GPU has too little memory: layer 0 on") for one in said) == several
         parts.close()
         for file in tmp_path.iterdir():
