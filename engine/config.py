@@ -65,8 +65,15 @@ class EngineConfig:
     device: str = setting(
         "auto",
         "--device",
-        choices=("auto", "cpu", "cuda"),
-        help="where the model runs; auto takes a GPU if it can use one",
+        metavar="DEVICE",
+        help="cpu, cuda, or GPUs by number, such as cuda:1 or cuda:0,1; auto takes a GPU if it can use one",
+    )
+    tensor_split: str | None = setting(
+        None,
+        "-ts",
+        "--tensor-split",
+        metavar="N,N,…",
+        help="the GPUs' shares of the layers, such as 3,1; auto: by free memory. Without it, one GPU if it suffices",
     )
     ctx_size: int = setting(
         0, "-c", "--ctx-size", metavar="N", help="tokens of context; 0 takes the model's own, as far as memory allows"
@@ -103,10 +110,7 @@ class EngineConfig:
         "exactly",
     )
     state_cache: str | None = setting(
-        None,
-        "--state-cache",
-        metavar="SIZE",
-        help="memory for snapshots of recurrent layers, such as 500M; without it, two for each sequence",
+        None, "--state-cache", metavar="SIZE", help="memory for recurrent layers' snapshots; without it, two a sequence"
     )
     key_conditioning: bool = setting(
         True,
@@ -182,7 +186,7 @@ class EngineConfig:
         None,
         "--cache-disk-folder",
         metavar="FOLDER",
-        help="where --cache-disk keeps them; without it, in the user's cache folder",
+        help="where these files are; without it, in the user's cache folder",
     )
     cache_remote: str | None = setting(
         None,
@@ -218,19 +222,13 @@ class SamplingParams:
         None, "--top-k", metavar="K", help="keep the K best tokens; 0 keeps all [the model's, else 40]"
     )
     top_p: float | None = setting(
-        None,
-        "--top-p",
-        metavar="P",
-        help="keep the best tokens that together have probability P [the model's, else 0.95]",
+        None, "--top-p", metavar="P", help="keep the best tokens of probability P together [the model's, else 0.95]"
     )
     min_p: float | None = setting(
         None, "--min-p", metavar="P", help="drop tokens less likely than P times the best [the model's, else 0.05]"
     )
     repeat_penalty: float | None = setting(
-        None,
-        "--repeat-penalty",
-        metavar="X",
-        help="divide the logits of the last 64 tokens; 1 is off [the model's, else 1]",
+        None, "--repeat-penalty", metavar="X", help="divide logits of the last 64 tokens; 1: off [the model's, else 1]"
     )
     presence_penalty: float = setting(
         0.0, "--presence-penalty", metavar="X", help="subtract X from tokens among the last 64"

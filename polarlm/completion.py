@@ -79,6 +79,7 @@ _PLACES: Mapping[Any, Any] = {"PATH": shtab.FILE, "FILE": shtab.FILE, "FOLDER": 
 _WORDS = {"weights": "PATH", "text": "FILE"}  # fields of words without a flag
 _CODECS = codecs.available()
 _NAMES: Mapping[str, Sequence[str]] = {
+    "device": ("auto", "cpu", "cuda"),
     "cache_type": (*PRESETS, "auto:3.5", *_CODECS),
     "cache_type_k": _CODECS,
     "cache_type_v": _CODECS,

@@ -15,11 +15,12 @@ from polarlm import model_loaders
 from polarlm.engine import weight_formats
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse, that, use_utf8
-from polarlm.engine.config import AS_STORED, EngineConfig, setting
+from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig, setting
 from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.experts import estimated_sizes
 from polarlm.engine.loading.fit import (
+    CacheFit,
     DeviceFit,
     WeightFit,
     devices,
@@ -67,8 +68,12 @@ class FitConfig:
     device: str = setting(
         "auto",
         "--device",
-        choices=("auto", "cpu", "cuda"),
-        help="the memory to look at; auto takes a GPU's, if it can be used, and the CPU's",
+        metavar="DEVICE",
+        help="the memory to look at: cpu, cuda, or GPUs by number, such as cuda:0,1; auto takes a GPU's, if it can be "
+        "used, and the CPU's",
+    )
+    tensor_split: str | None = setting(
+        None, "-ts", "--tensor-split", metavar="N,N,…", help="the GPUs' shares of the layers, such as 3,1, or auto"
     )
     json: bool = setting(False, "--json", help="print everything as JSON")
 
@@ -91,7 +96,8 @@ def _report(argv: Sequence[str]) -> str:
         description="Show what fits on this machine, computed from a model's configuration before anything is loaded.",
         checks={"contexts": that(_is_list, "takes whole numbers above 0, separated by commas")},
     )
-    settings = {"weight_type": options.weight_type, "device": options.device, "lora": options.lora}
+    names = "weight_type", "device", "lora", "tensor_split"
+    settings = {name: getattr(options, name) for name in names}
     config = settle(None, None, settings)
     numbers = None if options.contexts is None else _numbers(options.contexts)
     if numbers is not None and len(numbers) == 1:
@@ -201,9 +207,28 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
         lines.append(f"Snapshots of recurrent layers take {format_bytes(snapshots)} of the computer's memory.")
     lines += [cache.problem for cache in chosen.caches if cache.problem]
+    lines += _card_lines(next((one for one in usable if one.cache_type == DEFAULT_CACHE_TYPE), usable[0]))
     if max(contexts) > model.max_context:
         lines.append(f"The model was trained on {model.max_context:,} tokens; answers beyond may make no sense.")
     return [*lines, "", *_weight_lines(device, [cache.cache_type for cache in usable])]
+
+
+def _card_lines(cache: CacheFit) -> list[str]:
+    """A table of the GPUs that share the layers, and what each has, with one cache type."""
+    if not cache.cards:
+        return []
+    least = min(card.left for card in cache.cards)
+    rows = [
+        [
+            card.name,
+            " to ".join(dict.fromkeys(map(str, card.layers))),
+            *map(format_bytes, (card.weights, card.store, card.work, card.left)),
+            "the fullest" if card.left == least else "",
+        ]
+        for card in cache.cards
+    ]
+    header = ["GPU", "layers", "weights", f"KV cache ({cache.cache_type})", "work", "left", ""]
+    return ["", "The GPUs share the layers:", *(line.rstrip() for line in _columns([header, *rows]))]
 
 
 def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
@@ -249,6 +274,8 @@ def _command(advice: Advice, options: Any, program: str) -> str | None:
     flags = {name: str(value) for name, value in advice.settings.items()}
     if options.device != "auto":
         flags["device"] = options.device
+    if options.tensor_split is not None:
+        flags["tensor_split"] = options.tensor_split
     model = options.weights
     if flags.get("weight_type", "").startswith(PREFIX):  # one of the files of a repository
         model = flags.pop("weight_type")

@@ -33,6 +33,7 @@ NEVER = (
     *(
         "test_cards",
         "test_compile",
+        "test_cupy_cards",
         "test_cupy_device",
         "test_docs",
         "test_host_experts",
@@ -40,6 +41,7 @@ NEVER = (
         "test_traffic",
         "test_modules",
         "test_overlap",
+        "test_several_cards",
     ),
     *("test_warm_up", "test_tracing", "test_shapes", "test_source"),
 )

@@ -13,7 +13,7 @@ from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession
-from polarlm.engine.loading import fit
+from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
 from polarlm.engine.requests.salts import adapter_of, joined
@@ -228,7 +228,7 @@ def test_salts_of_different_pairs_are_different() -> None:
 
 def test_the_memory_of_adapters_is_counted(base: Path, adapters: dict[str, Path]) -> None:
     lora = {"lora": {name: str(adapters[name]) for name in ("large", "five")}}
-    needs = [fit.need(settle(base, None, {**SETTINGS, **more})).bytes for more in ({}, lora)]
+    needs = [need.need(settle(base, None, {**SETTINGS, **more})).bytes for more in ({}, lora)]
     with load_tiny(base, **SETTINGS) as plain, load_tiny(base, **lora, **SETTINGS) as engine:
         taken = engine._model.weights.bytes - plain._model.weights.bytes
     changes = random_changes(base, 64, 3)

@@ -27,9 +27,9 @@ from polarlm.engine.loading.fit import (
     devices,
     fit_device,
     fit_weights,
-    need,
     steps_to,
 )
+from polarlm.engine.loading.need import need
 from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning

@@ -101,7 +101,7 @@ def test_what_does_not_fit_says_by_how_much(demo_path: Path, memory, capsys) -> 
         (["-c", "4k"], "-c/--ctx-size: takes whole numbers above 0, separated by commas"),
         (["-c", "0"], "-c/--ctx-size: takes whole numbers above 0"),
         (["--weight-type", "q9"], "--weight-type q9: there is no such type"),
-        (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
+        (["--device", "tpu"], "--device tpu: there are auto, cpu and cuda, and GPUs"),
     ],
 )
 def test_wrong_input_is_answered_with_a_sentence(argv: list[str], sentence: str, tmp_path: Path, capsys) -> None:

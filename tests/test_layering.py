@@ -24,7 +24,7 @@ BEHIND_THE_ENGINE = {
     "jit",
     "loading.advice",
     "loading.auto",
-    "loading.cpu_experts",
+    "loading.gpu",
     "loading.encoding",
     "loading.experts",
     "loading.fitting",
@@ -99,9 +99,17 @@ ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration"
 ROOMS["loading.auto"] = ROOMS["loading.fitting"] | {"cli.progress", "loading.fitting", "storage.tiers"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.auto", "loading.encoding"}
 ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
-ROOMS["loading.cpu_experts"] = ROOMS["loading.sizes"] | {"loading.experts", "loading.sizes"}
-ROOMS["loading.checks"] = {"loading.cpu_experts", "loading.sizes", "model", "state", "storage.tiers"} | TOLD
-ROOMS["loading.fit"] = ROOMS["loading.cpu_experts"] | {"backends.select", "loading.cpu_experts"}
+ROOMS["loading.gpu"] = ROOMS["loading.sizes"] | {"backends.select", "loading.experts", "loading.sizes"}
+ROOMS["loading.checks"] = {
+    "backends.select",
+    "loading.gpu",
+    "loading.sizes",
+    "model",
+    "state",
+    "storage.tiers",
+} | TOLD
+ROOMS["loading.fit"] = ROOMS["loading.gpu"] | {"loading.gpu"}
+ROOMS["loading.need"] = ROOMS["loading.gpu"] | {"loading.gpu"}
 ROOMS["loading.advice"] = ROOMS["loading.fit"] | {"loading.fit"}
 ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.tile_cache"] = ROOMS["model"] | {
@@ -114,7 +122,7 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
     "loading.auto",
-    "loading.cpu_experts",
+    "loading.gpu",
     "loading.experts",
     "loading.fitting",
     "cli.progress",

@@ -45,6 +45,13 @@ class Routing(NamedTuple):
         return Routing(self.ids[rows], self.weights[rows])
 
 
+class FromCard(NamedTuple):
+    """An array of the ops of another card, in the place of a host array."""
+
+    array: Array
+    ops: Ops
+
+
 @dataclass(frozen=True)
 class Load:
     """The largest work that ops will get: a prompt of `tokens` tokens, a step of `rows` sequences.
@@ -126,6 +133,9 @@ class Ops(KVOps, RecurrentOps, Protocol):
     @property
     def of_encoders(self) -> EncoderOps | None:
         """The ops that only encoders need; None if the backend has none."""
+
+    def of_layer(self, layer: int) -> Ops:
+        """The ops of the card that has this layer; these ops themselves on a single device."""
 
     def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
         """`rows` cut into consecutive slices, for `map_parts`. among_experts: whether each row goes to few of many

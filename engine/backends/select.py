@@ -5,6 +5,11 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
@@ -15,26 +20,39 @@ NO_DRIVER = "No NVIDIA driver found"
 
 COMPILED = True
 
+_CARDS = re.compile(r"cuda:\d+(,\d+)*")
+
 
 def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, str]:
-    """The ops of `device` ("auto", "cpu" or "cuda"), and a note for the user, empty if there is nothing to say.
+    """The ops of `device`, and a note for the user, empty if there is nothing to say.
 
+    device: "auto", "cpu", "cuda" or GPUs by their numbers, such as "cuda:1" or "cuda:0,1".
     The note says why "auto" does not use a GPU although the machine has an NVIDIA driver, and why NumPy computes on a
     CPU. compiled: on a CPU, use compiled kernels if they work. Raises EngineError for an unknown or unavailable device.
     """
     if device == "cpu":
         return _cpu(threads, compiled)
-    if device not in ("auto", "cuda"):
-        raise EngineError(f"device={device}: there are auto, cpu and cuda", settings=("device",))
+    numbers = gpu_numbers(device)
     try:
-        return _cuda(), ""
+        return _cuda(numbers), ""
     except EngineError as error:
         if device == "auto":
             ops, note = _cpu(threads, compiled)
             no_gpu = "" if driver_version() is None else f"{error}: running on the CPU."
             return ops, " ".join(filter(None, (no_gpu, note)))
-        sentence = f"device=cuda: {error}; device=cpu needs none of this"
+        sentence = f"device={device}: {error}; device=cpu needs none of this"
         raise EngineError(sentence, "device_unavailable", ("device",)) from error
+
+
+def gpu_numbers(device: str) -> list[int]:
+    """The numbers of the GPUs that a --device names; empty if it names none. Raises EngineError for an unknown one."""
+    if device not in ("auto", "cpu", "cuda") and _CARDS.fullmatch(device) is None:
+        cards = "and GPUs by their numbers, such as cuda:1 or cuda:0,1"
+        raise EngineError(f"device={device}: there are auto, cpu and cuda, {cards}", settings=("device",))
+    numbers = [int(number) for number in device.partition(":")[2].split(",") if number]
+    if len(set(numbers)) < len(numbers):
+        raise EngineError(f"device={device}: a GPU is named twice", settings=("device",))
+    return numbers
 
 
 def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
@@ -42,13 +60,34 @@ def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
 
     Raises EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
     """
-    if ops.backend != "cuda":
+    if len(cards_of(ops, beside=False)) != 1:
         return ops, ""
     from polarlm.engine.backends.cuda.ops import CudaOps
 
     assert isinstance(ops, CudaOps)
     host, note = _cpu(threads, compiled=True)
     return (ops.with_host(host) if host.backend == "native" else ops), note
+
+
+def cards_of(ops: Ops, beside: bool) -> Sequence[Ops]:
+    """The GPUs that these ops run on, each with ops of its own. beside: as well as the others that this process has."""
+    if ops.backend != "cuda":
+        return ()
+    from polarlm.engine.backends.cuda.cards.ops import CardsOps
+    from polarlm.engine.backends.cuda.ops import CudaOps
+
+    assert isinstance(ops, CudaOps)
+    if isinstance(ops, CardsOps):
+        return ops.cards
+    return [ops, *(ops.others() if beside else ())]
+
+
+def on_cards(cards: Sequence[Ops], counts: Sequence[int] = ()) -> Ops:
+    """The ops of several GPUs. counts: how many layers each has; empty before a model is known."""
+    from polarlm.engine.backends.cuda.cards.ops import CardsOps
+    from polarlm.engine.backends.cuda.ops import CudaOps
+
+    return CardsOps([card for card in cards if isinstance(card, CudaOps)], counts)
 
 
 def _cpu(threads: int, compiled: bool) -> tuple[Ops, str]:
@@ -76,8 +115,9 @@ def without_kernels(reason: str) -> str:
     return f"{reason}: NumPy computes in place of compiled kernels, more slowly and with all weights as float32."
 
 
-def _cuda() -> Ops:
-    """The ops of the GPU. Raises EngineError if it cannot be used; the message is a sentence without a full stop."""
+def _cuda(numbers: Sequence[int]) -> Ops:
+    """The ops of the GPUs of these numbers, or of the first one. Raises EngineError if one cannot be used; the message
+    is a sentence without a full stop."""
     version = driver_version()
     if version is None:
         raise EngineError(NO_DRIVER, "device_unavailable")
@@ -92,7 +132,24 @@ def _cuda() -> Ops:
     except ImportError as error:
         reason = str(error).strip().splitlines()[0]
         raise EngineError(f"CuPy does not find its libraries ({reason}; {install})", "device_unavailable") from error
-    return CudaOps(open_device())
+    if not numbers:
+        ops = CudaOps(open_device())
+        ops.others = cache(_other_cards)  # each takes memory of its GPU
+        return ops
+    cards = [CudaOps(open_device(number)) for number in numbers]
+    return cards[0] if len(cards) == 1 else on_cards(cards)
+
+
+def _other_cards() -> list[Any]:
+    """The ops of each GPU beside the first one, of those that can be used."""
+    from polarlm.engine.backends.cuda.device import cupy_device
+    from polarlm.engine.backends.cuda.ops import CudaOps
+
+    found = []
+    for number in range(1, cupy_device.device_count()):
+        with suppress(EngineError):
+            found.append(CudaOps(cupy_device.open_device(number)))
+    return found
 
 
 def driver_version() -> int | None:

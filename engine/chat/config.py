@@ -77,7 +77,7 @@ class ChatConfig:
         "--gpu-layers",
         metavar="N",
         bare="all",
-        help="has no effect: the whole model runs on one device, which --device names",
+        help="has no effect: all layers are on the GPUs that --device names, or on the CPU",
     )
     flash_attn: str | None = setting(
         None,

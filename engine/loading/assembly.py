@@ -22,10 +22,11 @@ from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progr
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.loading.auto.choosing import with_types
-from polarlm.engine.loading.cpu_experts import CpuExperts, asked_cpu_experts
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.experts import ExpertPlan, asked_expert_plan
 from polarlm.engine.loading.fitting import load_or_fit
+from polarlm.engine.loading.gpu.cards import Split, split_model
+from polarlm.engine.loading.gpu.cpu_experts import CpuExperts, asked_cpu_experts
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     cache_shape,
@@ -72,6 +73,7 @@ class Parts:
     draft: Parts | None = None  # the parts of the draft model
     is_mapped: bool = False  # whether the weights are mapped from the tile cache
     experts: ExpertPlan | CpuExperts | None = None  # if not all are in the device's memory
+    split: Split | None = None  # if several GPUs share the layers
     rehearsal: threading.Timer | None = None  # warms up for later turns and for several requests
 
     @property
@@ -152,6 +154,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 config, source, lambda settings: closing(_assemble(settings, ops, verbose, WHOLE)), verbose
             )
             shape = cache_shape(typed, encoding, ops, source.config)
+            split = split_model(config, ops, source.config, source.weights, shape, adapters.all, say)
+            ops = ops if split is None else split.ops
             tiers = open_tiers(config, shape, ops.name)
             weight_type = weight_format(config)
             size = weight_bytes(ops, source.weights, weight_type)
@@ -168,10 +172,13 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             experts = None if mapped is not None else asked_expert_plan(config, ops, source, shape, draft, say)
             if experts is not None:
                 size, room = size - experts.whole + experts.bytes, experts.room
-            else:
+            elif split is None:
                 # The system can drop mapped weights, and reads them again: they leave half of the memory to others.
                 room = ops.room_beside(size if mapped is None else min(size, ops.free_memory() // 2))
-            plan = store_plan(config, ops, source.config, shape, room, draft)
+            if split is None:
+                plan = store_plan(config, ops, source.config, shape, room, draft)
+            else:
+                plan = split.plan(config, source.config, shape, of_draft_model)
             _warn(config, source.config, plan, say)
             if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
                 say(warning)
@@ -204,14 +211,14 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             raise
     _give_back_freed_memory()
     model = (Encoder if source.config.is_encoder else Transformer)(ops, source.config, weights, store)
-    parts = Parts(
-        config, source, plan, model, adapters, tiers, is_mapped=mapped is not None, experts=experts or on_host
-    )
+    experts_kept = experts or on_host
+    parts = Parts(config, source, plan, model, adapters, tiers, None, mapped is not None, experts_kept, split=split)
     parts.rehearsal = None if warm is None else rehearse(later)
     if config.model_draft is not None:
         try:
             of_draft = None if verbose is None else lambda sentence: say(f"draft model: {sentence}")
-            parts.draft = _assemble(draft_config(config, plan.tokens), ops, of_draft, encoding)
+            own = ops if split is None else split.shares[-1].card
+            parts.draft = _assemble(draft_config(config, plan.tokens), own, of_draft, encoding)
             _check_vocabulary(parts.source, parts.draft.source)
         except BaseException:
             parts.close()
@@ -253,9 +260,12 @@ def with_cache(
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     typed = with_types(config, source, lambda settings: nullcontext(parts), verbose)
     shape = cache_shape(typed, WHOLE, ops, source.config)
-    plan = planned(shape) if planned else store_plan(config, ops, source.config, shape, ops.room_beside(0))
+    if planned is None and parts.split is not None:
+        plan = parts.split.loaded().plan(config, source.config, shape)
+    else:
+        plan = planned(shape) if planned else store_plan(config, ops, source.config, shape, ops.room_beside(0))
     store = _store(config, WHOLE, ops, source, weights, plan, verbose)
-    return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
+    return Parts(config, source, plan, Transformer(ops, source.config, weights, store), split=parts.split)
 
 
 def _give_back_freed_memory() -> None:

@@ -129,7 +129,7 @@ def calibrate(
                 block_size,
                 ops.parallel_map,
                 softcap=mixer.softcap,
-                sink_scores=None if sink_scores is None else ops.to_host(sink_scores),
+                sink_scores=None if sink_scores is None else ops.of_layer(layer).to_host(sink_scores),
             )
             if not all(np.isfinite(getattr(found, field.name)).all() for field in fields(found)):  # squares overflow
                 raise EngineError(NOT_FINITE, "model_damaged")
@@ -139,7 +139,7 @@ def calibrate(
 
 def _output(ops: Ops, weights: ModelWeights, layer: int) -> np.ndarray:
     """Return the output projection of a layer with attention, (E, H·D) float32."""
-    rows: np.ndarray = ops.rows(weights.layers[layer].mixer.out)
+    rows: np.ndarray = ops.of_layer(layer).rows(weights.layers[layer].mixer.out)
     return rows
 
 
@@ -162,7 +162,7 @@ class _QueriesAndKeys:
     """
 
     def __init__(self, model: Transformer, tokens: int):
-        self._to_host, self._conditioning = model.ops.to_host, model.store.conditioning
+        self._ops, self._conditioning = model.ops, model.store.conditioning
         self._mixers = model.config.kv_attentions
         mixers = self._mixers.values()
         shapes = {(heads, mixer.head_dim) for mixer in mixers for heads in (mixer.heads, mixer.kv_heads)}
@@ -185,7 +185,7 @@ class _QueriesAndKeys:
         assert scales is not None
         first = 0 if name == "queries" else heads
         rows = slice(position, position + len(x))
-        self._kept[name][x.shape[1:]][rows] = self._to_host(x) / scales[first : first + x.shape[1]]
+        self._kept[name][x.shape[1:]][rows] = self._ops.of_layer(layer).to_host(x) / scales[first : first + x.shape[1]]
 
 
 def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:

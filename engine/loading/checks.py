@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, get_origin, get_type_hints
 
+from polarlm.engine.backends.select import gpu_numbers
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
-from polarlm.engine.loading.cpu_experts import AUTO
+from polarlm.engine.loading.gpu.cards import shares_of
+from polarlm.engine.loading.gpu.cpu_experts import AUTO
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import parsed
 from polarlm.engine.state import cache_types
@@ -80,6 +82,9 @@ def _check_values(config: EngineConfig) -> None:
         raise _wrong("cpu_moe", config, f"give a number of layers, or {AUTO}")
     if config.tile_cache is not None and config.expert_cache is not None:
         raise _wrong("expert_cache", config, "leave it out, since tile_cache maps the experts from the disk already")
+    gpu_numbers(config.device)
+    if config.tensor_split not in (None, AUTO):
+        shares_of(config)
     check_settings(config)
     _check_adapters(config)
     weight_format(config)

@@ -9,21 +9,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from polarlm import model_loaders
 from polarlm.engine import weight_formats
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select, with_host
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.cpu_experts import AUTO, CpuExperts, cpu_experts
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.experts import ExpertPlan, Sizes, estimated_sizes, expert_plan, sizes
+from polarlm.engine.loading.gpu.cards import CardFit, Split, planned_split
+from polarlm.engine.loading.gpu.cpu_experts import AUTO, CpuExperts, cpu_experts
 from polarlm.engine.loading.sizes import (
-    CONTEXT_TO_CHOOSE_BY,
     cache_shape,
-    draft_bytes,
-    fits_beside,
     loaded_bytes,
     store_plan,
     weight_format,
@@ -34,11 +32,13 @@ from polarlm.engine.model.weights import Kept, kept
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.model_loaders import hub
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
 
 CACHE_TYPES = ("f16", "q8_0", *PRESETS)
+
+
+_SplitOf = Callable[[EngineConfig], Split | None]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class CacheFit:
     store_bytes: int = 0  # bytes of the KV store for that context, in the device's memory
     snapshot_bytes: int = 0  # bytes of snapshots of recurrent layers, in the computer's memory; see StorePlan
     contexts: tuple[ContextFit, ...] = ()
+    cards: tuple[CardFit, ...] = ()  # of several GPUs that share the layers
 
 
 @dataclass(frozen=True)
@@ -89,18 +90,6 @@ class DeviceFit:
     name: str
     free: int  # bytes of its memory
     weights: tuple[WeightFit, ...]
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a model needs, and whether the device has it now."""
-
-    device: str  # "cpu", or the name of a GPU
-    bytes: int  # weights and KV store: for the context that fits, or for the least one that has to
-    store: int  # of these, the KV store; 0 if it does not fit
-    tokens: int  # the longest context that fits, of at most the model's own or ctx_size; 0 if it does not fit
-    fits: bool
-    free: int  # bytes of the device's memory
 
 
 def devices(device: str, threads: int = 0) -> list[tuple[str, Ops]]:
@@ -132,7 +121,8 @@ def fit_device(
         asked = contexts if weight_type == config.weight_type else ()
         of = sizes(ops, model, source, format)
         of = replace(of, weights=of.weights + added)
-        weights = fit_weights(settings, ops, model, of, cache_types, asked)
+        split_of = partial(_split, ops=ops, model=model, source=source)
+        weights = fit_weights(settings, ops, model, of, cache_types, asked, split_of=split_of)
         found.append(replace(weights, kept=kept(ops, source, format)))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
@@ -157,6 +147,10 @@ def fit_files(
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
 
+def _split(config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource) -> Split | None:
+    return planned_split(config, ops, model, source, cache_shape(config, WHOLE, ops, model))
+
+
 def _bits(weight_type: str) -> float:
     format = weight_formats.get(weight_type)
     return 8 * format.nbytes / format.values
@@ -170,17 +164,27 @@ def fit_weights(
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
     name: str | None = None,
+    split_of: _SplitOf = lambda config: None,
 ) -> WeightFit:
-    """Return what fits in the memory that weights of these sizes leave. name: replaces their type."""
+    """Return what fits in the memory that weights of these sizes leave. name: replaces their type. split_of: returns
+    how GPUs share the layers, for settings."""
     room, lacking, experts = 0, 0, None
     on_cpu = _cpu_experts(config, ops, model, of)
     try:
         if of.experts:
             experts = expert_plan(config, ops, model, cache_shape(config, WHOLE, ops, model), of)
-        room = ops.room_beside(of.weights - on_cpu.saved if on_cpu else of.weights) if experts is None else experts.room
+        if (split := split_of(config)) is not None:
+            room, of, on_cpu = split.room(), replace(of, weights=sum(share.weights for share in split.shares)), None
+        elif experts is None:
+            room = ops.room_beside(of.weights - on_cpu.saved if on_cpu else of.weights)
+        else:
+            room = experts.room
     except EngineError as error:
         lacking = error.numbers.get("lacking", 0)
-    caches = [_fit_cache(config, ops, model, room, lacking, cache_type, contexts) for cache_type in cache_types]
+    caches = [
+        _fit_cache(replace(config, cache_type=cache_type), ops, model, room, lacking, contexts, split_of)
+        for cache_type in cache_types
+    ]
     kind = name or config.weight_type
     return WeightFit(kind, of.weights, room, lacking, tuple(caches), experts=experts, cpu_experts=on_cpu)
 
@@ -202,105 +206,60 @@ def _fit_cache(
     model: ModelConfig,
     room: int,
     lacking: int,
-    cache_type: str,
     contexts: Sequence[int],
+    split_of: _SplitOf,
 ) -> CacheFit:
-    config = replace(config, cache_type=cache_type)
     try:
         shape = cache_shape(config, WHOLE, ops, model)
+        split = None if lacking else split_of(config)
     except EngineError as error:
-        return CacheFit(cache_type, str(error))
-    plan = None if lacking else _plan(config, ops, model, shape, room)
+        return CacheFit(config.cache_type, str(error))
+
+    def planned(config: EngineConfig) -> StorePlan | None:
+        """The plan of `Engine.load`; None if there is too little memory for one."""
+        try:
+            return store_plan(config, ops, model, shape, room) if split is None else split.plan(config, model, shape)
+        except EngineError:
+            return None
+
+    def lacks(config: EngineConfig, tokens: int) -> int:
+        if split is not None:
+            return split.lacking(config, model, shape, tokens)
+        needed = plan_for_tokens(shape, tokens, config.parallel + config.kept_sequences).bytes
+        return lacking + needed + work_bytes(config, ops, model, shape)(tokens) - room
+
+    plan = None if lacking else planned(config)
     return CacheFit(
-        cache_type,
+        config.cache_type,
         bits_per_value=shape.bits_per_value,
         bytes_per_token=shape.bytes_per_token,
         tokens=plan.tokens if plan else 0,
         store_bytes=plan.bytes if plan else 0,
         snapshot_bytes=plan.snapshot_bytes if plan else 0,
-        contexts=tuple(_fit_context(config, ops, model, shape, room, lacking, tokens) for tokens in contexts),
+        contexts=tuple(_fit_context(config, planned, lacks, lacking, shape, room, tokens) for tokens in contexts),
+        cards=() if split is None or plan is None else split.cards(config, model, plan),
     )
 
 
-def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, room: int) -> StorePlan | None:
-    """Return the plan of `Engine.load`; None if there is too little memory for one."""
-    try:
-        return store_plan(config, ops, model, shape, room)
-    except EngineError:
-        return None
-
-
 def _fit_context(
-    config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, room: int, lacking: int, tokens: int
+    config: EngineConfig,
+    planned: Callable[[EngineConfig], StorePlan | None],
+    lacks: Callable[[EngineConfig, int], int],
+    lacking: int,
+    shape: CacheShape,
+    room: int,
+    tokens: int,
 ) -> ContextFit:
     def holds(count: int) -> bool:
         """Whether a store for `count` sequences at a time fits, and holds them."""
         settings = replace(config, ctx_size=count * tokens, parallel=count, kv_memory=None)
-        plan = _plan(settings, ops, model, shape, room)
+        plan = planned(settings)
         return plan is not None and plan.tokens == count * tokens and plan.sequences(tokens) >= count
 
     if lacking or not holds(1):
-        one = replace(config, ctx_size=tokens, parallel=1)
-        needed = plan_for_tokens(shape, tokens, 1 + config.kept_sequences).bytes + work_bytes(one, ops, model, shape)(
-            tokens
-        )
-        return ContextFit(tokens, 0, lacking + needed - room)
+        return ContextFit(tokens, 0, lacks(replace(config, ctx_size=tokens, parallel=1), tokens))
     more = range(2, 2 + room // max(1, shape.sequence_bytes(tokens)))
     return ContextFit(tokens, 1 + bisect_left(more, True, key=lambda count: not holds(count)), 0)
-
-
-def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.Progress) -> EngineConfig:
-    """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be.
-
-    Of several GGUF files the best that fits in memory is taken. Raises EngineError.
-    """
-    path = str(config.weights)
-    if not path.startswith(hub.PREFIX):
-        return config
-    ops, _ = select(config.device, config.threads)
-    try:
-        found = hub.fetch(hub.parse(path), fits_beside(config, WHOLE, ops), verbose, progress)
-    except model_loaders.LoadError as error:
-        raise EngineError(str(error), "model_unavailable") from error
-    return replace(config, weights=str(found))
-
-
-def need(config: EngineConfig, reserved: int = 0, most: int | None = None) -> Need:
-    """Return what the model of `config` needs, and whether it fits. Raises EngineError.
-
-    It fits if all its weights do, and beside them the requested context, or else the model's own, up to 16,384 tokens.
-    config: settled; its weights are the path of a model that is there.
-    reserved: bytes that other processes will still take of the computer's memory. most: bytes that weights and KV store
-    may have; None for what is free.
-    """
-    ops, _ = select(config.device, config.threads)
-    reserved = reserved if ops.name == "cpu" else 0  # on a GPU all memory is taken while a model is loaded
-    try:
-        model, source, _ = model_loaders.load_weights(str(config.weights), config.mmap)
-    except model_loaders.LoadError as error:
-        raise EngineError(str(error), "model_unavailable") from error
-    try:
-        model = model.for_context(config.ctx_size)
-        weights = sizes(ops, model, source, weight_format(config)).weights
-        weights += adapter_bytes(config, ops, model, source)
-    finally:
-        source.close()
-    shape, draft = cache_shape(config, WHOLE, ops, model), draft_bytes(config, ops)
-    work = work_bytes(config, ops, model, shape)
-    context = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
-    least = weights + plan_for_tokens(shape, context, 1).bytes + draft(context)
-    none = Need(ops.name, least, 0, 0, False, ops.free_memory())
-    try:
-        room = ops.room_beside(weights + reserved)
-        if most is not None:
-            room = min(room, max(0, most - weights))
-        plan = store_plan(config, ops, model, shape, room, draft)
-    except EngineError:
-        return none
-    taken = plan.bytes + draft(plan.tokens)
-    if taken + work(plan.tokens) > room or (plan.tokens < context and config.kv_memory is None):
-        return none
-    return Need(ops.name, weights + taken, plan.bytes, plan.tokens, True, ops.free_memory())
 
 
 def steps_to(context: int) -> list[int]:

@@ -149,6 +149,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         config,
         weights=config.model_draft,
         model_draft=None,
+        tensor_split=None,
         weight_type=AS_STORED,
         lora={},
         lora_merge=False,

@@ -49,41 +49,46 @@ def _described(value: Any) -> Any:
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
     """Yield (name, shape, values from each end) of every weight."""
-    for name, tensor in _tensors(weights):
+    for name, tensor, layer in _tensors(weights):
+        own = ops.of_layer(layer)
         if isinstance(tensor, ExpertLinear):
-            of = ops.host if tensor.on_host and ops.host is not None else ops
+            of = ops.host if tensor.on_host and ops.host is not None else own
             tensor = tensor.parts[0]
             first = last = of.rows(tensor, slice(0, 1))
         elif isinstance(tensor, Matrix | Linear):
             count, width = tensor.shape
             rows = -(-_SAMPLE // width)
-            first, last = (ops.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
+            first, last = (own.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
         else:
-            first = last = tensor if isinstance(tensor, np.ndarray) else ops.to_host(tensor)
+            first = last = tensor if isinstance(tensor, np.ndarray) else own.to_host(tensor)
         yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]
 
 
-def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear | ExpertLinear]]:
-    yield "embedding", weights.embedding
+_Tensor = tuple[str, Array | Matrix | Linear | ExpertLinear, int]  # with a layer that is on the same card
+
+
+def _tensors(weights: ModelWeights) -> Iterator[_Tensor]:
+    last = len(weights.layers) - 1
+    yield "embedding", weights.embedding, 0
     if weights.norm is not None:
-        yield "norm", weights.norm
-    yield "head", weights.head
+        yield "norm", weights.norm, last
+    yield "head", weights.head, last
     if weights.encoder_inputs is not None:
-        yield from _fields("inputs", weights.encoder_inputs)
+        yield from _fields("inputs", weights.encoder_inputs, 0)
     if (inputs := weights.layer_inputs) is not None:
-        yield from (("inputs.table", inputs.table), ("inputs.projection", inputs.projection))
+        yield from (("inputs.table", inputs.table, 0), ("inputs.projection", inputs.projection, 0))
     for number, layer in enumerate(weights.layers):
         if layer.scale is not None:
-            yield f"{number}.scale", layer.scale
+            yield f"{number}.scale", layer.scale, number
         for part, of_part in (("mixer", layer.mixer), ("ffn", layer.ffn), ("embedding", layer.embedding)):
             if of_part is not None:
-                yield from _fields(f"{number}.{part}", of_part)
+                yield from _fields(f"{number}.{part}", of_part, number)
 
 
-def _fields(name: str, part: Any) -> Iterator[tuple[str, Array | Matrix | Linear | ExpertLinear]]:
+def _fields(name: str, part: Any, layer: int) -> Iterator[_Tensor]:
     """Yield the weights in the fields of a dataclass, under names that begin with `name`, and their biases."""
     for field in fields(part):
         if (tensor := getattr(part, field.name)) is not None:
-            yield f"{name}.{field.name}", tensor
+            yield f"{name}.{field.name}", tensor, layer
             if isinstance(tensor, Linear | ExpertLinear) and tensor.bias is not None:
-                yield f"{name}.{field.name}_bias", tensor.bias
+                yield f"{name}.{field.name}_bias", tensor.bias, layer

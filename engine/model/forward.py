@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.kv import HeadTransform
-from polarlm.engine.backends.ops import Array, ExpertCache, Ops, Routing, SamplerInputs
+from polarlm.engine.backends.kv import HeadTransform, PreparedTransform
+from polarlm.engine.backends.ops import Array, ExpertCache, FromCard, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import have_adapters, row_adapters
 from polarlm.engine.model.layers import Eps, Norm
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
-from polarlm.engine.model.prefill import Prefill, Taps
+from polarlm.engine.model.prefill import Prefill, Taps, stages
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.store import KVStore, Span, positions
 from polarlm.engine.weight_formats import Linear, Matrix
@@ -56,11 +55,16 @@ class Transformer:
         # Called in prompts of one span that begin after it is set; never in steps, which may be recorded.
         self.taps: Taps | None = None
         self._ropes = RopeTables(config)
-        transforms = [self._transform_of(layer, attention) for layer, attention in config.attentions.items()]
+        self._stages = stages(ops, len(config.layers))
         self._embedding_norm: Norm = None
         if config.embedding_norm:
-            self._embedding_norm = ops.to_device(np.ones(config.hidden_size, np.float32)), config.norm_eps
-        self._transforms = dict(zip(config.attentions, ops.prepare(transforms), strict=True))
+            ones = self._stages[0].ops.to_device(np.ones(config.hidden_size, np.float32))
+            self._embedding_norm = ones, config.norm_eps
+        self._transforms: dict[int, PreparedTransform] = {}
+        for stage in self._stages:
+            own = [layer for layer in stage.layers if layer in config.attentions]
+            transforms = [self._transform_of(layer, config.attentions[layer]) for layer in own]
+            self._transforms |= zip(own, stage.ops.prepare(transforms), strict=True)
         self.weights = weights
 
     @property
@@ -75,20 +79,21 @@ class Transformer:
 
     def _make_layers(self, weights: ModelWeights) -> None:
         """Make the objects that compute the layers."""
-        config = self.config
-        layers, after = zip(config.layers, weights.layers, strict=True), config.post_norm_eps
-        eps = Eps(config.norm_eps, config.norm_eps if after is None else after)
+        layers, after = zip(self.config.layers, weights.layers, strict=True), self.config.post_norm_eps
+        eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
+        of_layer, cache, transform = self.ops.of_layer, self.store.cache, self._transforms.get
         self._layers = [
-            decoder_layer(self.ops, layer, eps, w, self.store.cache(number), self._transforms.get(number), number)
+            decoder_layer(of_layer(number), layer, eps, w, cache(number), transform(number), number)
             for number, (layer, w) in enumerate(layers)
         ]
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         """The transform of a layer's heads into the stored space."""
-        stored = self.store.conditioning[layer]
+        stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
+        scales = stored.scales(attention.heads)  # (H + 2K, D)
         return HeadTransform(
-            0 if attention.shares_kv else attention.kv_heads,
-            _scales(stored, attention),
+            0 if alone else attention.kv_heads,
+            scales[: attention.heads] if scales is not None and alone else scales,
             stored.key_rotation,
             stored.value_rotation,
             stored.scales_back(attention.heads),
@@ -109,12 +114,10 @@ class Transformer:
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and one layer's K/V.
         """
-        x, inputs = self._embed(self.ops.to_device(np.asarray(ids, np.int32)))
+        x, inputs = self._embed(self._stages[0].ops.to_device(np.asarray(ids, np.int32)))
         first_output = 0 if outputs is None else len(ids) - outputs
-        tables = [self.ops.to_device(table) for table in row_adapters(spans)]
-        adapters = Routing(*tables) if tables else None
-        prefill = Prefill(self.ops, self.store, self._layers, self._ropes, self.taps, adapters)
-        yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer)
+        prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.taps)
+        x = yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer)
         return x[first_output:]
 
     def forward(self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None) -> Array:
@@ -158,7 +161,7 @@ class Transformer:
         ids, sampler_inputs: those of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller
         commits them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
-        chosen, logits = self._launch(spans, np.asarray(ids, np.int32), sampler_inputs)
+        chosen, logits = self._run("step", spans, np.asarray(ids, np.int32), sampler_inputs)
         return self.ops.fetch_tokens(chosen, logits, sampler_inputs)
 
     def step_ahead(
@@ -170,24 +173,29 @@ class Transformer:
         """
         assert self.ops.fetch_later is not None
         given = ids.ids if isinstance(ids, Fetch) else np.asarray(ids, np.int32)
-        chosen, _ = self._launch(spans, given, sampler_inputs)
+        chosen, _ = self._run("step", spans, given, sampler_inputs)
         return self.ops.fetch_later(chosen, sampler_inputs)
 
     def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
         """Run a `step_ahead` without sampling, and return the logits (B, V), valid until the next step begins."""
-        return self.ops.run_graph(("rows", 1, have_adapters(spans)), self._rows, [before.ids, *self._tables(spans)])
+        return self._run("rows", spans, before.ids)
 
     def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
         """Sample the tokens of `rows_ahead` from its logits (B, V), without waiting for them."""
         assert self.ops.fetch_later is not None
-        chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
-        return self.ops.fetch_later(chosen, sampler_inputs)
+        packed = self.ops.pack_sampler_inputs(sampler_inputs)
+        return self.ops.fetch_later(self.ops.sample(logits, packed), sampler_inputs)
 
-    def _launch(self, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput]) -> tuple[Array, Array]:
-        """Compute the rows, and return the tokens (T,) that follow them and logits (T, V), on the device."""
-        inputs = [ids, self.ops.pack_sampler_inputs(sampler_inputs), *self._tables(spans)]
-        most = max(span.count for span in spans)
-        return self.ops.run_graph(("step", most, have_adapters(spans)), self._step, inputs)
+    def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
+        """Compute the rows, one stage after another, and return their logits (T, V) on the device, or with sampler
+        inputs the tokens (T,) that follow them and their logits."""
+        key = name, max(span.count for span in spans), have_adapters(spans)
+        tables, x, newest = self._tables(spans), ids, list[Any]()
+        *before, last = self._stages
+        for number, (ops, _) in enumerate(before):
+            x, newest = FromCard(ops.run_graph(key, _Work(self, number, False), [x, *tables]), ops), [ids]
+        given = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
+        return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *given, *tables])
 
     def _tables(self, spans: Sequence[Span]) -> list[Any]:
         """Return the tables of `_rows` for all rows of `spans`."""
@@ -195,37 +203,44 @@ class Transformer:
         spans_of_groups = self.store.spans(spans, slice(0, len(at)))
         return [*chain.from_iterable(self._ropes.tables(at)), *spans_of_groups, *row_adapters(spans)]
 
-    def _step(self, ids: Array, sampler_inputs: SamplerInputs, *tables: Any) -> tuple[Array, Array]:
-        """ids (T,) int32 → tokens (T,), logits (T, V). tables: as for `_rows`."""
-        logits = self._rows(ids, *tables)
+    def _step(self, stage: int, x: Array, *given: Any) -> tuple[Array, Array]:
+        """The last stage of a step, x → tokens (T,), logits (T, V). given: ids (T,) int32, if x is not these; sampler
+        inputs; tables, as for `_rows`."""
+        ids, (sampler_inputs, *tables) = (given[0], given[1:]) if stage else (x, given)
+        logits = self._rows(stage, x, *tables)
         return self.ops.sample(logits, sampler_inputs, ids), logits
 
-    def _rows(self, ids: Array, *tables: Any) -> Array:
-        """ids (T,) int32 → logits (T, V).
+    def _rows(self, stage: int, x: Array, *tables: Any) -> Array:
+        """One stage of a step: x, ids (T,) int32 of the first stage or else hidden states (T, E) → hidden states, or
+        logits (T, V) of the last stage.
 
         tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers, and if a row has an
         adapter those of `row_adapters`.
         """
-        (x, inputs), first_spans = self._embed(ids, recorded=True), 2 * len(self._ropes)
+        first_spans, inputs = 2 * len(self._ropes), None
+        if stage == 0:
+            x, inputs = self._embed(x, recorded=True)
         ropes = [tables[first : first + 2] for first in range(0, first_spans, 2)]
         of_rows = tables[first_spans + len(self.store.groups) :]
         adapters = Routing(*of_rows) if of_rows else None
-        for number, layer in enumerate(self._layers):
+        for number in self._stages[stage].layers:
+            layer = self._layers[number]
             rope, spans = self._ropes.of_layer(number, ropes), tables[first_spans + self.store.group_of(number)]
             seen = layer.mixer.project(x, rope, spans, adapters=adapters, recorded=True)
             layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
             layer.finish(x, inputs, adapters=adapters, recorded=True)
-        return self._head(x, recorded=True)
+        return self._head(x, recorded=True) if stage == len(self._stages) - 1 else x
 
     def _embed(self, ids: Array, *, recorded: bool = False) -> tuple[Array, Array | None]:
         """ids (T,) int32 → embeddings (T, E), and the inputs of all layers (T, L·P) if they have any."""
-        x = self.ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
+        ops = self._stages[0].ops
+        x = ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
         if self._embedding_norm is not None:
-            self.ops.rms_norm(x, self._embedding_norm)
+            ops.rms_norm(x, self._embedding_norm)
         if self.weights.layer_inputs is None:
             return x, None
         scale, eps = math.sqrt(self.config.layer_embedding / 2), self.config.norm_eps * self.config.hidden_size
-        return x, self.weights.layer_inputs.of(self.ops, ids, x, scale, eps, recorded=recorded)
+        return x, self.weights.layer_inputs.of(ops, ids, x, scale, eps, recorded=recorded)
 
     def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
         """hidden (T, E) → logits (T, V)."""
@@ -236,7 +251,13 @@ class Transformer:
         return logits
 
 
-def _scales(stored: Conditioning, attention: Attention) -> np.ndarray | None:
-    """The factors (H + 2K, D) of a layer's queries, keys and values, or (H, D) of one that has queries alone."""
-    scales = stored.scales(attention.heads)
-    return scales[: attention.heads] if scales is not None and attention.shares_kv else scales
+@dataclass(frozen=True)
+class _Work:
+    """What a device computes of a step. Equal ones are one recording."""
+
+    model: Transformer
+    stage: int
+    samples: bool
+
+    def __call__(self, *given: Any) -> Any:
+        return (self.model._step if self.samples else self.model._rows)(self.stage, *given)

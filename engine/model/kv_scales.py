@@ -48,16 +48,16 @@ def variances(
     sizes = block_sizes or [None] * len(config.layers)
     layers = [config.kv_attentions.get(number) for number in range(len(config.layers))]
     return [
-        None if own is None else _variances(ops, own, w.mixer, squares, size)
-        for own, w, squares, size in zip(layers, weights.layers, inputs, sizes, strict=True)
+        None if own is None else _variances(ops.of_layer(number), own, w.mixer, squares, size)
+        for number, (own, w, squares, size) in enumerate(zip(layers, weights.layers, inputs, sizes, strict=True))
     ]
 
 
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
     """Yield the mean squares of the input to each layer's projections, (E,) float64, if a norm precedes them."""
-    for layer in weights.layers:
+    for number, layer in enumerate(weights.layers):
         norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else np.empty(0)
-        yield np.square(ops.to_host(norm), dtype=np.float64)
+        yield np.square(ops.of_layer(number).to_host(norm), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:
@@ -65,14 +65,14 @@ def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Itera
     step = 4096  # rows
     squares = np.zeros(config.hidden_size)
     for first in range(0, config.vocab_size, step):
-        rows = ops.rows(weights.embedding, slice(first, min(first + step, config.vocab_size)))
+        rows = ops.of_layer(0).rows(weights.embedding, slice(first, min(first + step, config.vocab_size)))
         squares += np.square(rows, dtype=np.float64).sum(axis=0)
     squares *= config.embedding_scale**2 / config.vocab_size
-    for layer in weights.layers:
+    for number, layer in enumerate(weights.layers):
         yield squares
         assert layer.ffn is not None  # layers with norms of results have networks
         for norm in (layer.mixer.post_norm, layer.ffn.post_norm):
-            squares = squares + np.square(ops.to_host(norm), dtype=np.float64)
+            squares = squares + np.square(ops.of_layer(number).to_host(norm), dtype=np.float64)
 
 
 def _variances(

@@ -5,13 +5,15 @@ Letters: T rows, E hidden size, H query heads, K KV heads, D head dim.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from polarlm.engine.backends.kv import Spans
-from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
+from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.experts import Experts
 from polarlm.engine.model.layers.kinds import DecoderLayer
@@ -27,6 +29,19 @@ call returns. Parts of a prompt may be passed in any order, and by several threa
 """
 
 
+class Stage(NamedTuple):
+    """The consecutive layers of a model that one device has."""
+
+    ops: Ops
+    layers: Sequence[int]
+
+
+def stages(ops: Ops, layers: int) -> list[Stage]:
+    """Return the stages of a model with this number of layers."""
+    runs = itertools.groupby(range(layers), ops.of_layer)
+    return [Stage(own, [*numbers]) for own, numbers in runs]
+
+
 @dataclass(frozen=True)
 class _Part:
     """Rows of a prompt that are computed together, and the spans that they belong to."""
@@ -40,20 +55,20 @@ class _Part:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward pass of prompts. taps: called in prompts of one span. adapters: those of all rows; None if none has
-    one."""
+    """The forward pass of prompts. taps: called in prompts of one span."""
 
+    stages: Sequence[Stage]
     ops: Ops
     store: KVStore
     layers: Sequence[DecoderLayer]
     ropes: RopeTables
     taps: Taps | None
-    adapters: Routing | None = None
 
     def units(
         self, x: Array, inputs: Array | None, spans: Sequence[Span], first_output: int, *, by_layer: bool
-    ) -> Generator[int, None, None]:
-        """Compute all layers for x (T, E), the embedded rows of `spans`, in place, and seal them.
+    ) -> Generator[int, None, Array]:
+        """Compute all layers for x (T, E), the embedded rows of `spans`, in place, and seal them. Returns x, or what it
+        has become on the device of the last layer.
 
         inputs: those of all layers (T, L·P), if any.
 
@@ -63,22 +78,28 @@ class Prefill:
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
         count, whole = len(x), any(span.round_trip for span in spans)
         step = count if whole else self.ops.prefill_rows
-        ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self.ropes.tables(positions(spans))]
+        ropes, of_rows = self.ropes.tables(positions(spans)), row_adapters(spans)
         units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
         split = partial(self.ops.split_rows, among_experts=any(isinstance(layer.ffn, Experts) for layer in self.layers))
         parts = [[self._part(spans, rows, first_output) for rows in split(unit)] for unit in units]
         done, last = 0, (len(self.layers) - 1, units[-1])
-        for layer in range(len(self.layers)):
-            for span in spans:
-                self.store.begin_layer(layer, span)
-            rope = self.ropes.of_layer(layer, ropes)
-            for unit, unit_parts in zip(units, parts, strict=True):
-                self._layer(layer, x, inputs, rope, unit_parts, spans if unit is units[-1] else ())
-                rows = unit.stop - unit.start
-                done += rows
-                if by_layer or done + rows > step or (layer, unit) == last:
-                    yield done
-                    done = 0
+        for number, (ops, layers) in enumerate(self.stages):
+            if number:
+                x = ops.to_device(FromCard(x, self.stages[number - 1].ops))
+            own = [(ops.to_device(cos), ops.to_device(sin)) for cos, sin in ropes]
+            adapters = Routing(*map(ops.to_device, of_rows)) if of_rows else None
+            for layer in layers:
+                for span in spans:
+                    self.store.begin_layer(layer, span)
+                rope = self.ropes.of_layer(layer, own)
+                for unit, unit_parts in zip(units, parts, strict=True):
+                    self._layer(layer, x, inputs, rope, unit_parts, spans if unit is units[-1] else (), adapters)
+                    rows = unit.stop - unit.start
+                    done += rows
+                    if by_layer or done + rows > step or (layer, unit) == last:
+                        yield done
+                        done = 0
+        return x
 
     def _part(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Part:
         count = rows.stop - rows.start
@@ -98,8 +119,12 @@ class Prefill:
         rope: Any,
         parts: Sequence[_Part],
         complete: Sequence[Span],
+        of_rows: Routing | None,
     ) -> None:
-        """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`."""
+        """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`.
+
+        of_rows: the adapters of all rows; None if none has one.
+        """
         mixer = self.layers[layer].mixer
         group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
 
@@ -112,7 +137,7 @@ class Prefill:
             if seen is not None:
                 seen("input", x[rows])
             own = None if rope is None else (rope[0][rows], rope[1][rows])
-            adapters = self.adapters and self.adapters.part(rows)
+            adapters = of_rows and of_rows.part(rows)
             return mixer.project(x[rows], own, parts[i].spans[group], adapters=adapters, recorded=False, tap=seen)
 
         def mix(i: int) -> None:
@@ -122,7 +147,7 @@ class Prefill:
                     part.last if is_last else part.spans[group],
                     slice(part.rows.start + skipped, part.rows.stop),
                 )
-                rows, adapters, seen = x[kept], self.adapters and self.adapters.part(kept), tap(part.position + skipped)
+                rows, adapters, seen = x[kept], of_rows and of_rows.part(kept), tap(part.position + skipped)
                 mixer.mix(rows, queries[i][skipped:], spans, adapters=adapters, recorded=False, tap=seen)
                 own = None if inputs is None else inputs[kept]
                 self.layers[layer].finish(rows, own, adapters=adapters, recorded=False)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -126,7 +127,15 @@ def load_weights(
     on_host: the experts of this many layers, the first ones, stay on `Ops.host`. adapters: those that requests choose
     among, by their numbers.
     """
-    read = _Reader(ops, source, progress, weight_type, kept, cache, adapters)
+    readers: dict[Ops, _Reader] = {}  # one for each card
+
+    def reader(layer: int) -> _Reader:
+        own = ops.of_layer(layer)
+        if own not in readers:
+            readers[own] = _Reader(own, source, progress, weight_type, kept, cache, adapters)
+        return readers[own]
+
+    read, last = reader(0), len(config.layers) - 1
     of_host = None if ops.host is None else _Reader(ops.host, source, progress, weight_type, None, None, ())
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
@@ -134,9 +143,10 @@ def load_weights(
     layers = []
     for number in range(len(config.layers)) if numbers is None else numbers:
         layer = config.layers[number]
-        of_experts = of_host if of_host is not None and number < on_host else read
+        of_layer = reader(number)
+        of_experts = of_host if of_host is not None and number < on_host else of_layer
         count = layer.ffn.count if isinstance(layer.ffn, Experts) else 0
-        own = _LayerReader(read, of_experts, table.layers[number], count)
+        own = _LayerReader(of_layer, of_experts, table.layers[number], count)
         whole = (
             MIXERS[type(layer.mixer)].Weights.read(own),
             None if layer.ffn is None else FFNS[type(layer.ffn)].Weights.read(own),
@@ -144,8 +154,12 @@ def load_weights(
             LayerEmbeddingWeights.read(own),
         )
         layers.append(LayerWeights(*whole))
-    norm = read.vector(top["norm"], config.logit_scale) if "norm" in top else None
-    head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
+    of_last = reader(last)
+    norm = of_last.vector(top["norm"], config.logit_scale) if "norm" in top else None
+    if "head" in top:
+        head = of_last.linear(top["head"])
+    else:  # a card that lacks the embedding has a copy of it
+        head = Linear((embedding,)) if of_last is read else of_last.linear(top["embedding"])
     inputs = None
     if "layer_embedding" in top:
         (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
@@ -154,7 +168,8 @@ def load_weights(
     of_encoder = _encoder_inputs(read, top) if config.is_encoder else None
     ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
     merged = source.merged if isinstance(source, MergedWeights) else ()
-    return ModelWeights(embedding, layers, norm, head, read.bytes, inputs, cache, host_bytes, of_encoder, merged)
+    nbytes = sum(one.bytes for one in readers.values())
+    return ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, merged)
 
 
 def _encoder_inputs(read: _Reader, top: Mapping[str, Sequence[str]]) -> EncoderInputs:
@@ -208,6 +223,29 @@ def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | Non
         ops.matrix_bytes(_format(ops, source, name, weight_type), count) if len(source.shape(name)) > 1 else 4 * count
         for name, count in counts.items()
     )
+
+
+def bytes_of_layers(
+    ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None
+) -> tuple[int, list[int], int]:
+    """Return the bytes of `weight_bytes` by place: those of tensors before the first layer, of each layer, and of the
+    head, a copy of the embedding if it is tied."""
+    table = tensors(config)
+
+    def size(names: Sequence[str]) -> int:
+        return sum(
+            ops.matrix_bytes(_format(ops, source, name, weight_type), count)
+            if len(source.shape(name)) > 1
+            else 4 * count
+            for name in names
+            for count in [math.prod(source.shape(name))]
+        )
+
+    def slots(of: Mapping[str, Sequence[Any]], *left_out: str) -> int:
+        return sum(size([spec.name for spec in specs]) for slot, specs in of.items() if slot not in left_out)
+
+    head = size([spec.name for spec in table.top.get("head", table.top["embedding"])])
+    return slots(table.top, "head"), [slots(of) for of in table.layers], head
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class ConvShape(TokenBlocks):
 
 @dataclass
 class _Prompt:
-    """The growth of a prompt, in the layer that is being computed.
+    """The growth of a prompt on a card, in the layer that is being computed.
 
     last: the inputs of the newest `before` tokens (before, channels). targets: number of a block → the arrays that keep
     inputs which its tokens see, those of the `before` tokens before it first.
@@ -62,7 +62,7 @@ class _Prompt:
     last: Array
     targets: Mapping[int, Sequence[Array]] = field(default_factory=dict)
 
-    def add(self, inputs: Array, before: int, block_size: int) -> None:
+    def add(self, ops: Ops, inputs: Array, before: int, block_size: int) -> None:
         """Keep the inputs of further tokens, which follow the newest `before` ones (before + tokens, channels)."""
         first, end = self.position - before, self.position - before + len(inputs)  # positions
         for number in range(self.position // block_size, (end + before - 1) // block_size + 1):
@@ -70,41 +70,46 @@ class _Prompt:
             for target in self.targets.get(number, ()):
                 low, high = max(first, begin), min(end, begin + len(target))
                 if low < high:
-                    target[low - begin : high - begin] = inputs[low - first : high - first]
-        self.last[:] = inputs[len(inputs) - before :]
+                    ops.assign(target[low - begin : high - begin], inputs[low - first : high - first])
+        ops.assign(self.last, inputs[len(inputs) - before :])
         self.position = end
 
 
 class _View(NamedTuple):
     """Rows of a span; see `LayerState.view`."""
 
-    growth: _Prompt | None  # None for a step
+    growth: Mapping[Ops, _Prompt] | None  # by the ops of the card; None for a step
     rows: np.ndarray  # int32 (rows, 4), as in `Ops.short_conv`
 
 
 @dataclass
 class PromptInputs:
-    """Rows of prompts, in the form that `ShortConv` takes. rows: int32 (T, 4) of `memory`, which has a slot for each
-    span; see `Ops.short_conv`."""
+    """Rows of prompts, in the form that `ShortConv` takes. ops: those of the layer."""
 
-    rows: Array
-    _ops: Ops
-    _spans: Sequence[tuple[_Prompt, int]]  # growths, and how many rows they have here
+    _rows: np.ndarray
+    _spans: Sequence[tuple[Mapping[Ops, _Prompt], int]]  # growths, and how many rows they have here
     _before: int  # inputs before the first
     _block_size: int
+    _on_cards: dict[Ops, Array] = field(default_factory=dict)
 
-    def memory(self) -> Array:
+    def rows(self, ops: Ops) -> Array:
+        """Return int32 (T, 4) of `memory`, which has a slot for each span; see `Ops.short_conv`."""
+        if ops not in self._on_cards:
+            self._on_cards[ops] = ops.to_device(self._rows)
+        return self._on_cards[ops]
+
+    def memory(self, ops: Ops) -> Array:
         """Return slots with the inputs before these rows: float32 (spans, before + rows, channels)."""
         rows = self._before + max(count for _, count in self._spans)
-        memory = self._ops.empty((len(self._spans), rows, self._spans[0][0].last.shape[1]))
+        memory = ops.empty((len(self._spans), rows, self._spans[0][0][ops].last.shape[1]))
         for number, (growth, _) in enumerate(self._spans):
-            memory[number][: self._before] = growth.last
+            ops.assign(memory[number][: self._before], growth[ops].last)
         return memory
 
-    def keep(self, memory: Array) -> None:
+    def keep(self, ops: Ops, memory: Array) -> None:
         """Keep what these rows have added to `memory`."""
         for number, (growth, count) in enumerate(self._spans):
-            growth.add(memory[number][: self._before + count], self._before, self._block_size)
+            growth[ops].add(ops, memory[number][: self._before + count], self._before, self._block_size)
 
 
 class ConvInputs(TableGroup):
@@ -120,10 +125,14 @@ class ConvInputs(TableGroup):
         self._ops, self._shape, self._before = ops, shape, shape.width - 1
         quantized, full = blocks
         self._ends, self._slots = (
-            {layer: ops.to_device(np.zeros((count, rows, shape.channels), np.float32)) for layer in layers}
+            {
+                layer: ops.of_layer(layer).to_device(np.zeros((count, rows, shape.channels), np.float32))
+                for layer in layers
+            }
             for count, rows in ((quantized, self._before), (full, self._before + block_size))
         )
-        self._nothing = ops.to_device(np.zeros((self._before, shape.channels), np.float32))
+        nothing = np.zeros((self._before, shape.channels), np.float32)
+        self._nothing = {own: own.to_device(nothing) for own in dict.fromkeys(map(ops.of_layer, layers))}
 
     def cache(self, layer: int) -> Array:
         """The slots of one layer, float32 (slots, before + block size, channels)."""
@@ -132,9 +141,10 @@ class ConvInputs(TableGroup):
     # -- growing -----------------------------------------------------------------------------------------------
 
     def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
-        last = self._ops.empty((self._before, self._shape.channels))
+        shape = self._before, self._shape.channels
+        prompts = {ops: _Prompt(start, ops.empty(shape)) for ops in self._nothing}
         growth = self.grow(table, start, count)
-        growth.buffer = _Prompt(start, last)
+        growth.buffer = prompts
         return growth
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
@@ -144,15 +154,15 @@ class ConvInputs(TableGroup):
         for number, slot in growth.slots.items():
             if slot != table.current:
                 for layer, slots in self._slots.items():
-                    own = slots[slot][: self._before]
-                    own[:] = self._end(layer, table, number) if before is None else slots[before][n:]
+                    last = self._end(layer, table, number) if before is None else slots[before][n:]
+                    self._ops.of_layer(layer).assign(slots[slot][: self._before], last)
             before = slot
         return growth
 
     def _end(self, layer: int, table: BlockTable, number: int) -> Array:
         """The inputs that the first token of block `number` sees, where the block before it is complete."""
         if number == 0:
-            return self._nothing
+            return self._nothing[self._ops.of_layer(layer)]
         if number == 1:
             assert table.sink is not None
             return self._slots[layer][table.sink][self.block_size :]
@@ -179,8 +189,7 @@ class ConvInputs(TableGroup):
         for number, view in enumerate(views):
             view.rows[:, 0] = 1 + number
         spans = [(view.growth, len(view.rows)) for view in views if view.growth is not None]
-        rows = self._ops.to_device(np.concatenate([view.rows for view in views]))
-        return PromptInputs(rows, self._ops, spans, self._before, self.block_size)
+        return PromptInputs(np.concatenate([view.rows for view in views]), spans, self._before, self.block_size)
 
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
@@ -194,8 +203,10 @@ class ConvInputs(TableGroup):
         targets = {number + 1: [self._ends[layer][block]] for number, block in growth.quantized.items()}
         for number, slot in growth.slots.items():
             targets.setdefault(number, []).append(slots[slot])
-        growth.buffer.last[:] = last
-        growth.buffer.position, growth.buffer.targets = start, targets
+        ops = self._ops.of_layer(layer)
+        prompt = growth.buffer[ops]
+        ops.assign(prompt.last, last)
+        prompt.position, prompt.targets = start, targets
 
     def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: what blocks keep is written as it is computed."""
@@ -210,35 +221,39 @@ class ConvInputs(TableGroup):
         if growth.buffer is None:
             for block, slot in self.filled(growth, length):
                 for layer in self.layers:
-                    self._ends[layer][block] = self._slots[layer][slot][self.block_size :]
+                    last = self._slots[layer][slot][self.block_size :]
+                    self._ops.of_layer(layer).assign(self._ends[layer][block], last)
         super().commit(table, growth, length)
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
-        for slots in self._slots.values():
-            slots[target][: self._before + tokens] = slots[source][: self._before + tokens]
+        for layer, slots in self._slots.items():
+            copied = slots[source][: self._before + tokens]
+            self._ops.of_layer(layer).assign(slots[target][: self._before + tokens], copied)
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        to_host = self._ops.to_host
+        of_layer = self._ops.of_layer
         return {
-            (layer, "inputs"): np.stack([to_host(ends[block]) for block in blocks])
+            (layer, "inputs"): np.stack([of_layer(layer).to_host(ends[block]) for block in blocks])
             for layer, ends in self._ends.items()
         }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         for layer, ends in self._ends.items():
             for block, inputs in zip(blocks, arrays[layer, "inputs"], strict=True):
-                ends[block][:] = self._ops.to_device(inputs)
+                ops = self._ops.of_layer(layer)
+                ops.assign(ends[block], ops.to_device(inputs))
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         rows = self._before + tokens
-        return {(layer, "inputs"): self._ops.to_host(slots[slot][:rows]) for layer, slots in self._slots.items()}
+        of_layer = self._ops.of_layer
+        return {(layer, "inputs"): of_layer(layer).to_host(slots[slot][:rows]) for layer, slots in self._slots.items()}
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer, slots in self._slots.items():
-            given = arrays[layer, "inputs"]
-            slots[slot][: len(given)] = self._ops.to_device(given)
+            ops, given = self._ops.of_layer(layer), arrays[layer, "inputs"]
+            ops.assign(slots[slot][: len(given)], ops.to_device(given))
 
     def bytes(self, table: BlockTable) -> int:
         full = (table.sink is not None) + (table.current is not None)

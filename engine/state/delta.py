@@ -18,12 +18,13 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.delta_slots import (
-    Prompt,
     PromptRows,
     View,
     copy_slot,
     ends_to_keep,
     first_tokens,
+    new_prompts,
+    new_slots,
     one_slot,
 )
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
@@ -123,17 +124,17 @@ class DeltaState:
         self.quantized, self.full = map(BlockAllocator, blocks)
         self._ops, self._shape = ops, shape
         quantized, full = blocks
-        self._slots = {layer: self._new_slots(full) for layer in layers}
+        arrays = shape.full_arrays(block_size)
+        self._slots = {layer: new_slots(ops.of_layer(layer), arrays, full) for layer in layers}
+        self._of_cards: dict[Ops, list[DeltaSlots]] = {}
+        for layer, slots in self._slots.items():
+            self._of_cards.setdefault(ops.of_layer(layer), []).append(slots)
         self._snapshots = {
             layer: {
                 name: np.zeros((quantized, *shape), dtype) for name, shape, dtype in shape.block_arrays(block_size, "")
             }
             for layer in layers
         }
-
-    def _new_slots(self, count: int) -> DeltaSlots:
-        arrays = self._shape.full_arrays(self.block_size)
-        return DeltaSlots(*(self._ops.to_device(np.zeros((count, *one.shape), one.dtype)) for one in arrays))
 
     def cache(self, layer: int) -> DeltaSlots:
         """Return the slots of one layer."""
@@ -155,14 +156,8 @@ class DeltaState:
             numbers = [] if as_steps else ends_to_keep(start // n, end // n, table.branch)
             numbers = numbers[max(0, len(numbers) - self.quantized.free) :]
             growth.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
-            matrices, inputs = (
-                self._ops.empty((len(numbers), *one.shape))
-                for name in ("matrices", "inputs")
-                for one in self._shape.full_arrays(0)
-                if one.name == name
-            )
-            slot = DeltaSlots(*(self._ops.empty((1, *one.shape)) for one in self._shape.full_arrays(n)))
-            growth.buffer = Prompt(slot, DeltaEnds(numbers, matrices, inputs), {})
+            slot, ends = self._shape.full_arrays(n), self._shape.full_arrays(0)
+            growth.buffer = new_prompts(self._of_cards, slot, ends, numbers)
         except BaseException:  # there is no memory for the buffer
             self.abort(growth)
             raise
@@ -180,22 +175,23 @@ class DeltaState:
 
     def _begin(self, layer: int, table: BlockTable, start: int, slot: DeltaSlots) -> None:
         """Write what a sequence begins with, that has no slot: nothing, or the snapshot at `start`."""
+        ops, inputs = self._ops.of_layer(layer), slot.inputs[0, : self._shape.mixer.width - 1]
         if start == 0:
-            slot.matrices[0] = 0
-            slot.inputs[0, : self._shape.mixer.width - 1] = 0
+            ops.assign(slot.matrices[0], 0)
+            ops.assign(inputs, 0)
             return
         block = table.block(start // self.block_size - 1)
         assert block is not None
         kept = {name: array[block] for name, array in self._snapshots[layer].items()}
-        slot.matrices[0] = self._ops.restore_states(kept, self._shape.codes)
-        slot.inputs[0, : self._shape.mixer.width - 1] = self._ops.to_device(kept["inputs"])
+        ops.assign(slot.matrices[0], ops.restore_states(kept, self._shape.codes))
+        ops.assign(inputs, ops.to_device(kept["inputs"]))
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> View:
         return View(growth.buffer, next(iter(growth.slots.values())), rows, position)
 
     def spans(self, views: Sequence[View]) -> np.ndarray | PromptRows:
-        if views and views[0].prompt is not None:
-            return PromptRows(self._ops, views, self.block_size)
+        if views and views[0].prompts is not None:
+            return PromptRows(views, self.block_size)
         spans = [
             DeltaSpan(view.slot, view.rows.start, view.rows.stop - view.rows.start, view.position % self.block_size)
             for view in views
@@ -205,20 +201,23 @@ class DeltaState:
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
             return
+        ops = self._ops.of_layer(layer)
         if table.current is None:
-            self._begin(layer, table, start, growth.buffer.slot)
+            self._begin(layer, table, start, growth.buffer[ops].slot)
         else:
-            copy_slot(growth.buffer.slot, one_slot(self._slots[layer], table.current), start % self.block_size)
+            current = one_slot(self._slots[layer], table.current)
+            copy_slot(ops, growth.buffer[ops].slot, current, start % self.block_size)
 
     def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Copy the state after a prompt to the growth's slot, and begin to copy its snapshots to the host."""
         if growth.buffer is None:
             return
-        slot, ends, kept = growth.buffer
+        ops = self._ops.of_layer(layer)
+        slot, ends, kept = growth.buffer[ops]
         (target,) = growth.slots.values()
-        copy_slot(one_slot(self._slots[layer], target), slot, (start + count) % self.block_size)
+        copy_slot(ops, one_slot(self._slots[layer], target), slot, (start + count) % self.block_size)
         if growth.quantized:
-            kept[layer] = self._ops.keep_states(ends, self._shape.codes)
+            kept[layer] = ops.keep_states(ends, self._shape.codes)
 
     def _write(self, kept: Mapping[int, FetchStates], blocks: Collection[int]) -> None:
         """Write snapshots of all layers, in the order of `blocks`."""
@@ -238,9 +237,10 @@ class DeltaState:
         assert isinstance(table, DeltaTable)
         ((number, slot),) = growth.slots.items()
         if growth.buffer is not None:
-            self._write(growth.buffer.kept, growth.quantized.values())
+            self._write(next(iter(growth.buffer.values())).kept, growth.quantized.values())
         elif length // self.block_size > number:
-            self._ops.advance_delta([*self._slots.values()], [slot], tiled=self._shape.mixer.tiled)
+            for ops, layers in self._of_cards.items():
+                ops.advance_delta(layers, [slot], tiled=self._shape.mixer.tiled)
         if table.current not in (None, slot):
             self.full.release(table.current)
         table.current = slot
@@ -291,14 +291,14 @@ class DeltaState:
             for layer, slots in self._slots.items():
                 own = one_slot(slots, table.current)
                 ends = DeltaEnds([number], own.matrices, own.inputs[:, :before])
-                kept[layer] = self._ops.keep_states(ends, self._shape.codes)
+                kept[layer] = self._ops.of_layer(layer).keep_states(ends, self._shape.codes)
             self._write(kept, [block])
             table.snapshots[number] = block
         return table.block(number)
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
-        for slots in self._slots.values():
-            copy_slot(one_slot(slots, target), one_slot(slots, source), tokens)
+        for layer, slots in self._slots.items():
+            copy_slot(self._ops.of_layer(layer), one_slot(slots, target), one_slot(slots, source), tokens)
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 
@@ -313,16 +313,16 @@ class DeltaState:
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
-            (layer, name): self._ops.to_host(array[0])
+            (layer, name): self._ops.of_layer(layer).to_host(array[0])
             for layer, slots in self._slots.items()
             for name, array in first_tokens(one_slot(slots, slot), tokens)._asdict().items()
         }
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer, slots in self._slots.items():
-            tokens = arrays[layer, "decays"].shape[1]
+            ops, tokens = self._ops.of_layer(layer), arrays[layer, "decays"].shape[1]
             for name, array in first_tokens(one_slot(slots, slot), tokens)._asdict().items():
-                array[0] = self._ops.to_device(arrays[layer, name])
+                ops.assign(array[0], ops.to_device(arrays[layer, name]))
 
     def reserve_table(self, length: int, dropped: int, with_sink: bool) -> DeltaTable:
         complete = length // self.block_size

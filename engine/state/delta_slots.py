@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, FetchStates, Mamba2Weights
 from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.state.shapes import ArraySpec
 
 _STEP = 4  # of the distances, in blocks, between the end of a prompt and the snapshots before it
 
 
 class Prompt(NamedTuple):
-    """The buffer of a prompt's growth, for the layer that is being computed. ends: with numbers in the sequence. kept:
-    the snapshots of the layers before it."""
+    """The buffer of a prompt's growth on a card, for the layer that is being computed. ends: with numbers in the
+    sequence. kept: the snapshots of the layers before it, of all cards."""
 
     slot: DeltaSlots  # one
     ends: DeltaEnds
@@ -23,9 +24,10 @@ class Prompt(NamedTuple):
 
 
 class View(NamedTuple):
-    """Rows of a span; see `LayerState.view`. prompt: None for a step, whose slot has the number `slot`."""
+    """Rows of a span; see `LayerState.view`. prompts: by the ops of the card; None for a step, which has the slot
+    `slot`."""
 
-    prompt: Prompt | None
+    prompts: Mapping[Ops, Prompt] | None
     slot: int
     rows: slice
     position: int
@@ -34,28 +36,49 @@ class View(NamedTuple):
 class PromptRows(NamedTuple):
     """Rows of prompts, in the form that recurrent layers take."""
 
-    ops: Ops
     views: Sequence[View]
     block_size: int
 
-    def compute(self, op: Callable[..., Array], projected: Array, w: DeltaWeights | Mamba2Weights) -> Array:
-        """Add rows to their growths with `Ops.gated_delta` or `Ops.mamba2`."""
-        results = [self._of_one_slot(op, view, projected[view.rows], w) for view in self.views]
+    def compute(self, ops: Ops, op: Callable[..., Array], projected: Array, w: DeltaWeights | Mamba2Weights) -> Array:
+        """Add rows to their growths with the op `gated_delta` or `mamba2` of `ops`, those of the layer."""
+        results = [self._of_one_slot(ops, op, view, projected[view.rows], w) for view in self.views]
         if len(results) == 1:
             return results[0]
-        y = self.ops.empty((len(projected), results[0].shape[1]))
+        y = ops.empty((len(projected), results[0].shape[1]))
         for view, result in zip(self.views, results, strict=True):
-            y[view.rows] = result
+            ops.assign(y[view.rows], result)
         return y
 
     def _of_one_slot(
-        self, op: Callable[..., Array], view: View, projected: Array, w: DeltaWeights | Mamba2Weights
+        self, ops: Ops, op: Callable[..., Array], view: View, projected: Array, w: DeltaWeights | Mamba2Weights
     ) -> Array:
-        assert view.prompt is not None
-        slot, ends, _ = view.prompt
+        assert view.prompts is not None
+        slot, ends, _ = view.prompts[ops]
         number, place = divmod(view.position, self.block_size)
         spans = np.array([DeltaSpan(0, 0, len(projected), place)], np.int32)
         return op(projected, w, slot, spans, ends._replace(numbers=[end - number for end in ends.numbers]))
+
+
+def new_slots(ops: Ops, arrays: Sequence[ArraySpec], count: int) -> DeltaSlots:
+    """Return slots of zeros with these arrays."""
+    return DeltaSlots(*(ops.to_device(np.zeros((count, *one.shape), one.dtype)) for one in arrays))
+
+
+def new_prompts(
+    cards: Iterable[Ops], slot: Sequence[ArraySpec], ends: Sequence[ArraySpec], numbers: Sequence[int]
+) -> dict[Ops, Prompt]:
+    """Return the buffers of a prompt on each card. slot: the arrays of a slot; ends: those of one without tokens.
+    numbers: of the ends to keep."""
+    kept: dict[int, FetchStates] = {}
+    shapes = [one.shape for one in ends if one.name in ("matrices", "inputs")]
+    return {
+        ops: Prompt(
+            DeltaSlots(*(ops.empty((1, *one.shape)) for one in slot)),
+            DeltaEnds(numbers, *(ops.empty((len(numbers), *shape)) for shape in shapes)),
+            kept,
+        )
+        for ops in cards
+    }
 
 
 def one_slot(slots: DeltaSlots, slot: int) -> DeltaSlots:
@@ -75,10 +98,10 @@ def first_tokens(slot: DeltaSlots, tokens: int) -> DeltaSlots:
     )
 
 
-def copy_slot(target: DeltaSlots, source: DeltaSlots, tokens: int) -> None:
+def copy_slot(ops: Ops, target: DeltaSlots, source: DeltaSlots, tokens: int) -> None:
     """Copy one slot with the first `tokens` tokens of its block."""
     for to, given in zip(first_tokens(target, tokens), first_tokens(source, tokens), strict=True):
-        to[:] = given
+        ops.assign(to, given)
 
 
 def ends_to_keep(first: int, complete: int, branch: int | None) -> list[int]:

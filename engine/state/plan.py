@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from polarlm.engine.codecs import FULL, get
@@ -28,6 +28,10 @@ class StorePlan:
     def bytes(self) -> int:
         """Bytes of the store in the device's memory."""
         return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots)
+
+    def bytes_of(self, layers: Container[int]) -> int:
+        """Return the bytes of some layers in the device's memory."""
+        return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots, layers)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -110,6 +114,15 @@ def plan_for_memory(
     longer = range(least.tokens + 1, max_tokens + 1)
     tokens = least.tokens + bisect_right(longer, memory, key=lambda count: plan(count).bytes + other_bytes(count))
     return plan(tokens)
+
+
+def smallest(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
+    """Return the plan for all layers of `shape` that takes no more of any of its parts than `plans`, one for each."""
+    tokens, slots = min(plan.tokens for plan in plans), min(plan.full_slots for plan in plans)
+    more, more_tokens = min(plan.more_slots for plan in plans), min(plan.more_tokens for plan in plans)
+    return StorePlan(
+        shape, tokens, _quantized_blocks(shape, tokens, slots, more, more_tokens), slots, more, more_tokens
+    )
 
 
 def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -290,15 +290,20 @@ class CacheShape:
         """Return how many quantized blocks a store has besides those that sequences need, per group."""
         return tuple(self.layers[layers[0]].more_blocks(full_slots, more) for _, layers in self.groups)
 
-    def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int, more: int = 0) -> int:
+    def bytes(
+        self, quantized_blocks: tuple[int, ...], full_slots: int, more: int = 0, of: Container[int] | None = None
+    ) -> int:
         """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` and `more` in groups of K/V.
 
-        What is in the computer's memory beside a GPU's is left out.
+        What is in the computer's memory beside a GPU's is left out. of: the layers to count; None for all.
         """
-        slots = sum(self.layers[own[0]].slots(full_slots, more) * self.full_bytes(own) for _, own in self.groups)
-        blocks = zip(self.groups, quantized_blocks, strict=True)
-        quantized = sum(count * self.quantized_bytes(layers) for (_, layers), count in blocks)
-        return slots + quantized - (self.snapshot_bytes(quantized_blocks) if self.has_host else 0)
+        total = 0
+        for (_, layers), count in zip(self.groups, quantized_blocks, strict=True):
+            one, own = self.layers[layers[0]], [layer for layer in layers if of is None or layer in of]
+            total += one.slots(full_slots, more) * self.full_bytes(own)
+            if not (self.has_host and one.is_sparse):
+                total += count * self.quantized_bytes(own)
+        return total
 
     def snapshot_bytes(self, quantized_blocks: tuple[int, ...]) -> int:
         """Return the bytes of those of `quantized_blocks` that are snapshots."""

@@ -125,7 +125,7 @@ class KVStore:
                 continue
             for layer in layers:
                 format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
-                caches.append(ops.cache(format, *blocks, caches[:]))
+                caches.append(ops.of_layer(layer).cache(format, *blocks, caches[:]))
             own = caches[-len(layers) :]
             self.groups.append(KVBlocks(ops, plan.shape, layers, shape.window, own, blocks, is_shared=is_shared))
 

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.loading.fit import Need, fetched, need
+from polarlm.engine.loading.need import Need, fetched, need
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal

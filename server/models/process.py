@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine import EngineError
-from polarlm.engine.loading.fit import Need
+from polarlm.engine.loading.need import Need
 from polarlm.engine.storage import files
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel

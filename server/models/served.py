@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from polarlm.engine import EngineError
-from polarlm.engine.loading.fit import Need
+from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes
 from polarlm.server.models.process import ModelProcess, how
 from polarlm.server.models.registry import NamedModel

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 
 from polarlm.engine import EngineError
-from polarlm.engine.loading.fit import Need
+from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.process import ModelProcess, how

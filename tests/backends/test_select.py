@@ -10,8 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from polarlm.engine.backends import select as module
-from polarlm.engine.backends.select import driver_version, select
+from polarlm.engine.backends.select import cards_of, driver_version, select
 from polarlm.engine.errors import EngineError
+from tests.cuda.several_cards import Card
 
 
 @pytest.fixture
@@ -86,13 +87,37 @@ def test_a_usable_gpu_is_selected(machine, device: str) -> None:
     assert sentence == ""
 
 
+@pytest.mark.parametrize(
+    ("device", "opened"), [("cuda:1", [1]), ("cuda:0,1", [0, 1]), ("cuda:2,0", [2, 0]), ("cuda", [0, 1, 2])]
+)
+def test_gpus_are_selected_by_number(machine, device: str, opened: list[int]) -> None:
+    """Where none is named, the others help if they can be used."""
+
+    def opens(number: int = 0) -> Card:
+        if number == 3:
+            raise EngineError("too old", "device_unavailable")
+        return Card(number)
+
+    machine(driver=13000, opens=opens)
+    sys.modules["polarlm.engine.backends.cuda.device.cupy_device"].device_count = lambda: 4
+    ops, sentence = select(device, 0)
+    assert [card.name for card in cards_of(ops, beside=True)] == [Card(number).name for number in opened]
+    assert sentence == ""
+
+
+@pytest.mark.parametrize("device", ["cuda:", "cuda:x", "cuda:0,", "cuda:1,1", "cpu:0"])
+def test_gpus_that_are_not_numbers_are_an_error(device: str) -> None:
+    with pytest.raises(EngineError, match=f"device={device}: (there are auto, cpu and cuda, and|a GPU is named twice)"):
+        select(device, 0)
+
+
 def test_cpu_needs_neither_driver_nor_cupy(machine) -> None:
     machine(driver=13000, opens=no_gpu)
     assert select("cpu", 0)[1] == ""
 
 
 def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(EngineError, match="there are auto, cpu and cuda"):
+    with pytest.raises(EngineError, match="there are auto, cpu and cuda, and GPUs by their numbers"):
         select("tpu", 0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Carried, Device
+from polarlm.engine.backends.cuda.device import Carried, Device, Moved
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
@@ -33,6 +33,9 @@ class EmulatedDevice:
         """checked: with the emulator's checks; launches take less than half the time without."""
         self._checked = checked
         self.launches: list[str] = []
+
+    def use(self) -> None:
+        """There is one device."""
 
     def memory(self) -> tuple[int, int]:
         return 1 << 30, 2 << 30
@@ -59,6 +62,9 @@ class EmulatedDevice:
     def to_host_later(self, x: np.ndarray) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
         copy = x.copy()
         return copy, copy.copy
+
+    def from_device(self, x: np.ndarray, device: Device) -> np.ndarray:
+        return self.from_host(x)
 
     def wait(self) -> None:
         """Launches are synchronous."""
@@ -90,15 +96,15 @@ class EmulatedDevice:
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         y[...] = work(*(array.copy() for array in arrays))
 
-    def _given(self, x: np.ndarray | Carried) -> np.ndarray:
-        if not isinstance(x, Carried):
+    def _given(self, x: np.ndarray | Carried | Moved) -> np.ndarray:
+        if isinstance(x, np.ndarray):
             return self.from_host(x)
-        given = self.from_host(x.filler)
-        given[: len(x.array)] = x.array
+        given = self.from_host(x.filler) if isinstance(x, Carried) else self.zeros(x.shape, x.array.dtype)
+        given[: len(x.array)] = x.array if x.device is self else self.from_device(x.array, x.device)
         return given
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray | Carried]
+        self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray | Carried | Moved]
     ) -> np.ndarray:
         hash(key)
         before = len(self.launches)

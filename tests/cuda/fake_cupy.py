@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.cuda.fake_memory import CUDARuntimeError, Memory, MemoryPointer, Pool, UnownedMemory
+from tests.cuda.fake_memory import CUDARuntimeError, Memory, MemoryPointer, Pools, UnownedMemory
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
@@ -79,6 +79,11 @@ class Machine:
     """The state of the fake: current stream, recording, launches. Tests read and set it."""
 
     devices: int = 1
+    current: int = 0  # the number of the current GPU
+    streams: dict[int, Any] = field(default_factory=dict)  # of each GPU, the one in use
+    order: list[tuple[str, int, int]] = field(default_factory=list)  # what GPUs wait for, and copies between them
+    can_reach: bool = True
+    reached: set[tuple[int, int]] = field(default_factory=set)  # GPUs that may read another one's memory
     status: int = 0  # of getDeviceCount
     capability: tuple[int, int] = (9, 0)
     shared_memory: int = 228 << 10  # of a multiprocessor
@@ -99,11 +104,19 @@ class Machine:
     copies: int = 0  # to the host, so far
 
     def __post_init__(self) -> None:
-        self.common = Pool(self)
+        self.common = Pools(self)
 
     @property
     def allocated(self) -> int:
-        return sum(memory.size for memory in self.memories)
+        return sum(memory.size for memory in self.memories if memory.number == self.current)
+
+    def take(self, number: int) -> None:
+        """Make a GPU the current one."""
+        self.current, self.stream = number, self.streams.get(number)
+
+    def number_of(self, address: int) -> int:
+        """The GPU in whose memory an address lies."""
+        return next(of.number for of in self.memories if of.ptr <= address < of.ptr + of.size)
 
     def copy_late(self, to: int, content: bytes) -> None:
         """Write `content` to an address when that is waited for."""
@@ -119,6 +132,9 @@ class Machine:
     def do(self, work: Callable[..., None], *args: Any) -> None:
         """Run on the current stream, at once or when the graph is launched, with the arrays' contents at that time."""
         assert self.stream is not None, "work for CuPy's own stream"
+        for arg in args:
+            if isinstance(arg, Array) and arg.nbytes:
+                assert self.number_of(arg.ctypes.data) == self.current, "an array of another GPU"
         if self.recorded is None:
             work(*args)
             return
@@ -179,7 +195,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cuda.nvrtc = SimpleNamespace(getVersion=lambda: (12, 4), getSupportedArchs=lambda: (80, 86, 89, 90))
     cuda.Stream = lambda non_blocking: _Stream(machine)
     cuda.Event, cuda.get_elapsed_time, cuda.get_current_stream = _Event, _elapsed, lambda: machine.stream
-    cuda.MemoryPool = lambda allocator=None: Pool(machine, allocator)
+    cuda.MemoryPool = lambda allocator=None: Pools(machine, allocator)
     cuda.Memory = lambda size: Memory(machine, size)
     cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, UnownedMemory
     cuda.Graph = _Graph
@@ -222,6 +238,18 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         else:
             ctypes.memmove(to, of, size)
 
+    def copy_over(to: int, its: int, of: int, number: int, size: int, stream: int) -> None:
+        assert machine.recorded is None
+        assert (machine.number_of(to), machine.number_of(of)) == (its, number)
+        assert stream == machine.stream.ptr
+        machine.order.append(("copy", its, number))
+        ctypes.memmove(to, of, size)
+
+    def let_reach(number: int) -> None:
+        if (machine.current, number) in machine.reached:
+            raise CUDARuntimeError(704)
+        machine.reached.add((machine.current, number))
+
     def clear(to: int, value: int, size: int, stream: int) -> None:
         assert machine.recorded is None, "memory is cleared again with every launch"
         assert stream == machine.stream.ptr
@@ -236,8 +264,11 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         memcpyDeviceToDevice=3,
-        getDevice=lambda: 0,
-        setDevice=lambda number: None,
+        getDevice=lambda: machine.current,
+        setDevice=machine.take,
+        deviceCanAccessPeer=lambda own, other: int(machine.can_reach),
+        deviceEnablePeerAccess=let_reach,
+        memcpyPeerAsync=copy_over,
         getDeviceCount=count,
         getDeviceProperties=lambda device: properties,
         deviceGetAttribute=lambda of, device: machine.shared_memory if of == 81 else machine.capability[of - 75],
@@ -270,6 +301,7 @@ class _Event:
         self.awaited, self.timing = True, not disable_timing
         self._machine: Machine | None = None  # before it is recorded
         self._copies = 0
+        self.number: int | None = None  # of the GPU
 
     @property
     def done(self) -> bool:
@@ -283,7 +315,7 @@ class _Event:
     def record(self, stream: _Stream) -> None:
         assert stream is stream.machine.stream
         assert stream.machine.recorded is None
-        self.awaited, self.time = False, next(self._count)
+        self.awaited, self.time, self.number = False, next(self._count), stream.number
         self._machine, self._copies = stream.machine, stream.machine.copies
 
 
@@ -295,13 +327,16 @@ def _elapsed(first: _Event, second: _Event) -> float:
 
 
 class _Stream:
-    ptr = 11
-
     def __init__(self, machine: Machine):
-        self.machine = machine
+        self.machine, self.number, self.ptr = machine, machine.current, 11 + machine.current
 
     def use(self) -> None:
-        self.machine.stream = self
+        assert self.number == self.machine.current, "the stream of another GPU"
+        self.machine.stream = self.machine.streams[self.number] = self
+
+    def wait_event(self, event: _Event) -> None:
+        assert event.number is not None, "an event that has not been recorded"
+        self.machine.order.append(("wait", self.number, event.number))
 
     def record(self, event: _Event) -> _Event:
         event.record(self)

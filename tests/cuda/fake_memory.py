@@ -23,6 +23,7 @@ class Machine(Protocol):
     """room: bytes of the GPU."""
 
     room: int
+    current: int
     memories: weakref.WeakSet[Memory]
 
     @property
@@ -37,7 +38,7 @@ class Memory:
             raise CUDARuntimeError(2)
         self._bytes = np.empty(size + _ROUNDED, np.uint8)
         self.ptr = -(-self._bytes.ctypes.data // _ROUNDED) * _ROUNDED
-        self.size, self.owner = size, None
+        self.size, self.owner, self.number = size, None, machine.current
         machine.memories.add(self)
 
 
@@ -57,6 +58,22 @@ class MemoryPointer:
     @property
     def ptr(self) -> int:
         return self.mem.ptr + self.offset
+
+
+class Pools:
+    """A pool of each GPU; those of the current one are the pool's methods, as in CuPy."""
+
+    def __init__(self, machine: Machine, allocator: Callable[[int], MemoryPointer] | None = None):
+        self._machine, self._allocator = machine, allocator
+        self._pools: dict[int, Pool] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if self._machine.current not in self._pools:
+            self._pools[self._machine.current] = Pool(self._machine, self._allocator)
+        return getattr(self._pools[self._machine.current], name)
+
+    def malloc(self, size: int) -> MemoryPointer:
+        return self.__getattr__("malloc")(size)
 
 
 class _Piece:

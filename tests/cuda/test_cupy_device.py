@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -37,9 +38,9 @@ NAME, RECORDING = (
 )
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]]:
-    """The machine, and the module under test, imported anew. Its launches are CuPy's: they do not overlap."""
+@contextlib.contextmanager
+def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]]:
+    """A machine, and the module under test, imported anew. Its launches are CuPy's: they do not overlap."""
     monkeypatch.setenv(overlap.VARIABLE, "0")
     machine, modules = fake_cupy.make()
     for name, module in modules.items():
@@ -49,6 +50,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]
     yield machine, importlib.import_module(NAME)
     for name in (NAME, RECORDING):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]]:
+    with imported(monkeypatch) as both:
+        yield both
 
 
 @pytest.fixture
@@ -336,7 +343,7 @@ def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generato
     result = device.run_graph("key", work, [ids, rows(rng, 2)])
     for turn in range(12):
         copy, wait = device.to_host_later(result[:3])
-        carried = Carried(np.zeros(3 + turn % 2, np.int32), copy)
+        carried = Carried(np.zeros(3 + turn % 2, np.int32), copy, device)
         result = device.run_graph("key", work, [carried, rows(rng, 2 + turn % 3)])
         np.testing.assert_array_equal(wait(), ids)
         np.testing.assert_array_equal(device.to_host(result), [*ids, 0][: 3 + turn % 2])
@@ -348,7 +355,7 @@ def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generato
 def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
     device, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, sets
 ) -> None:
-    compare_with_waiting(device, tiny_path, monkeypatch, sets=sets)
+    compare_with_waiting(lambda: CudaOps(device), tiny_path, monkeypatch, sets=sets)
 
 
 @pytest.mark.slow

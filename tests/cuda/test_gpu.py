@@ -21,6 +21,7 @@ from polarlm.bench.gpu.attention import layer_format
 from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
 from polarlm.bench.gpu.setup import CupyClock, Sizes
 from polarlm.engine import Engine, EngineError, SamplingParams, codecs
+from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import KVLocation, SpanView
@@ -62,7 +63,7 @@ class Unrecorded(CudaOps):
     def run_graph(self, key: Any, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         def there(host: Any) -> Any:
             if isinstance(host, HostTable):
-                return replace(host, device=self._device.from_host(host.table))
+                return replace(host, copies={self._device: self._device.from_host(host.table)})
             return self._device.from_host(np.ascontiguousarray(host))
 
         return work(*map(there, inputs))
@@ -140,6 +141,23 @@ def test_replayed_steps_of_recurrent_layers_equal_launched_steps(kind: str) -> N
     for given, wanted in zip(recorded, plain, strict=True):
         np.testing.assert_array_equal(given, wanted)
         assert np.isfinite(given).all()
+
+
+@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize(("kind", "counts"), [("llama_gqa_linear", (1, 1)), ("qwen3_5_tied", (2, 2))])
+def test_devices_share_the_layers_of_a_model(kind: str, counts: tuple[int, int], second: int) -> None:
+    """Two streams with recordings of their own, of one GPU or of two alike, give what one gives."""
+    # Product: copies inside of a GPU and between two, of hidden states alone and of a recurrent state beside them.
+    from polarlm.engine.backends.cuda.device import cupy_device
+
+    if second >= cupy_device.device_count():
+        pytest.skip("there is one GPU")
+    first, *others = (CudaOps(cupy_device.open_device(number)) for number in (0, 0, second))
+    if len({ops.name.split(" (cuda")[0] for ops in (first, *others)}) > 1:
+        pytest.skip("the GPUs differ")
+    wanted = talk(model_of(first, kind, ("ring4", "ring3.5")))
+    for given, one in zip(talk(model_of(CardsOps(others, counts), kind, ("ring4", "ring3.5"))), wanted, strict=True):
+        np.testing.assert_array_equal(given, one)
 
 
 @pytest.mark.parametrize("kept", [24, 2])

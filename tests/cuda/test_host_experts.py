@@ -18,9 +18,9 @@ from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.cpu_experts import CpuExperts
 from polarlm.engine.loading.experts import Sizes, sizes
 from polarlm.engine.loading.fit import DeviceFit, fit_weights
+from polarlm.engine.loading.gpu.cpu_experts import CpuExperts
 from polarlm.engine.model import weights as model_weights
 from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice

@@ -3,7 +3,7 @@ given the answers one by one finds the same log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
-from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Chunk, Completion, TokenLogprob, fold
@@ -107,7 +106,7 @@ def test_answers_of_random_schedules_are_those_of_the_cpu(
 
 
 def compare_with_waiting(
-    device: Device, path: Path, monkeypatch: pytest.MonkeyPatch, *, sets: Sequence[Any] | None = None
+    make_ops: Callable[[], CudaOps], path: Path, monkeypatch: pytest.MonkeyPatch, *, sets: Sequence[Any] | None = None
 ) -> None:
     """Steps that begin before the last one's tokens are known have the tokens of steps that wait for them.
 
@@ -118,9 +117,10 @@ def compare_with_waiting(
     begun: list[type] = []
 
     def answers(*stop: int, ahead: bool) -> list[Completion]:
-        ops, outboxes = CudaOps(device), [[], [], []]
-        ops.fetch_later = ops.fetch_later if ahead else None
-        with load_tiny(path, ops=ops, **settings) as engine:
+        outboxes: list[list[Chunk]] = [[], [], []]
+        with load_tiny(path, ops=make_ops(), **settings) as engine:
+            if not ahead:
+                engine._model.ops.fetch_later = None
             by_count(engine, monkeypatch)
             step = engine._model.step_ahead
             monkeypatch.setattr(
@@ -154,4 +154,4 @@ def compare_with_waiting(
 def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Any
 ) -> None:
-    compare_with_waiting(open_device(checked=False), tiny_path, monkeypatch, sets=sets)
+    compare_with_waiting(lambda: CudaOps(open_device(checked=False)), tiny_path, monkeypatch, sets=sets)

@@ -63,9 +63,9 @@ class Schedules(RuleBasedStateMachine):
                 view = self.state.view(layer, table, growth, len(tokens), part, len(tokens) + first)
                 spans = self.state.spans([view])
                 assert isinstance(spans, PromptInputs)
-                memory = spans.memory()
-                self.check(tokens + new[:first], new[part], memory, spans.rows, layer)
-                spans.keep(memory)
+                memory = spans.memory(self.state._ops)
+                self.check(tokens + new[:first], new[part], memory, spans.rows(self.state._ops), layer)
+                spans.keep(self.state._ops, memory)
             self.state.seal(layer, growth, len(tokens), len(new))
         if aborts:
             self.state.abort(growth)

@@ -73,7 +73,7 @@ class Schedules(RuleBasedStateMachine):
                 spans = self.state.spans([view])
                 assert isinstance(spans, PromptRows)
                 own = slice(begin + first, begin + part.stop)
-                self.check(one, rows[: own.stop], spans.compute(self.op, rows[own], w), layer, w)
+                self.check(one, rows[: own.stop], spans.compute(self.state._ops, self.op, rows[own], w), layer, w)
             self.state.seal(layer, growth, begin, count)
         if aborts:
             self.state.abort(growth)

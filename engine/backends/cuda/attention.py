@@ -57,7 +57,7 @@ class AttentionOps:
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
         parameters = _Parameters(float(scale), window or 0, scale_back, softcap, sink_scores)
         if spans.buffer is not None:
-            out = self._prefill(q, cache, spans, spans.buffer, parameters)
+            out = self._prefill(q, cache, spans, cache.pools(spans.buffer), parameters)
             return self._heads.rotate(out, back)
         if back.matrix is not None:
             return self._heads.rotate_dense(self._decode(q, cache, spans, parameters, NO_ROTATION, np.float32), back)

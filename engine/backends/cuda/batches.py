@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from polarlm.engine.backends.cuda.device import Carried, Moved
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, with_rows
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 
@@ -25,10 +26,19 @@ def bucket(rows: int) -> int:
 
 def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
     """The inputs of `Ops.run_graph`, padded with empty rows to their bucket, but not if a sequence has several rows."""
-    rows = bucket(len(inputs[0]))
-    if rows == len(inputs[0]) or any(isinstance(x, SpanTable) and x.most_rows > 1 for x in inputs):
+    given = inputs[0].shape[0]
+    rows = bucket(given)
+    if rows == given or any(isinstance(x, SpanTable) and x.most_rows > 1 for x in inputs):
         return inputs
-    return [x.filled_up(rows) if isinstance(x, HostTable) else with_rows(x, rows) for x in inputs]
+    return [_filled_up(x, rows) for x in inputs]
+
+
+def _filled_up(x: Any, rows: int) -> Any:
+    if isinstance(x, HostTable):
+        return x.filled_up(rows)
+    if isinstance(x, Moved):
+        return x._replace(rows=rows)
+    return x._replace(filler=with_rows(x.filler, rows)) if isinstance(x, Carried) else with_rows(x, rows)
 
 
 def first_rows(result: Any, rows: int) -> Any:

@@ -12,11 +12,11 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
-from polarlm.engine.backends.cuda.device import Array, Carried, Device
+from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import HostTable
+from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, HostTable
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
@@ -27,7 +27,7 @@ from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
-from polarlm.engine.backends.ops import KeptTiles, Load, Ops, Result, WarmUp
+from polarlm.engine.backends.ops import FromCard, KeptTiles, Load, Ops, Result, WarmUp
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import Threads
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
@@ -55,6 +55,8 @@ class CudaOps:
 
     def __init__(self, device: Device, host: Ops | None = None):
         self.name, self._device, self.host = device.name, device, host
+        self._alike = [device]  # devices that get the same kernels
+        self.others: Callable[[], Sequence[CudaOps]] = tuple  # those of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
         launch = Launcher(device)
 
@@ -80,6 +82,7 @@ class CudaOps:
         self.mamba2 = recurrent.mamba2
         self.advance_delta = recurrent.advance_delta
         self.check_recurrent = recurrent.check_recurrent
+        self.assign = recurrent.assign
         self.keep_states = recurrent.keep_states
         self.restore_states = recurrent.restore_states
 
@@ -96,7 +99,7 @@ class CudaOps:
         store = CacheOps(device, launch, heads)
         self.cache_bytes = store.cache_bytes
         self.cache = store.cache
-        self.buffer = store.buffer
+        self.buffer: Callable[..., Buffer | CardBuffers] = store.buffer
         self.spans = store.spans
         self.append_kv = store.append_kv
         self.place_kv = store.place_kv
@@ -139,24 +142,26 @@ class CudaOps:
     map_parts = parallel_map
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        carried = inputs[0] if isinstance(inputs[0], Carried) else None
-        inputs = inputs if carried is None else [carried.filler, *inputs[1:]]
-        rows, inputs = len(inputs[0]), filled_up(inputs)
+        inputs = [self._moved(x) if isinstance(x, FromCard) else x for x in inputs]
+        rows, inputs = inputs[0].shape[0], filled_up(inputs)
 
         def on_device(*arrays: Array) -> Result:
             given = [
-                replace(host, device=array) if isinstance(host, HostTable) else array
+                replace(host, copies={self._device: array}) if isinstance(host, HostTable) else array
                 for host, array in zip(inputs, arrays, strict=True)
             ]
             return work(*given)
 
-        tables: list[Any] = [
-            host.table if isinstance(host, HostTable) else np.ascontiguousarray(host) for host in inputs
-        ]
-        if carried is not None:
-            tables[0] = carried._replace(filler=tables[0])
+        tables = [_on_host(x) for x in inputs]
         result = self._device.run_graph((key, work), on_device, tables)
-        return result if rows == len(inputs[0]) else first_rows(result, rows)
+        return result if rows == inputs[0].shape[0] else first_rows(result, rows)
+
+    def _moved(self, x: FromCard) -> Moved:
+        assert isinstance(x.ops, CudaOps)
+        return Moved(x.array, x.ops._device, len(x.array))
+
+    def of_layer(self, layer: int) -> CudaOps:
+        return self
 
     def wait(self) -> None:
         self._device.wait()
@@ -167,14 +172,18 @@ class CudaOps:
     def in_numpy(self, cache: Any) -> dict[str, str]:
         return {}
 
+    def _memory(self) -> tuple[int, int]:
+        """Free bytes, total bytes."""
+        return self._device.memory()
+
     def free_memory(self) -> int:
-        return self._device.memory()[0]
+        return self._memory()[0]
 
     def room_beside(self, weights: int) -> int:
-        free, total = self._device.memory()
+        free, total = self._memory()
         if weights > free:
             raise EngineError(
-                f"The model's weights take {_gib(weights)} on the GPU, but only {_gib(free)} of its "
+                f"The model's weights take {_gib(weights)} on {self.name}, but only {_gib(free)} of its "
                 f"{_gib(total)} are free: choose a smaller model, or run it with device=cpu",
                 "out_of_memory",
                 ("device",),
@@ -190,7 +199,7 @@ class CudaOps:
         self._device.set_aside(step_bytes(load, self._device))
 
     def warm_up(self) -> WarmUp:
-        device, expected = self._device, Expected(self._device)
+        device, expected = self._device, Expected(self._alike)
         sizes = device.processors, device.shared_memory, device.memory()
         host = None if self.host is None else self.host.warm_up()
         ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)
@@ -217,11 +226,20 @@ class CudaOps:
         return WarmUp(ops, wait, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
+        if isinstance(x, FromCard):
+            return self._device.from_device(*self._moved(x)[:2])
         x = np.asarray(x)
         return self._device.from_host(np.ascontiguousarray(x, np.int32 if x.dtype.kind in "iu" else np.float32))
 
     def to_host(self, x: Array) -> np.ndarray:
         return self._device.to_host(x).astype(np.float32, copy=False)
+
+
+def _on_host(x: Any) -> Any:
+    """An input of `Ops.run_graph` as `Device.run_graph` takes it."""
+    if isinstance(x, HostTable):
+        return x.table
+    return x if isinstance(x, Carried | Moved) else np.ascontiguousarray(x)
 
 
 def _gib(size: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,24 +13,26 @@ from polarlm.engine.weight_formats import StoredMatrix, WeightFormat
 
 
 class Expected:
-    """The texts of launches, which a device compiles in the background."""
+    """The texts of launches, which devices compile in the background."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
         self._texts: dict[str, None] = {}  # in the order of need
 
     def add(self, launch: Launch) -> None:
         """Expect the text of a launch; a library's product has none."""
         if launch.text and launch.text not in self._texts:
             self._texts[launch.text] = None
-            self._device.expect(launch.text)
+            for device in self._devices:
+                device.expect(launch.text)
 
     def wait(self, progress: Callable[[int, int], None]) -> None:
         """Wait until what has been added so far is compiled; progress(texts done, all) is called on the way."""
         texts = list(self._texts)
         for done, text in enumerate(texts):
             progress(done, len(texts))
-            self._device.wait_for(text)
+            for device in self._devices:
+                device.wait_for(text)
         progress(len(texts), len(texts))
 
 

@@ -86,6 +86,7 @@ class NativeOps:
         self.mamba2 = delta.mamba2
         self.advance_delta = delta.advance_delta
         self.check_recurrent = plain.check_recurrent
+        self.assign = plain.assign
         self.keep_states = plain.keep_states
         self.restore_states = plain.restore_states
         self.empty = plain.empty
@@ -146,6 +147,9 @@ class NativeOps:
     def map_parts(self, work: Callable[[int], Result], count: int) -> list[Result]:
         """[work(0), …], computed in order: each kernel uses all threads already."""
         return [work(i) for i in range(count)]
+
+    def of_layer(self, layer: int) -> NativeOps:
+        return self
 
     def threads(self) -> Threads:
         """The number of threads; the reason, which also names the CPU level and kernels that failed to compile."""

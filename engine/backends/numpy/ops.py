@@ -1,7 +1,6 @@
 """Every op in NumPy: the reference for other backends, and the fallback on a CPU without compiled kernels.
 
-All arithmetic is float32; BLAS computes products. Loops run over sequences and over tiles that fit the CPU's caches,
-never over tokens, heads or blocks.
+All is float32; BLAS computes products. Loops are over sequences and tiles that fit caches, not tokens, heads or blocks.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
-# Products of fewer rows are bound by reading the weights, which BLAS does once for all cores; split rows would read
-# them once per part.
+# Products of fewer rows wait for the weights, which BLAS reads once for all cores, and split rows once per part.
 _PARALLEL_ROWS = 32
 
 
@@ -74,6 +72,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def threads(self) -> Threads:
         return Threads(self._cores.number, "by the setting threads" if self._is_set else "as BLAS has them")
+
+    def of_layer(self, layer: int) -> NumpyOps:
+        return self
 
     def wait(self) -> None:
         """Returns at once: ops are synchronous."""

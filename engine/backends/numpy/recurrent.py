@@ -26,6 +26,9 @@ class RecurrentOps:
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
         """Every shape is computed."""
 
+    def assign(self, to: np.ndarray, x: np.ndarray | float) -> None:
+        to[...] = x
+
     def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
         kept = {**codes.encode(ends.matrices), "inputs": np.array(narrowed(ends.inputs, codes.inputs))}
         return lambda: kept

@@ -71,7 +71,7 @@ class GatedDelta:
         """Add the rows x (T, E) to the layer's states, and return the gated results of its heads (T, H·D)."""
         inputs = projected(self._ops, x, self._weights.inputs, adapters, norm=self._norm, recorded=recorded)
         if isinstance(spans, PromptRows):
-            return spans.compute(self._ops.gated_delta, inputs, self._own)
+            return spans.compute(self._ops, self._ops.gated_delta, inputs, self._own)
         return self._ops.gated_delta(inputs, self._own, self._slots, spans)
 
     def mix(

@@ -62,9 +62,9 @@ class ShortConv:
         inputs = projected(ops, x, w.inputs, adapters, norm=self._norm, recorded=recorded)
         if not isinstance(spans, PromptInputs):
             return ops.short_conv(inputs, self._conv, w.conv_bias, self._slots, spans)
-        memory = spans.memory()
-        y = ops.short_conv(inputs, self._conv, w.conv_bias, memory, spans.rows)
-        spans.keep(memory)
+        memory = spans.memory(ops)
+        y = ops.short_conv(inputs, self._conv, w.conv_bias, memory, spans.rows(ops))
+        spans.keep(ops, memory)
         return y
 
     def mix(

@@ -12,7 +12,7 @@ import ollama
 import openai
 import pytest
 
-from polarlm.engine.loading.fit import need
+from polarlm.engine.loading.need import need
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.models import proxy

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine import EngineError
-from polarlm.engine.loading.fit import Need
+from polarlm.engine.loading.need import Need
 from polarlm.server.config import ServerConfig
 from polarlm.server.models import supervisor as module
 from polarlm.server.models.registry import Registry

@@ -27,10 +27,29 @@ class Addresses(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """An input of `Device.run_graph`: `array` on the device, followed by the rest of `filler` on the host."""
+    """An input of `Device.run_graph`: `array` on `device`, this or another one, followed by the rest of `filler` on the
+    host."""
 
     filler: np.ndarray
     array: Array
+    device: Device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.filler.shape
+
+
+class Moved(NamedTuple):
+    """An input of `Device.run_graph` with `rows` rows: `array` on `device`, another one, and rows that nothing reads,
+    whose numbers are finite."""
+
+    array: Array
+    device: Device
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.array.shape[1:])
 
 
 class Device(Protocol):
@@ -47,6 +66,9 @@ class Device(Protocol):
 
     overlaps: bool
     """Whether recorded kernels that wait for their predecessor by themselves are launched before it has ended."""
+
+    def use(self) -> None:
+        """Prepare this thread for assignments between arrays of the device: they are work of its own."""
 
     def memory(self) -> tuple[int, int]:
         """Free bytes, total bytes. Memory that this process has allocated but does not use counts as free."""
@@ -65,6 +87,9 @@ class Device(Protocol):
 
     def to_host_later(self, x: Array) -> tuple[Array, Callable[[], np.ndarray]]:
         """A device copy of a contiguous array, which no recording overwrites; a function that waits for a host copy."""
+
+    def from_device(self, x: Array, device: Device) -> Array:
+        """A copy of a contiguous array of another device, after all earlier work there. Raises MemoryError."""
 
     def wait(self) -> None:
         """Block until all earlier work has finished."""
@@ -99,7 +124,9 @@ class Device(Protocol):
         every replay, between two parts of the recording.
         """
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
+    def run_graph(
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
+    ) -> Result:
         """work(*inputs on the device), or a replay of its launches if this key, shapes and dtypes were seen before.
 
         The result, a contiguous array or a tuple of them, is valid until the next call. `work` may keep arrays that it

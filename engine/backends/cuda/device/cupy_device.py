@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from polarlm.engine.backends.cuda.device import Addresses, Carried, Result, overlap, row_stride
+from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, overlap, peers, row_stride
 from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
@@ -35,10 +35,11 @@ _ARGUMENTS = (cupy.ndarray, np.int32, np.int64, np.float32)
 _GEMM_TYPES = {"float16": _runtime.CUDA_R_16F, "uint16": _runtime.CUDA_R_16BF}
 
 
-def open_device() -> CupyDevice:
-    """The GPU of this process. Raises EngineError ("device_unavailable") with the reason if it cannot be used."""
+def device_count() -> int:
+    """The number of GPUs of this process, 1 at least. Raises EngineError ("device_unavailable") with the reason if it
+    has none."""
     try:
-        count = _runtime.getDeviceCount()
+        count = int(_runtime.getDeviceCount())
     except _runtime.CUDARuntimeError as error:
         if error.status == _OLD_DRIVER:
             raise _unavailable("The NVIDIA driver is older than the CUDA of the installed CuPy: update it") from None
@@ -47,7 +48,16 @@ def open_device() -> CupyDevice:
         count = 0
     if count == 0:
         raise _unavailable("The NVIDIA driver shows no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi")
-    device = CupyDevice()
+    return count
+
+
+def open_device(number: int = 0) -> CupyDevice:
+    """The GPU of this number. Raises EngineError ("device_unavailable") with the reason if it cannot be used."""
+    count = device_count()
+    if number >= count:
+        there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {there}")
+    device = CupyDevice(number)
     capability = _capability()
     if capability < _LEAST_CAPABILITY:
         raise _unavailable(
@@ -103,13 +113,16 @@ def _first_line(error: Exception) -> str:
 
 
 class CupyDevice:
-    """The current GPU of the process; CUDA_VISIBLE_DEVICES chooses among several."""
+    """A GPU of the process; CUDA_VISIBLE_DEVICES says which it has."""
 
-    def __init__(self, *, overlaps: bool | None = None) -> None:
+    def __init__(self, number: int = 0, *, overlaps: bool | None = None) -> None:
         """overlaps: whether launches overlap if the GPU supports it; None for `overlap.is_wanted`."""
-        self._number = number = _runtime.getDevice()
+        self._number = number
+        _runtime.setDevice(number)
         properties = _runtime.getDeviceProperties(number)
         self.name = properties["name"].decode()
+        if _runtime.getDeviceCount() > 1:
+            self.name += f" (cuda:{number})"
         self.processors = int(properties["multiProcessorCount"])
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -118,15 +131,22 @@ class CupyDevice:
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], _Kernel] = {}
         self._copies: deque[tuple[cupy.cuda.Event, np.ndarray]] = deque()  # copies in flight: event, pinned memory
-        self._recordings = Recordings(self._stream)
+        self._recordings = Recordings(self._stream, self._copy_from)
+        self._reached: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
         self._factors = np.array([0, 1], np.float32)  # cuBLAS reads its factors on the host
 
+    def use(self) -> None:
+        """Make this GPU and its stream the current ones of the thread."""
+        _runtime.setDevice(self._number)
+        self._stream.use()
+
     def memory(self) -> tuple[int, int]:
+        self.use()
         free, total = _runtime.memGetInfo()
         return free + cupy.get_default_memory_pool().free_bytes(), total
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
-        self._stream.use()
+        self.use()
         return cupy.empty(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
@@ -153,7 +173,7 @@ class CupyDevice:
         return y
 
     def to_host(self, x: cupy.ndarray) -> np.ndarray:
-        self._stream.use()
+        self.use()
         x = cupy.ascontiguousarray(x)
         y = np.empty(x.shape, x.dtype)
         if x.nbytes:
@@ -174,6 +194,32 @@ class CupyDevice:
 
         return copy, wait
 
+    def from_device(self, x: cupy.ndarray, device: Device) -> cupy.ndarray:
+        y = self.empty(x.shape, x.dtype)
+        self._copy_from(y, x, device)
+        return y
+
+    def _copy_from(self, y: cupy.ndarray, x: cupy.ndarray, device: Device) -> None:
+        """Copy a contiguous array of a device to the beginning of y. Later work of that device waits for the copy.
+
+        Where the one GPU cannot reach the memory of the other, the driver copies through the host's.
+        """
+        assert isinstance(device, CupyDevice)
+        assert x.flags.c_contiguous
+        if device is self:
+            to, of = y.data.ptr, x.data.ptr
+            _runtime.memcpyAsync(to, of, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
+            return
+        device.use()
+        ready = device._stream.record(cupy.cuda.Event(disable_timing=True))
+        self.use()
+        if device._number not in self._reached:
+            self._reached.add(device._number)
+            peers.reach(_runtime, self._number, device._number)
+        self._stream.wait_event(ready)
+        _runtime.memcpyPeerAsync(y.data.ptr, self._number, x.data.ptr, device._number, x.nbytes, self._stream.ptr)
+        device._stream.wait_event(self._stream.record(cupy.cuda.Event(disable_timing=True)))
+
     def _keep(self, copied: cupy.cuda.Event, staged: np.ndarray) -> None:
         """Keep pinned memory alive until its copy has finished."""
         while self._copies and self._copies[0][0].done:
@@ -192,7 +238,7 @@ class CupyDevice:
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
         assert all(size > 0 for size in grid), "an empty grid"  # CuPy would launch one block, which the driver refuses
-        self._stream.use()
+        self.use()
         compiled = self._kernels.get((kernel, text))
         if compiled is None:
             function = self._modules.get(text).get_function(kernel)
@@ -230,7 +276,7 @@ class CupyDevice:
         assert y.dtype == np.float32
         assert all(array.flags.c_contiguous for array in (x, weight))
         kind = _GEMM_TYPES[x.dtype.name]
-        self._stream.use()
+        self.use()
         # cuBLAS is column-major and sees the transpose of our matrices, so this is yᵀ = weight · xᵀ.
         with memory_errors():
             cublas.gemmEx(
@@ -246,16 +292,18 @@ class CupyDevice:
         if self._recordings.under_way:
             self._recordings.cut(call)
         else:
-            self._stream.use()
+            self.use()
             call.make(self._stream)
             self._stream.synchronize()  # its pinned memory is freed now
 
     def set_aside(self, size: int) -> None:
-        self._stream.use()
+        self.use()
         self._recordings.set_aside(size)
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
-        self._stream.use()
+    def run_graph(
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
+    ) -> Result:
+        self.use()
         return self._recordings.run_graph(key, work, inputs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Carried, Result
+from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Carried, Device, Moved, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
@@ -18,14 +19,17 @@ _CUBLAS_OUT_OF_MEMORY = 3  # CUBLAS_STATUS_ALLOC_FAILED
 
 _ALIGNMENT = 256  # bytes: alignment of each input in the buffer of all inputs
 
+_Input = np.ndarray | Carried | Moved
+_Copy = Callable[[cupy.ndarray, cupy.ndarray, Device], None]  # copies an array of a device to the beginning of another
+
 
 class Recordings:
     """The recordings of a device, see `Device.run_graph`. Callers select the stream first."""
 
-    def __init__(self, stream: cupy.cuda.Stream):
+    def __init__(self, stream: cupy.cuda.Stream, copy: _Copy):
         self.under_way = False
         """Whether work is being recorded."""
-        self._stream = stream
+        self._stream, self._copy = stream, copy
         self._kept: dict[Hashable, _Recording] = {}  # least recently used first
         # A graph keeps the addresses that it was recorded with, so recordings allocate from their own pool. They share
         # it, since they never run concurrently.
@@ -35,23 +39,22 @@ class Recordings:
         with memory_errors(), cupy.cuda.using_allocator(self._memory.malloc):
             cupy.empty(size, np.uint8)  # freed at once: the pool keeps it and splits it for smaller arrays
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[_Input]) -> Result:
         """See `Device.run_graph`. The first call runs `work`, which compiles and allocates; the second one records."""
-        on_host = [x.filler if isinstance(x, Carried) else x for x in inputs]
-        whole = key, tuple((x.shape, x.dtype.str) for x in on_host)
+        whole = key, tuple((x.shape, _dtype(x).str) for x in inputs)
         with memory_errors():
             recording = self._kept.pop(whole, None)
             if recording is None:
                 while len(self._kept) >= MOST_RECORDINGS:
                     self._kept.pop(next(iter(self._kept))).end()
-                recording = _Recording(self._stream, self._memory, on_host)
-                recording.take(on_host, inputs)
+                recording = _Recording(self._stream, self._memory, self._copy, inputs)
+                recording.take(inputs)
                 with cupy.cuda.using_allocator(self._memory.malloc):
                     result = work(*recording.inputs)
                 self._kept[whole] = recording
                 return result
             self._kept[whole] = recording
-            recording.take(on_host, inputs)
+            recording.take(inputs)
             if not recording.parts:
                 self.under_way = True
                 try:
@@ -88,36 +91,42 @@ class _Recording:
     """The input arrays of work with given input shapes, and its graphs once they are recorded: one, or, of work that
     calls the host, one between any two calls."""
 
-    def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, inputs: Sequence[np.ndarray]):
+    def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, copy: _Copy, inputs: Sequence[_Input]):
         self.parts: list[cupy.cuda.Graph | HostCall] = []  # in order, once it is recorded
         self._captured: list[cupy.cuda.Graph | HostCall] = []  # while it is recorded
         self._result: Any = None
-        self._stream, self._memory = stream, memory
-        # All inputs are copied at once from a pinned buffer, which is not overwritten before that copy has finished.
-        ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in inputs]).tolist()
-        starts = [0, *ends[:-1]]
-        size = ends[-1] if ends else 0
-        self._pinned, self._copied = pinned(size), cupy.cuda.Event(disable_timing=True)
+        self._stream, self._memory, self._copy = stream, memory, copy
+        # All inputs on the host are copied at once from a pinned buffer, which is not overwritten before that copy has
+        # finished; those of other devices lie behind them.
+        sizes = [math.prod(x.shape) * _dtype(x).itemsize for x in inputs]
+        behind = [isinstance(x, Moved) for x in inputs]
+        places, end, on_host = {}, 0, 0
+        for number in sorted(range(len(inputs)), key=behind.__getitem__):
+            places[number] = slice(end, end + sizes[number])
+            end += -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
+            if not behind[number]:
+                on_host = end
+        self._pinned, self._copied = pinned(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
-            self._buffer = cupy.empty(size, np.uint8)
-        places = [slice(start, start + x.nbytes) for start, x in zip(starts, inputs, strict=True)]
-        self._staged = [self._pinned[place] for place in places]
-        self.inputs = [
-            self._buffer[place].view(x.dtype).reshape(x.shape) for place, x in zip(places, inputs, strict=True)
-        ]
+            self._buffer = cupy.empty(end, np.uint8)
+        if end > on_host:
+            _runtime.memsetAsync(self._buffer.data.ptr + on_host, 0, end - on_host, stream.ptr)
+        self._staged = [self._pinned[places[number]] for number in range(len(inputs))]
+        self.inputs = [self._buffer[places[number]].view(_dtype(x)).reshape(x.shape) for number, x in enumerate(inputs)]
 
-    def take(self, on_host: Sequence[np.ndarray], inputs: Sequence[np.ndarray | Carried]) -> None:
-        """Copy the inputs of this call to the device: those on the host, then arrays carried over from a result."""
+    def take(self, inputs: Sequence[_Input]) -> None:
+        """Copy the inputs of this call to the device: those on the host, then arrays that are on devices."""
         self._copied.synchronize()
-        for staged, x in zip(self._staged, on_host, strict=True):
-            staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        for staged, x in zip(self._staged, inputs, strict=True):
+            if not isinstance(x, Moved):
+                x = x.filler if isinstance(x, Carried) else x
+                staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
         for to, given in zip(self.inputs, inputs, strict=True):
-            if isinstance(given, Carried):
-                size, target, source = given.array.nbytes, to.data.ptr, given.array.data.ptr
-                _runtime.memcpyAsync(target, source, size, _runtime.memcpyDeviceToDevice, self._stream.ptr)
+            if isinstance(given, Carried | Moved):
+                self._copy(to, given.array, given.device)
 
     def record(self, work: Callable[..., Any]) -> None:
         """Capture work(*self.inputs) as graphs without running it."""
@@ -151,6 +160,12 @@ class _Recording:
         self._copied.synchronize()
         if len(self.parts) > 1:
             self._stream.synchronize()
+
+
+def _dtype(x: _Input) -> np.dtype:
+    if isinstance(x, np.ndarray):
+        return x.dtype
+    return np.dtype(x.array.dtype) if isinstance(x, Moved) else x.filler.dtype
 
 
 def _borrowed(result: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from polarlm.engine.backends.cuda.device import Carried, Result
+from polarlm.engine.backends.cuda.device import Carried, Moved, Result
 
 GEMM = "gemm"
 
@@ -67,6 +67,9 @@ class TracingDevice:
         self._launched, self._memory = launched, memory
         self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
 
+    def use(self) -> None:
+        """Nothing runs."""
+
     def memory(self) -> tuple[int, int]:
         return self._memory
 
@@ -85,6 +88,9 @@ class TracingDevice:
 
     def to_host_later(self, x: TracingArray) -> tuple[TracingArray, Callable[[], np.ndarray]]:
         return x, lambda: self.to_host(x)
+
+    def from_device(self, x: TracingArray, device: Any) -> TracingArray:
+        return self.empty(x.shape, x.dtype)
 
     def wait(self) -> None:
         """Nothing runs."""
@@ -106,8 +112,11 @@ class TracingDevice:
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
         work(*map(self.to_host, arrays))
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
-        return work(*(self.from_host(x.filler if isinstance(x, Carried) else x) for x in inputs))
+    def run_graph(
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
+    ) -> Result:
+        given = (x.filler if isinstance(x, Carried) else x for x in inputs)
+        return work(*(self.empty(x.shape, x.array.dtype if isinstance(x, Moved) else x.dtype) for x in given))
 
     def set_aside(self, size: int) -> None:
         """There is no memory."""

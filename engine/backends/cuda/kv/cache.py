@@ -5,7 +5,7 @@ Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -48,6 +48,12 @@ class Buffer(NamedTuple):
     v: Array
 
 
+class CardBuffers(NamedTuple):
+    """A buffer on each of several cards, for layers that are on all of them."""
+
+    of: Mapping[Device, Buffer]
+
+
 class SideArrays(NamedTuple):
     """The arrays with which a kernel encodes keys or values of one layer, in the order of SideArrays in
     `cuda/encode/full_block.cuh`. None where the codec or the metric has no such array.
@@ -88,8 +94,9 @@ class Side:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The stored K/V of one layer. full: the full-precision slots, for sink blocks and current blocks."""
+    """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks."""
 
+    device: Device
     format: CacheFormat
     keys: Side
     values: Side
@@ -105,26 +112,32 @@ class LayerCache:
         """DP, which is D rounded up to a multiple of 16."""
         return self.keys.layout.record.geometry.padded
 
-    def pools(self, buffer: Buffer | None) -> Buffer:
-        """`buffer`, or the full-precision slots if it is None."""
-        return self.full if buffer is None else buffer
+    def pools(self, buffer: Buffer | CardBuffers | None) -> Buffer:
+        """`buffer`, that of the layer's card, or the full-precision slots if it is None."""
+        if buffer is None:
+            return self.full
+        return buffer.of[self.device] if isinstance(buffer, CardBuffers) else buffer
 
 
 @dataclass
 class HostTable:
-    """An int32 table that is uploaded on first use. device: the uploaded copy."""
+    """An int32 table that is uploaded to a device on first use. copies: what has been uploaded."""
 
     table: np.ndarray
-    device: Array | None = field(default=None, kw_only=True)
+    copies: dict[Device, Array] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.table.shape
 
     def on(self, device: Device) -> Array:
-        if self.device is None:
-            self.device = device.from_host(self.table)
-        return self.device
+        if device not in self.copies:
+            self.copies[device] = device.from_host(self.table)
+        return self.copies[device]
 
     def filled_up(self, rows: int) -> HostTable:
         """A copy of the table, padded to `rows` rows with empty ones."""
-        return replace(self, table=with_rows(self.table, rows))
+        return replace(self, table=with_rows(self.table, rows), copies={})
 
 
 @dataclass
@@ -136,7 +149,7 @@ class SpanTable(HostTable):
     """
 
     most_rows: int
-    buffer: Buffer | None
+    buffer: Buffer | CardBuffers | None
 
     def header(self, index: int) -> SpanHeader:
         return SpanHeader(*self.table[index, :HEADER].tolist())

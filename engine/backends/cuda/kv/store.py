@@ -47,18 +47,19 @@ class CacheOps:
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         keys, values = self._layouts_of(format)
-        known = {side.layout: side for other in beside for side in (other.keys, other.values)}
+        on_card = (other for other in beside if other.device is self._device)
+        known = {side.layout: side for other in on_card for side in (other.keys, other.values)}
         try:
             sides = (
                 self._side(keys, format, format.metric_k, quantized, known.get(keys)),
                 self._side(values, format, format.metric_v, quantized, known.get(values)),
             )
-            return LayerCache(format, *sides, self._pools(format, full), self._full_layouts(format))
+            return LayerCache(self._device, format, *sides, self._pools(format, full), self._full_layouts(format))
         except MemoryError:
             left = self._device.memory()[0] / 2**30
             raise EngineError(
-                f"The KV store does not fit into the GPU's memory, of which {left:.1f} GiB are left for the next "
-                "layer: choose a smaller kv_memory or ctx_size",
+                f"The KV store does not fit into the memory of {self._device.name}, of which {left:.1f} GiB are left "
+                "for the next layer: choose a smaller kv_memory or ctx_size",
                 "out_of_memory",
                 ("kv_memory", "ctx_size"),
             ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -180,6 +181,10 @@ class RecurrentOps:
         rows = [(one.matrices, one.inputs, one.keys, one.updates, one.decays) for one in layers]
         grid = heads, len(slots), len(layers)
         self._launch("advance_delta", grid, config, Addresses(rows, written=2), numbers, key_heads, int(tiled))
+
+    def assign(self, to: Array, x: Any) -> None:
+        self._device.use()
+        to[...] = x
 
     def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
         """Kernels make codes of eight bits; others are made on the host."""

@@ -71,7 +71,7 @@ def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInpu
             for token, sampler_input in zip(wait().tolist(), sampler_inputs, strict=True)
         ]
 
-    return Fetch(Carried(np.zeros(len(ids), np.int32), copy), tokens)
+    return Fetch(Carried(np.zeros(len(ids), np.int32), copy, device), tokens)
 
 
 def _token_or_error(token: int, sampler_input: SamplerInput) -> int | EngineError:

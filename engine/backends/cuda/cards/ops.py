@@ -1,0 +1,75 @@
+"""The ops on several GPUs of one process, of which each has some consecutive layers of a model."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from polarlm.engine.backends.cuda.device import Device
+from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, LayerCache
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks
+from polarlm.engine.backends.ops import Load
+
+_OF_ONE_CACHE = "copy_full", "round_trip", "read_blocks", "write_blocks", "read_full", "write_full"
+
+
+class CardsOps(CudaOps):
+    """The ops of several cards. What belongs to no layer is done on the last one, which has the head of the model.
+
+    A layer's ops are those of its card (`of_layer`). Block ids mean the same on every card; ops with a cache, and with
+    the buffer of a prompt, are done where that cache is.
+    """
+
+    def __init__(self, cards: Sequence[CudaOps], counts: Sequence[int] = ()):
+        """counts: how many layers each card has; empty before a model is known."""
+        super().__init__(cards[-1]._device)
+        self.cards, self.counts = tuple(cards), tuple(counts)
+        self.name = " and ".join(card.name for card in cards)
+        self.prefill_rows = min(card.prefill_rows for card in cards)
+        sizes = [(card._device.processors, card._device.shared_memory, card._device.overlaps) for card in cards]
+        self._alike = [card._device for card, own in zip(cards, sizes, strict=True) if own == sizes[-1]]
+        self._ends = [*itertools.accumulate(counts)]
+        self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}
+        self.buffer = self._buffer
+        self.encode_blocks = self._encode_blocks
+        for name in _OF_ONE_CACHE:
+            setattr(self, name, partial(self._where_cache_is, name))
+
+    def of_layer(self, layer: int) -> CudaOps:
+        return self.cards[bisect_right(self._ends, layer)]
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def _memory(self) -> tuple[int, int]:
+        free, total = zip(*(card._memory() for card in self.cards), strict=True)
+        return sum(free), sum(total)
+
+    def work_bytes(self, load: Load) -> int:
+        return sum(card.work_bytes(load) for card in self.cards)
+
+    def set_aside(self, load: Load) -> None:
+        for card in self.cards:
+            card.set_aside(load)
+
+    def wait(self) -> None:
+        for card in self.cards:
+            card.wait()
+
+    # -- K/V ---------------------------------------------------------------------------------------------------
+
+    def _where_cache_is(self, op: str, cache: LayerCache, *args: Any) -> Any:
+        return getattr(self._by_device[cache.device], op)(cache, *args)
+
+    def _buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> CardBuffers:
+        own = {device: card.buffer(format, rows, as_slots=as_slots) for device, card in self._by_device.items()}
+        return CardBuffers({device: one for device, one in own.items() if isinstance(one, Buffer)})
+
+    def _encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+        for device, card in self._by_device.items():
+            own = [one._replace(caches=[cache for cache in one.caches if cache.device is device]) for one in filled]
+            if any(one.caches for one in own):
+                card.encode_blocks([one for one in own if one.caches])
