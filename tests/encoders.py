@@ -101,11 +101,18 @@ def unigram_json() -> str:
 
 
 def make_gguf(
-    path: Path, name: str, dtype: str = "F32", pooling: int | None = 1, *, unigram: bool = False, **changes: object
+    path: Path,
+    name: str,
+    dtype: str = "F32",
+    pooling: int | None = 1,
+    *,
+    unigram: bool = False,
+    leave_out: str = "",
+    **changes: object,
 ) -> Path:
     """The same model as a GGUF file, as llama.cpp's converter writes it, with matrices in a type.
 
-    unigram: with an XLM-R vocabulary, not BERT's.
+    unigram: with an XLM-R vocabulary, not BERT's. leave_out: a tensor that the file lacks.
     """
     config, source, _ = load_weights(_fixture(name))
     arch = {"nomic_bert": "nomic-bert", "gemma3": "gemma-embedding"}.get(config.family, "bert")
@@ -132,6 +139,8 @@ def make_gguf(
     for key, value in changes.items():
         writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
     for spec in tensors(config).specs():
+        if spec.gguf == leave_out:
+            continue
         values = np.empty(source.shape(spec.name), np.float32)
         source.read_into(spec.name, values)
         if spec.name == "model.positions.weight":  # the converter leaves out what is before the first position

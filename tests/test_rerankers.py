@@ -69,13 +69,19 @@ def test_pairs_are_joined_as_the_tokenizers_library_does(engine: Engine) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gguf_file_ranks_alike(tmp_path: Path, name: str) -> None:
-    """As llama.cpp's converter writes XLM-R's. Of BERT's it leaves out the pooler, without which there is no score."""
+    """As llama.cpp's converter writes XLM-R's."""
     file = make_gguf(tmp_path / "model.gguf", f"rerankers/{name}", pooling=4, unigram=name == "xlm_roberta")
     folder = make_reranker(tmp_path / "folder", name)
     with Engine.load(file, device="cpu") as of_gguf, Engine.load(folder, device="cpu") as of_folder:
         plain = ["rain", "rains the stair", ""]  # whose pieces do not depend on how a file normalizes white space
         found, expected = ([float(one.vector[0]) for one in e.rerank(QUERY, plain)] for e in (of_gguf, of_folder))
         assert found == pytest.approx(expected, abs=2e-5)
+
+
+def test_a_head_of_which_a_part_is_missing_is_refused(tmp_path: Path) -> None:
+    file = make_gguf(tmp_path / "model.gguf", "rerankers/bert", pooling=4, leave_out="cls.weight")
+    with pytest.raises(LoadError, match=r"without a part of its head \(cls\.weight\)"):
+        load(file)
 
 
 def test_a_reranker_gives_no_vectors_and_no_answers(engine: Engine) -> None:

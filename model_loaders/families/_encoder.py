@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
+from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families._decoder import MAX_HEADS, MAX_SIZE, layer_count
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
@@ -98,6 +99,11 @@ def scores_pairs(fields: Fields) -> bool:
     if not fields.has("num_labels") and not any(one.endswith(_CLASSIFIER) for one in fields.texts("architectures")):
         return False
     named = fields.section("id2label")
+    if fields.has("gguf_architecture") and not fields.flag("has_score_dense", False):
+        raise LoadError(
+            f"{fields.where} holds a reranker without a part of its head (cls.weight), which llama.cpp's converter "
+            "leaves out of BERT's, so that scores would not be the model's: use its safetensors folder."
+        )
     labels = fields.integer("num_labels", 2 if named is None else len(named.given()))
     if labels != 1:
         raise fields.refuse(

@@ -153,6 +153,7 @@ def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout
     types, head = (gguf.tensors.get(name) for name in ("token_types.weight", "cls.output.weight"))
     values["type_vocab_size"] = 0 if types is None else types.shape[0]
     values["num_labels"] = None if head is None else head.shape[0]
+    values["has_score_dense"] = "cls.weight" in gguf.tensors
     if family == "llama":  # the architecture of other families, too
         names |= {key: prefix + theirs for key, theirs in _MISTRAL.items()}
         values |= {key: metadata.get(names[key]) or None for key in _MISTRAL}
