@@ -130,6 +130,7 @@ def make_gguf(
     else:
         writer.add_layer_norm_eps(config.norm_eps)
         writer.add_causal_attention(False)
+        writer.add_token_type_count(config.token_types)
     if pooling is not None:
         writer.add_pooling_type(gguf.PoolingType(pooling))
     if unigram:

@@ -13,6 +13,9 @@ import pytest
 import tokenizers
 
 from polarlm.engine import Engine, EngineError, PromptOptions
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import LoadError, load
 from tests.encoders import CLS, SEP, UNIGRAM, make_folder, make_gguf, pieces, pooled, reference, tokenizer_json
 
@@ -156,6 +159,17 @@ def test_what_an_engine_says_of_an_encoder(engine: Engine) -> None:
     status = engine.status()
     assert (status.blocks, status.running, status.waiting) == (0, 0, 0)
     assert engine.cache_stats().tokens == 0
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bert_f32", "an embedding model"), ("rerankers/bert", "a reranker")])
+def test_a_device_without_the_ops_of_encoders_leaves_them_to_the_cpu(tmp_path: Path, name: str, kind: str) -> None:
+    ops, said = NativeOps(1), list[str]()
+    ops.of_encoders = None  # type: ignore[assignment]
+    config = settle(make_gguf(tmp_path / "model.gguf", name), None, {})
+    with Engine(assembly.assemble(config, said.append, ops=ops)) as loaded:
+        assert f"model is {kind}, which runs on the CPU." in said
+        assert loaded._model.ops is not ops
+        assert loaded.context == 64
 
 
 def test_a_damaged_model_fails_its_texts(tmp_path: Path) -> None:
