@@ -80,6 +80,7 @@ def test_a_server_takes_the_name_of_a_prompt(engine: Engine) -> None:
     ("file", "changes", "part"),
     [
         ("2_Dense/config.json", {"activation_function": "torch.nn.ReLU"}, "but only Identity and Tanh"),
+        ("2_Dense/config.json", {"module_input_name": "token_embeddings"}, "but only 'sentence_embedding' is"),
         ("2_Dense/config.json", {"out_features": 130}, r"has the shape \(128, 64\)"),
         ("3_Dense/config.json", {"bias": True}, r"lacks the tensor model.dense.1.bias"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "which is not among the prompts"),

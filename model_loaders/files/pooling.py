@@ -72,6 +72,8 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
         if kind != "Dense":
             continue
         fields = Fields(read_json(where / "config.json"), where / "config.json")
+        for key in ("module_input_name", "module_output_name"):  # others are of a vector for each token
+            fields.require(key, "sentence_embedding")
         activation = fields.text("activation_function", "Tanh").rpartition(".")[2]
         if activation not in ("Identity", "Tanh"):
             raise fields.refuse("activation_function", "but only Identity and Tanh are supported")
