@@ -328,9 +328,9 @@ class PromptOptions:
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # more variables of the chat template
     # Return the prompt's embedding: the "mean" of all tokens' final hidden states, which the model's head reads, or the
     # state of the "last" token or of the first ("cls"), scaled to length 1. A token's state depends on the token and
-    # those before it, in an encoder on all. The whole prompt is computed, and the prefix cache keeps none of it. A text
-    # gets the token that its tokenizer closes such texts with, if there is one.
+    # those before it, in an encoder on all. The whole prompt is computed, and the prefix cache keeps none of it.
     pooling: str | None = None
+    prompt_name: str | None = None  # of an embedding: the prompt of the model's files that goes before the text
     dimensions: int | None = None  # of an embedding: keep the first ones, scaled to length 1 again; None keeps all
     truncate: bool = False  # of an embedding: cut a prompt that is longer than the context, in place of an error
 

@@ -60,8 +60,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def no_answers(model: str) -> EngineError:
-    """The error of a request for an answer to a model that only gives vectors."""
+def no_answers(model: str, *, scores_pairs: bool) -> EngineError:
+    """The error of a request for what an encoder does not give. scores_pairs: whether it is for ranking documents."""
+    if scores_pairs:
+        return EngineError(
+            f"{model} ranks documents for a query (Engine.rerank, /v1/rerank) and does nothing else: for vectors or "
+            "answers, load an embedding model or a generative one"
+        )
     return EngineError(
         f"{model} is an embedding model: it gives texts a vector (Engine.embed, /v1/embeddings) and cannot continue or "
         "answer them; for that, load a generative model"

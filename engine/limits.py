@@ -121,6 +121,7 @@ OPTIONS: Limits = {
     "pooling": (lambda value: value in (None, *POOLINGS, RANK), f"None, {', '.join(POOLINGS[:-1])} or {POOLINGS[-1]}"),
     "dimensions": (lambda value: value is None or _whole(value, 1), "None, or a whole number from 1 up"),
     "truncate": (_is_flag, "True or False"),
+    "prompt_name": (lambda value: value is None or isinstance(value, str), "None or a text"),
 }
 
 

@@ -12,7 +12,7 @@ from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.outputs import Chunk, Embedding, Outbox, embedding
-from polarlm.engine.requests.prompts import Prompt, yes_and_no
+from polarlm.engine.requests.prompts import Prompt, pair_ids, yes_and_no
 from polarlm.engine.requests.request import Ticket
 from polarlm.model_loaders import Model
 
@@ -30,6 +30,7 @@ class Vectors(ABC):
     """The methods of an engine that give texts vectors."""
 
     model: Model
+    context: int
 
     @abstractmethod
     def submit(self, prompt: Prompt, params: Any = None, options: Any = None, *, into: Outbox) -> Ticket:
@@ -40,7 +41,7 @@ class Vectors(ABC):
         """See `Engine.work`."""
 
     def embed(self, prompt: Prompt, pooling: str | None = None, options: PromptOptions | None = None) -> Embedding:
-        """The embedding of `prompt`, a vector of the model's hidden size.
+        """The embedding of `prompt`, a vector of the model's size.
 
         pooling: see `PromptOptions.pooling`; None: as the model's files say, and "mean" if they say nothing.
         """
@@ -56,17 +57,26 @@ class Vectors(ABC):
     def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Embedding]:
         """How relevant each document is for `query`: vectors of one number from 0 to 1.
 
-        A generative model is asked whether a document is relevant; the number is the probability of yes beside no
-        (Qwen3-Reranker, 2506.05176, section 2). instruction: what makes a document relevant. Raises EngineError.
+        A cross-encoder (BERT or XLM-R with one label) reads query and document as a pair; the number is σ of its
+        logit. A generative model is asked whether a document is relevant; the number is the probability of yes beside
+        no (Qwen3-Reranker, 2506.05176, section 2). instruction: what makes a document relevant, for a generative model.
+        Raises EngineError.
         """
         return _embeddings(self, self.rank_jobs(query, documents, instruction))
 
     def rank_jobs(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Job]:
         """The requests of `rerank`, for servers. Raises EngineError for a model that cannot rank."""
+        params = SamplingParams(max_tokens=0)
+        if self.model.config.scores_pairs:
+            if instruction is not None:
+                raise EngineError(f"{self.model.name} reads no instruction, only query and document: leave it out")
+            options = PromptOptions(pooling=RANK)
+            pairs = (pair_ids(query, document, self.model, self.context) for document in documents)
+            return [(ids, params, options) for ids in pairs]
         if self.model.config.is_encoder:
             raise EngineError(
                 f"{self.model.name} is an embedding model, which cannot rank documents: load a model such as "
-                "Qwen3-Reranker, or compare the vectors of query and documents"
+                "bge-reranker or Qwen3-Reranker, or compare the vectors of query and documents"
             )
         yes_and_no(self.model.tokenizer)
         options = PromptOptions(pooling=RANK, template_variables={"enable_thinking": False})
@@ -75,7 +85,7 @@ class Vectors(ABC):
             [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked + document}]
             for document in documents
         ]
-        return [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
+        return [(prompt, params, options) for prompt in prompts]
 
     def embedding_options(self, pooling: str | None, options: PromptOptions | None = None) -> PromptOptions:
         """`options` of a request for an embedding: with `pooling`, or with that of the model."""

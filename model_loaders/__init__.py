@@ -18,7 +18,13 @@ from polarlm.model_loaders.fields import read_json
 from polarlm.model_loaders.files.folder import generation_defaults, open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
-from polarlm.model_loaders.files.pooling import pooling_of_folder, pooling_of_gguf
+from polarlm.model_loaders.files.pooling import (
+    NO_PROMPTS,
+    Prompts,
+    pooling_of_folder,
+    pooling_of_gguf,
+    prompts_of_folder,
+)
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 from polarlm.model_loaders.hub import Fits, HubName, fetch, parse
@@ -57,6 +63,7 @@ class Model:
     generation: GenerationDefaults
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
     pooling: str | None = None  # how states become a vector, if the files say so: "mean", "cls" or "last"
+    prompts: Prompts = NO_PROMPTS  # of texts whose vectors are asked for
 
     @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:
@@ -134,6 +141,7 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
             generation=generation_defaults(folder),
             dtype=main_dtype(weights),
             pooling=pooling_of_folder(folder),
+            prompts=prompts_of_folder(folder),
         )
     except BaseException:
         weights.close()

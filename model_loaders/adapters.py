@@ -21,8 +21,9 @@ from polarlm.model_loaders.families import gguf_layouts, has_own_layout, table_n
 from polarlm.model_loaders.fields import Fields, read_json
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.row_order import row_order
 from polarlm.model_loaders.files.safetensors_source import read_header
-from polarlm.model_loaders.files.tensor_table import TensorSpec, row_order
+from polarlm.model_loaders.files.tensor_table import TensorSpec
 from polarlm.model_loaders.files.tensors import READABLE, StoredTensor, StoredWeights
 from polarlm.model_loaders.hub.choice import ADAPTER_CONFIG as CONFIG
 from polarlm.model_loaders.hub.choice import ADAPTER_WEIGHTS as WEIGHTS

@@ -58,7 +58,8 @@ class Attention(Mixer):
     head_dim: int  # D, not necessarily E / H
     rope: RopeConfig | None  # None: no RoPE
     rotary_dim: int | None = None  # channels of a head that RoPE rotates; None: D
-    window: int | None = None  # attend to this many last tokens (itself included); None: all
+    # Attend to this many last tokens (itself included); None: all. If not causal, to those up to window // 2 away.
+    window: int | None = None
     scale: float | None = None  # of q·k; None: D^-½
     softcap: float | None = None  # c: scores s become c · tanh(s / c)
     sink_scores: bool = False  # each query head has one more score, a weight, whose value is 0
@@ -185,6 +186,16 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Dense:
+    """A product that changes the vector of a text x: weight · x + bias, or its tanh."""
+
+    inputs: int
+    outputs: int
+    bias: bool = False
+    tanh: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder or an encoder: its layers, and what they have in common.
 
@@ -208,12 +219,19 @@ class ModelConfig:
     logit_softcap: float | None = None  # c: logits l become c · tanh(l / c)
     positions: int = 0  # rows of a table of positions, which are added to embeddings; 0: there is none
     first_position: int = 0  # the row of the first token
-    token_types: int = 0  # rows of a table of types of tokens, the first of which is added; 0: there is none
+    token_types: int = 0  # rows of a table of types of tokens: of a text, or of the first of a pair, the first is added
+    dense: tuple[Dense, ...] = ()  # applied to pooled states, one after another
+    scores_pairs: bool = False  # a head gives a pair of texts a number, how relevant the second is for the first
 
     @property
     def is_encoder(self) -> bool:
         """Whether its tokens see later ones, so that it gives texts a vector and generates none."""
         return any(not attention.is_causal for attention in self.attentions.values())
+
+    @property
+    def vector_size(self) -> int:
+        """The numbers of a text's vector."""
+        return self.dense[-1].outputs if self.dense else self.hidden_size
 
     @property
     def attentions(self) -> dict[int, Attention]:

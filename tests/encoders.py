@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from polarlm.model_loaders import load_weights
+from polarlm.model_loaders import ModelConfig, load_weights
 from polarlm.model_loaders.families import tensors
 from tests.conftest import ENCODERS
 from tests.weights import pack
@@ -48,7 +48,7 @@ def make_folder(folder: Path, name: str, pooling: str | None = "mean", **modules
     """A folder in the layout of sentence-transformers; without `pooling`, one of transformers alone."""
     folder.mkdir(exist_ok=True)
     for file in ("config.json", "model.safetensors"):
-        shutil.copy(ENCODERS / name / file, folder)
+        shutil.copy(_fixture(name) / file, folder)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     if pooling is not None:
         kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize", **modules}
@@ -61,6 +61,26 @@ def make_folder(folder: Path, name: str, pooling: str | None = "mean", **modules
     return folder
 
 
+def make_gemma(folder: Path) -> Path:
+    """EmbeddingGemma with the modules that sentence-transformers has written."""
+    shutil.copytree(ENCODERS / "embedding_gemma", folder)
+    (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    return folder
+
+
+def make_reranker(folder: Path, name: str) -> Path:
+    """A cross-encoder as a folder of transformers."""
+    make_folder(folder, f"rerankers/{name}", None)
+    if name == "xlm_roberta":
+        (folder / "tokenizer.json").write_text(unigram_json(), encoding="utf-8")
+    return folder
+
+
+def _fixture(name: str) -> Path:
+    """The folder of an encoder, or of "rerankers/NAME"."""
+    return ENCODERS.parent / name if "/" in name else ENCODERS / name
+
+
 UNIGRAM = [
     *(("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)),
     *(("▁", -2.0), ("▁rain", -5.0), ("▁r", -4.0), ("ain", -4.5), ("s", -3.0), ("▁the", -3.5)),
@@ -69,25 +89,48 @@ UNIGRAM = [
 """Pieces of an XLM-R vocabulary, and their scores."""
 
 
+def unigram_json() -> str:
+    """XLM-R's tokenizer, as its files describe it."""
+    library = tokenizers.Tokenizer(models.Unigram(UNIGRAM, unk_id=3))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    library.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    return library.to_str()
+
+
 def make_gguf(
-    path: Path, name: str, dtype: str = "F32", pooling: int | None = 1, *, unigram: bool = False, **changes: object
+    path: Path,
+    name: str,
+    dtype: str = "F32",
+    pooling: int | None = 1,
+    *,
+    unigram: bool = False,
+    leave_out: str = "",
+    **changes: object,
 ) -> Path:
     """The same model as a GGUF file, as llama.cpp's converter writes it, with matrices in a type.
 
-    unigram: with an XLM-R vocabulary, not BERT's.
+    unigram: with an XLM-R vocabulary, not BERT's. leave_out: a tensor that the file lacks.
     """
-    config, source, _ = load_weights(ENCODERS / name)
-    arch = "nomic-bert" if config.family == "nomic_bert" else "bert"
+    config, source, _ = load_weights(_fixture(name))
+    arch = {"nomic_bert": "nomic-bert", "gemma3": "gemma-embedding"}.get(config.family, "bert")
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(config.layers))
     writer.add_head_count(config.attention.heads)
     writer.add_feed_forward_length(config.ffn.size)
-    writer.add_layer_norm_eps(config.norm_eps)
-    writer.add_causal_attention(False)
-    if config.attention.rope is not None:
-        writer.add_rope_freq_base(config.attention.rope.theta)
+    whole = next(one for one in config.attentions.values() if one.window is None)
+    if whole.rope is not None:
+        writer.add_rope_freq_base(whole.rope.theta)
+    if arch == "gemma-embedding":
+        _write_gemma(writer, config)
+    else:
+        writer.add_layer_norm_eps(config.norm_eps)
+        writer.add_causal_attention(False)
+        writer.add_token_type_count(config.token_types)
     if pooling is not None:
         writer.add_pooling_type(gguf.PoolingType(pooling))
     if unigram:
@@ -97,6 +140,8 @@ def make_gguf(
     for key, value in changes.items():
         writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
     for spec in tensors(config).specs():
+        if spec.gguf == leave_out:
+            continue
         values = np.empty(source.shape(spec.name), np.float32)
         source.read_into(spec.name, values)
         if spec.name == "model.positions.weight":  # the converter leaves out what is before the first position
@@ -111,6 +156,18 @@ def make_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _write_gemma(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    """What the converter writes of EmbeddingGemma alone, and the pattern of windows, which it leaves out."""
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_head_count_kv(config.attention.kv_heads)
+    writer.add_key_length(config.attention.head_dim)
+    writer.add_value_length(config.attention.head_dim)
+    writer.add_sliding_window(config.attention.window)
+    writer.add_sliding_window_pattern(2)
+    for number, dense in enumerate(config.dense, 2):
+        writer.add_dense_features_dims(f"dense_{number}", dense.inputs, dense.outputs)
 
 
 def _write_word_piece(writer: gguf.GGUFWriter) -> None:
@@ -141,7 +198,7 @@ def _write_unigram(writer: gguf.GGUFWriter) -> None:
 def reference(name: str) -> list[tuple[list[int], np.ndarray]]:
     """The texts of a fixture, and their last hidden states in transformers (T, E)."""
     found = np.load(ENCODERS / name / "reference.npz")
-    return [(found[f"ids{i}"].tolist(), found[f"states{i}"]) for i in range(len(found) // 2)]
+    return [(found[f"ids{i}"].tolist(), found[f"states{i}"]) for i in range(sum(one[:3] == "ids" for one in found))]
 
 
 def pooled(states: np.ndarray, pooling: str, dimensions: int | None = None) -> np.ndarray:

@@ -13,6 +13,9 @@ import pytest
 import tokenizers
 
 from polarlm.engine import Engine, EngineError, PromptOptions
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.loading import assembly
+from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import LoadError, load
 from tests.encoders import CLS, SEP, UNIGRAM, make_folder, make_gguf, pieces, pooled, reference, tokenizer_json
 
@@ -94,7 +97,7 @@ def test_texts_that_wait_together_are_computed_together(engine: Engine, monkeypa
     """And each gets the vector that it has alone."""
     batches: list[int] = []
     encode = engine._model.encode  # type: ignore[attr-defined]
-    monkeypatch.setattr(engine._model, "encode", lambda texts: batches.append(len(texts)) or encode(texts))
+    monkeypatch.setattr(engine._model, "encode", lambda texts, seconds: batches.append(len(texts)) or encode(texts))
     texts = [TEXT[: 2 + at] for at in range(20)]
     together = engine.embed_each(texts)
     assert batches == [20]
@@ -158,9 +161,20 @@ def test_what_an_engine_says_of_an_encoder(engine: Engine) -> None:
     assert engine.cache_stats().tokens == 0
 
 
+@pytest.mark.parametrize(("name", "kind"), [("bert_f32", "an embedding model"), ("rerankers/bert", "a reranker")])
+def test_a_device_without_the_ops_of_encoders_leaves_them_to_the_cpu(tmp_path: Path, name: str, kind: str) -> None:
+    ops, said = NativeOps(1), list[str]()
+    ops.of_encoders = None  # type: ignore[assignment]
+    config = settle(make_gguf(tmp_path / "model.gguf", name), None, {})
+    with Engine(assembly.assemble(config, said.append, ops=ops)) as loaded:
+        assert f"model is {kind}, which runs on the CPU." in said
+        assert loaded._model.ops is not ops
+        assert loaded.context == 64
+
+
 def test_a_damaged_model_fails_its_texts(tmp_path: Path) -> None:
     with Engine.load(make_gguf(tmp_path / "model.gguf", "bert_f32"), device="cpu") as loaded:
-        loaded._model._encoder_layers[0]._norms[0][0][:] = np.nan  # type: ignore[attr-defined]
+        loaded._model._encoder_layers[0]._sum_norm[0][:] = np.nan  # type: ignore[attr-defined]
         with pytest.raises(EngineError, match="not finite") as caught:
             loaded.embed(TEXT)
         assert caught.value.code == "model_damaged"
@@ -202,6 +216,6 @@ def test_wrong_modules_are_named(tmp_path: Path, change: Any, part: str) -> None
     change(folder)
     with pytest.raises(LoadError, match=part):
         load(folder)
-    for pooling, modules, what in (("max", {}, "pooling_mode_max_tokens"), ("mean", {"Dense": "2"}, "module 'Dense'")):
+    for pooling, modules, what in (("max", {}, "pooling_mode_max_tokens"), ("mean", {"CNN": "2"}, "module 'CNN'")):
         with pytest.raises(LoadError, match=what):
             load(make_folder(tmp_path / pooling, "bert_wide", pooling, **modules))

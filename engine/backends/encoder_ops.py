@@ -29,8 +29,11 @@ class EncoderOps(Protocol):
         transform: PreparedTransform,
         lengths: Sequence[int],
         scale: float,
+        window: int | None = None,
+        norms: tuple[Array, Array, float] | None = None,
     ) -> Array:
-        """`transform_heads` of qkv (T, H + 2K, D), then attention of each text to all of its own rows → (T, H, D).
+        """`transform_heads` of qkv (T, H + 2K, D), then attention of each text to its own rows → (T, H, D).
 
         lengths: the numbers of rows of the texts, in order; their sum is T. Nothing is kept. scale: multiplies scores.
+        window: rows attend to those at most window // 2 away; None: to all. norms: as in `transform_heads`.
         """

@@ -80,7 +80,7 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
         console.note(f"{NO_DRIVER}: running on the CPU.")
     with load(config.weights, config=config, verbose=console.note) as engine:
         if engine.model.config.is_encoder:
-            raise no_answers(engine.model.name)
+            raise no_answers(engine.model.name, scores_pairs=engine.model.config.scores_pairs)
         if chat.conversation and (missing := engine.model.template.missing(engine.model.name)):
             console.note(missing)
         console.note(engine.fit_line())

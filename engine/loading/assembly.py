@@ -134,7 +134,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         if source.config.is_encoder and ops.of_encoders is None:
             source.weights.close()
             bars.close()
-            say(f"{source.name} is an embedding model, which runs on the CPU.")
+            kind = "a reranker" if source.config.scores_pairs else "an embedding model"
+            say(f"{source.name} is {kind}, which runs on the CPU.")
             return _assemble(config, select("cpu", config.threads)[0], verbose, encoding)
         if bar is None:  # the files were fetched first, which shows its own
             bar = loading(source.name)
@@ -330,10 +331,10 @@ def fit_line(parts: Parts) -> str:
     if parts.experts is not None:
         where += f" ({parts.experts})"
     if model.config.is_encoder:
-        return (
-            f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; embedding "
-            f"model: vectors of {model.config.hidden_size}, texts of up to {plan.tokens:,} tokens"
-        )
+        what = f"embedding model: vectors of {model.config.vector_size}, texts of up to {plan.tokens:,} tokens"
+        if model.config.scores_pairs:
+            what = f"reranker: queries and documents of up to {plan.tokens:,} tokens together"
+        return f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; {what}"
     snapshots = plan.snapshot_bytes if shape.has_host else 0
     beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
     line = (

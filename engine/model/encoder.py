@@ -13,6 +13,7 @@ from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderLayer
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.model_loaders.config import Attention
@@ -21,19 +22,30 @@ from polarlm.model_loaders.config import Attention
 class Encoder(Transformer):
     """A model whose tokens see later ones. Its store holds nothing, and it has no logits."""
 
-    def encode(self, texts: Sequence[Sequence[int]]) -> Array:
+    def encode(self, texts: Sequence[Sequence[int]], seconds: Sequence[int] | None = None) -> Array:
         """Return the last hidden states (T, E) of the tokens of all `texts`, in order.
 
+        seconds: of each text the place from which on its tokens have the second type; None: none has it.
         All rows go through a product together; a row sees the rows of its own text. Cost per token: 2 FLOPs per weight
         of the layers, and attention over its text.
         """
         lengths = [len(text) for text in texts]
         places = np.concatenate([np.arange(length) for length in lengths])
-        x = self._inputs(np.concatenate([np.asarray(text, np.int32) for text in texts]), places)
+        types = np.zeros_like(places) if seconds is None else (places >= np.repeat(seconds, lengths)).astype(np.int64)
+        x = self._inputs(np.concatenate([np.asarray(text, np.int32) for text in texts]), places, types)
         ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self._ropes.tables(places)]
         for number, layer in enumerate(self._encoder_layers):
             layer.compute(x, self._ropes.of_layer(number, ropes), lengths)
+        if self.weights.norm is not None:
+            self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
         return x
+
+    def relevance(self, hidden: Array) -> float:
+        """Return the logit that the second text of a pair is relevant for the first. hidden (1, E): its first state."""
+        head = self.weights.pair_head
+        assert head is not None
+        inner = np.tanh(self.final_states(self.ops.linear(hidden, head[0])))
+        return float(self.final_states(self.ops.linear(self.ops.to_device(inner), head[1]))[0, 0])
 
     def final_states(self, hidden: Array) -> np.ndarray:
         states: np.ndarray = self.ops.to_host(hidden)
@@ -41,14 +53,15 @@ class Encoder(Transformer):
             raise EngineError(NOT_FINITE, "model_damaged")
         return states
 
-    def _inputs(self, ids: np.ndarray, places: np.ndarray) -> Array:
-        """ids (T,) int32, the tokens at `places` of their texts → the inputs of the first layer (T, E)."""
+    def _inputs(self, ids: np.ndarray, places: np.ndarray, types: np.ndarray) -> Array:
+        """ids (T,) int32, the tokens at `places` of their texts, of `types` → the inputs of the first layer (T, E)."""
         ops, inputs = self.ops, self.weights.encoder_inputs
-        assert inputs is not None
+        if inputs is None:
+            return self._embed(ops.to_device(ids))[0]
         assert ops.of_encoders is not None
         x = ops.embed(self.weights.embedding, ops.to_device(ids))
         rows = places + self.config.first_position
-        for table, at in ((inputs.positions, rows), (inputs.token_types, np.zeros_like(rows))):
+        for table, at in ((inputs.positions, rows), (inputs.token_types, types)):
             if table is not None:
                 with np.errstate(invalid="ignore", over="ignore"):  # of damaged weights, found at the end
                     x += ops.embed(table, ops.to_device(at))
@@ -59,16 +72,9 @@ class Encoder(Transformer):
         return HeadTransform(attention.kv_heads)
 
     def _make_layers(self, weights: ModelWeights) -> None:
-        of_encoders = self.ops.of_encoders
+        of_encoders, eps = self.ops.of_encoders, Eps(self.config.norm_eps, self.config.norm_eps)
         assert of_encoders is not None
         self._encoder_layers = [
-            EncoderLayer(
-                self.ops,
-                of_encoders,
-                layer,
-                self.config.norm_eps,
-                own,
-                self._transforms[number],
-            )
+            EncoderLayer(self.ops, of_encoders, layer, eps, own, self._transforms[number])
             for number, (layer, own) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]

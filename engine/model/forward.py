@@ -41,7 +41,9 @@ class ModelWeights:
     layer_inputs: TokenInputs | None = None
     expert_cache: ExpertCache | None = None  # None: all experts are in memory
     host_bytes: int = 0  # of experts in the memory of a GPU's host
-    encoder_inputs: EncoderInputs | None = None  # None for a decoder
+    encoder_inputs: EncoderInputs | None = None  # None for a model that adds nothing to its embeddings
+    dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
+    pair_head: tuple[Linear, Linear] | None = None  # (E, E) and (1, E), see `ModelConfig.scores_pairs`
     merged: tuple[str, ...] = ()  # what tells adapters that are merged into the weights from others
 
 
@@ -146,6 +148,15 @@ class Transformer:
         if not np.isfinite(states).all():
             raise EngineError(NOT_FINITE, "model_damaged")
         return states
+
+    def after_pooling(self, pooled: np.ndarray) -> np.ndarray:
+        """Return what the products after pooling make of a text's pooled states (E,) float64."""
+        x = pooled
+        for shape, weights in zip(self.config.dense, self.weights.dense, strict=True):
+            product = self.ops.linear(self.ops.to_device(x.astype(np.float32)[None]), weights)
+            x = self.ops.to_host(product)[0].astype(np.float64)
+            x = np.tanh(x) if shape.tanh else x
+        return x
 
     def choose(self, hidden: Array, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
         """Return the token that follows each of the hidden states (B, E), or the error why none can be sampled."""

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array
+from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Chunk, TokenLogprob
 from polarlm.engine.sampling.sample import token_logprob
 from polarlm.engine.state.store import Span
 
 _ROWS = 64  # rows read in a unit of work: 32 MiB of logits for a vocabulary of 128 K
+
+
+def sigmoid(x: float) -> float:
+    """σ(x) = 1 / (1 + exp(−x)).
+
+    >>> sigmoid(0.0), sigmoid(-1000.0), sigmoid(1000.0)
+    (0.5, 0.0, 1.0)
+    """
+    small = math.exp(-abs(x))
+    return (1.0 if x >= 0 else small) / (1 + small)
 
 
 class PromptReader(Protocol):
@@ -68,22 +80,43 @@ class Ranking:
 
     def read(self, model: Transformer, hidden: Array, first: int) -> None:
         yes, no = model.logits(hidden[-1:])[0, self._tokens].astype(np.float64)
-        self._score = 1 / (1 + np.exp(no - yes))
+        self._score = sigmoid(yes - no)
+
+    def chunk(self) -> Chunk:
+        return Chunk("", (), embedding=np.array([self._score], np.float32))
+
+
+class PairRelevance:
+    """Reads how relevant the second text of a pair is for the first: σ of the logit of a model's head."""
+
+    def __init__(self) -> None:
+        self._score = 0.0
+
+    def read(self, model: Transformer, hidden: Array, first: int) -> None:
+        assert isinstance(model, Encoder)
+        if first == 0:
+            self._score = sigmoid(model.relevance(hidden[:1]))
 
     def chunk(self) -> Chunk:
         return Chunk("", (), embedding=np.array([self._score], np.float32))
 
 
 class Pooling:
-    """Reads the embedding of a prompt: the mean of its tokens' final hidden states, or one of them, of length 1."""
+    """Reads the embedding of a prompt: the mean of its tokens' final hidden states, or one of them, of length 1.
+
+    Products of the model may follow the mean.
+    """
 
     def __init__(self, kind: str, dimensions: int | None = None) -> None:
         """kind: "mean", "last", or "cls" for the first state. dimensions: the number of first ones to keep."""
-        self._kind, self._dimensions = kind, dimensions
+        self._kind, self._dimensions, self._rows = kind, dimensions, 0
         self._total: np.ndarray | None = None  # (E,) float64
+        self._after: Callable[[np.ndarray], np.ndarray] | None = None
 
     def read(self, model: Transformer, hidden: Array, first: int) -> None:
-        states = model.final_states(hidden)[:, : self._dimensions].astype(np.float64)
+        states = model.final_states(hidden).astype(np.float64)
+        self._after = model.after_pooling
+        self._rows += len(states)
         if self._kind == "mean":
             self._total = states.sum(axis=0) + (0 if self._total is None else self._total)
         elif self._kind == "last":
@@ -93,5 +126,6 @@ class Pooling:
 
     def chunk(self) -> Chunk:
         assert self._total is not None
-        length = np.linalg.norm(self._total)  # a sum has the direction of the mean
-        return Chunk("", (), embedding=(self._total / (length or 1.0)).astype(np.float32))
+        assert self._after is not None
+        vector = self._after(self._total / (self._rows if self._kind == "mean" else 1))[: self._dimensions]
+        return Chunk("", (), embedding=(vector / (np.linalg.norm(vector) or 1.0)).astype(np.float32))

@@ -165,11 +165,20 @@ def load_weights(
         (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
         inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
     host_bytes = 0 if of_host is None else of_host.bytes
-    of_encoder = _encoder_inputs(read, top) if config.is_encoder else None
+    of_encoder = _encoder_inputs(read, top) if "embedding_norm" in top else None
+    dense = [read.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
+    pair_head = None
+    if config.scores_pairs:
+        pair_head = (
+            read.linear(top["score_dense"], top["score_dense_bias"]),
+            read.linear(top["score"], top["score_bias"]),
+        )
     ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
     merged = source.merged if isinstance(source, MergedWeights) else ()
     nbytes = sum(one.bytes for one in readers.values())
-    return ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, merged)
+    return ModelWeights(
+        embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, dense, pair_head, merged
+    )
 
 
 def _encoder_inputs(read: _Reader, top: Mapping[str, Sequence[str]]) -> EncoderInputs:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from polarlm.engine.limits import RANK
 from polarlm.engine.model.encoder import Encoder
+from polarlm.engine.model.prompt_readers import PairRelevance
+from polarlm.engine.requests.prompts import second_of
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.runner import Runner
 
@@ -22,13 +25,17 @@ class EncoderRunner(Runner):
         for request in batch:
             request.clock.begin(prefilling=True)
         try:
-            states, first = self._model.encode([request.sequence.prompt for request in batch]), 0
+            texts, first = [request.sequence.prompt for request in batch], 0
+            seconds = None
+            if self._model.config.scores_pairs:
+                seconds = [second_of(request.sequence.prompt, request.tokenizer) for request in batch]
+            states = self._model.encode(texts, seconds)
             for request in batch:
                 own = states[first : first + len(request.sequence.prompt)]
                 first += len(own)
                 request.clock.lap()
                 try:
-                    reader = request.reader()
+                    reader = PairRelevance() if request.options.pooling == RANK else request.reader()
                     assert reader is not None
                     reader.read(self._model, own, 0)
                     request.outbox.append(reader.chunk())

@@ -9,9 +9,9 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine.config import PromptOptions
-from polarlm.engine.errors import EngineError, counted, shown
-from polarlm.engine.limits import check_roles
+from polarlm.engine.config import PromptOptions, SamplingParams
+from polarlm.engine.errors import EngineError, counted, no_answers, shown
+from polarlm.engine.limits import RANK, check_roles
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -37,6 +37,7 @@ def prompt_ids(
     tokenizer = model.tokenizer
     check = partial(_check_fits, model, None if options.truncate else context)
     if isinstance(prompt, str):
+        prompt = _before(model, options) + prompt
         check(prompt)
         ids = tokenizer.tokenize(prompt, control=options.parse_special)
         if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -68,6 +69,39 @@ def prompt_ids(
         else:
             ids += tokenizer.tokenize(part, control=options.parse_special, continued=True)
     return ids
+
+
+def _before(model: model_loaders.Model, options: PromptOptions) -> str:
+    """Return what goes before a text whose vector is asked for. Raises EngineError for the name of no prompt."""
+    prompts, name = model.prompts, options.prompt_name
+    if options.pooling is None or options.pooling == RANK:
+        return ""
+    name = prompts.default if name is None else name
+    if name is None:
+        return ""
+    if name not in prompts.texts:
+        there = f"it has {', '.join(map(shown, prompts.texts))}" if prompts.texts else "it has none"
+        raise EngineError(f"{model.name} has no prompt {shown(name)} for texts: {there}")
+    return prompts.texts[name]
+
+
+def pair_ids(query: str, document: str, model: model_loaders.Model, context: int) -> list[int]:
+    """Return the ids of a pair of texts as the model's tokenizer joins them. Raises EngineError as `prompt_ids`."""
+    tokenizer, pair = model.tokenizer, model.tokenizer.pair
+    if pair is None:
+        raise EngineError(f"{model.name} cannot rank documents: its tokenizer does not say how two texts are joined")
+    _check_fits(model, context, query)
+    _check_fits(model, context, document)
+    ends = [[one] if one is not None else [] for one in (tokenizer.bos_id, tokenizer.closing_id)]
+    return [*ends[0], *tokenizer.tokenize(query), *pair.between, *tokenizer.tokenize(document), *ends[1]]
+
+
+def second_of(ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return the place from which on the tokens of a pair have the second type; the end if none has it."""
+    pair, count = tokenizer.pair, len(ids)
+    if pair is None or not pair.second_type or pair.between[-1] not in ids:
+        return count
+    return ids.index(pair.between[-1]) + 1
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
@@ -143,6 +177,20 @@ def yes_and_no(tokenizer: Tokenizer) -> tuple[int, int]:
     if len(yes) != 1 or len(no) != 1:
         raise EngineError("This model cannot rank documents: its vocabulary has no tokens for yes and no")
     return yes[0], no[0]
+
+
+def check_vectors(prompt: Prompt, params: SamplingParams, options: PromptOptions, model: model_loaders.Model) -> None:
+    """Raises EngineError for options of an embedding that contradict each other, and for what the model cannot give."""
+    config, is_ranked = model.config, options.pooling == RANK
+    if options.pooling is not None and params.prompt_logprobs is not None:
+        raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
+    if config.is_encoder and (options.pooling is None or is_chat(prompt) or is_ranked is not config.scores_pairs):
+        raise no_answers(model.name, scores_pairs=config.scores_pairs)
+    if options.pooling is not None and (options.dimensions or 0) > config.vector_size:
+        raise EngineError(f"dimensions is {options.dimensions}, but vectors of {model.name} have {config.vector_size}")
+    given = options.truncate or options.dimensions is not None or options.prompt_name is not None
+    if options.pooling is None and given:
+        raise EngineError("truncate, dimensions and prompt_name are for embeddings: leave them out, or give pooling")
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:

@@ -11,14 +11,14 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.engine.config import PromptOptions, SamplingParams
-from polarlm.engine.errors import EngineError, no_answers
+from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
-from polarlm.engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids, yes_and_no
+from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, yes_and_no
 from polarlm.engine.requests.salts import salt_of
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
@@ -117,16 +117,7 @@ class Request:
         constraint: Constraint | None = None,
     ) -> Request:
         """Return a request to continue `prompt`. Raises EngineError if it cannot be served."""
-        if options.pooling is not None and params.prompt_logprobs is not None:
-            raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
-        if model.config.is_encoder and (options.pooling is None or is_chat(prompt)):
-            raise no_answers(model.name)
-        if options.pooling is not None and (options.dimensions or 0) > model.config.hidden_size:
-            raise EngineError(
-                f"dimensions is {options.dimensions}, but vectors of {model.name} have {model.config.hidden_size}"
-            )
-        if options.pooling is None and (options.truncate or options.dimensions is not None):
-            raise EngineError("truncate and dimensions are for embeddings: leave them out, or give pooling")
+        check_vectors(prompt, params, options, model)
         sampling = resolve(params, model.generation, model.vocabulary.stop)
         conversation = answers.conversation(prompt, options.cache_salt)
         room = 0 if model.config.is_encoder else 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
+from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families._decoder import MAX_HEADS, MAX_SIZE, layer_count
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
@@ -23,6 +24,7 @@ NAMES: Names = {
     "down": (("output.dense", "ffn_down"),),
     "ffn_post_norm": (("output.LayerNorm", "layer_output_norm"),),
 }
+_CLASSIFIER = "ForSequenceClassification"
 _EMBEDDINGS = {
     "word_embeddings": "model.embed_tokens",
     "position_embeddings": "model.positions",
@@ -92,6 +94,25 @@ def encoder(
     )
 
 
+def scores_pairs(fields: Fields) -> bool:
+    """Whether a model has a head that scores pairs of texts. Raises LoadError for a head with several labels."""
+    if not fields.has("num_labels") and not any(one.endswith(_CLASSIFIER) for one in fields.texts("architectures")):
+        return False
+    named = fields.section("id2label")
+    if fields.has("gguf_architecture") and not fields.flag("has_score_dense", False):
+        raise LoadError(
+            f"{fields.where} holds a reranker without a part of its head (cls.weight), which llama.cpp's converter "
+            "leaves out of BERT's, so that scores would not be the model's: use its safetensors folder."
+        )
+    labels = fields.integer("num_labels", 2 if named is None else len(named.given()))
+    if labels != 1:
+        raise fields.refuse(
+            "num_labels" if named is None else "id2label",
+            "but only classifiers with one label are supported, which rank documents",
+        )
+    return True
+
+
 def bert(fields: Fields, family: str, first_position: int = 0) -> ModelConfig:
     """The ModelConfig of BERT and of what differs from it only in vocabulary and positions."""
     if fields.text("position_embedding_type", "absolute") != "absolute":
@@ -101,4 +122,5 @@ def bert(fields: Fields, family: str, first_position: int = 0) -> ModelConfig:
     if fields.text("hidden_act", "gelu") != "gelu":
         raise fields.refuse("hidden_act", "but only gelu is supported")
     ffn = GatedMLP(fields.integer("intermediate_size", maximum=MAX_SIZE), "gelu")
-    return encoder(fields, family, ffn, first_position=first_position)
+    config = encoder(fields, family, ffn, first_position=first_position)
+    return replace(config, scores_pairs=scores_pairs(fields))

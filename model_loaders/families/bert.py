@@ -8,9 +8,9 @@ from polarlm.model_loaders.families._encoder import NAMES, bert, layout, prefixe
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
 
-ARCHITECTURES = ("BertModel", "BertForMaskedLM")
+ARCHITECTURES = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")
 GGUF = layout("bert")
-PREFIXES = prefixes("bert.")
+PREFIXES = prefixes("bert.") | {"bert.pooler.dense.": "model.score_dense.", "classifier.": "model.score."}
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -1,11 +1,14 @@
 """Gemma 3: norms before and after attention and feed-forward, GELU, two kinds of RoPE, windows in five layers of six.
 
-It also loads the text part of models for images; images are not supported.
+It also loads the text part of models for images; images are not supported. EmbeddingGemma is an encoder of the same
+layers: its tokens see later ones.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count, typed_windows
@@ -16,8 +19,11 @@ from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
 from polarlm.model_loaders.rope import rope_config
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
-ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel")
+PREFIXES = {
+    **{"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."},
+    **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # of Gemma3TextModel
+}
 _DEFAULTS = {  # published configurations omit values that equal those of the 4B model
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -35,8 +41,17 @@ _DEFAULTS = {  # published configurations omit values that equal those of the 4B
 }
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _PATTERN = 6  # every sixth layer has no window
+_ENCODER = "gemma-embedding"
+
+
+def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    is_encoder = values["gguf_architecture"] == _ENCODER
+    return {**scale_in_gguf(layers=62)(values), "use_bidirectional_attention": is_encoder}
+
+
 GGUF = GgufLayout(
     "gemma3",
+    also=(_ENCODER,),
     keys={
         "sliding_window": "attention.sliding_window",
         "sliding_window_pattern": "attention.sliding_window_pattern",
@@ -44,7 +59,7 @@ GGUF = GgufLayout(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    implied=scale_in_gguf(layers=62),
+    implied=_implied,
 )
 
 
@@ -53,12 +68,10 @@ def configure(fields: Fields) -> ModelConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.number(key, 0.0):
             raise fields.refuse(key, "but soft caps are supported for Gemma 2 alone: no released Gemma 3 has them")
-    if fields.flag("use_bidirectional_attention", False):
-        raise fields.refuse("use_bidirectional_attention", "but only causal attention is supported")
     bias = fields.flag("attention_bias", False)
     rope, local = _ropes(fields)
     windows = _windows(fields)
-    return decoder(
+    config = decoder(
         fields,
         "gemma3",
         activations=ACTIVATIONS,
@@ -73,6 +86,9 @@ def configure(fields: Fields) -> ModelConfig:
         windows=windows,
         ropes=[rope if window is None else local for window in windows],
     )
+    if fields.flag("use_bidirectional_attention", False):
+        return replace(config.with_attention(lambda attention: replace(attention, is_causal=False)), tied_head=True)
+    return config
 
 
 def tensors(config: ModelConfig) -> TensorTable:

@@ -1,4 +1,7 @@
-"""XLM-R and RoBERTa: BERT whose first token has the position after that of padding. multilingual-e5, bge-m3."""
+"""XLM-R and RoBERTa: BERT whose first token has the position after that of padding. multilingual-e5, bge-m3.
+
+bge-reranker has a head that scores pairs of texts.
+"""
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._encoder import NAMES, bert, prefixes
@@ -6,8 +9,13 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
 
 MODEL_TYPES = ("xlm-roberta", "roberta", "camembert")
-ARCHITECTURES = ("XLMRobertaModel", "XLMRobertaForMaskedLM", "RobertaModel", "RobertaForMaskedLM", "CamembertModel")
-PREFIXES = prefixes("roberta.")
+ARCHITECTURES = (
+    *("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"),
+    *("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"),
+    *("CamembertModel", "CamembertForSequenceClassification"),
+)
+_HEAD = {"classifier.dense.": "model.score_dense.", "classifier.out_proj.": "model.score."}
+PREFIXES = prefixes("roberta.") | _HEAD
 
 
 def configure(fields: Fields) -> ModelConfig:

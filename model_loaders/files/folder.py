@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, quantizations, table_name, take_apart
 from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.files.pooling import dense_of_folder, with_dense
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, open_safetensors
 from polarlm.model_loaders.files.tensors import StoredWeights
 from polarlm.model_loaders.files.weights import fit
@@ -18,10 +20,11 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
     """The configuration and weights in a folder. Raises LoadError unless it is a plain checkpoint of a known family."""
     _refuse_other_layouts(folder)
-    config = read_configuration(folder)
+    dense, folders = dense_of_folder(folder)
+    config = replace(read_configuration(folder), dense=dense)
     weights = open_safetensors(folder, mmap)
     try:
-        renamed = weights.renamed(lambda name: table_name(config, name))
+        renamed = with_dense(weights.renamed(lambda name: table_name(config, name)), folders, mmap)
         return fit(config, renamed.changed(lambda tensors: take_apart(config, tensors)))
     except BaseException:
         weights.close()

@@ -17,6 +17,7 @@ from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile, GgufTensor, beginning_of_metadata
+from polarlm.model_loaders.files.pooling import dense_of_gguf
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import fit
 
@@ -53,7 +54,7 @@ _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fa
 def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     """(configuration, weights). Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
     arch, family, layout = _family(gguf.metadata, gguf.path)
-    config = configure(_fields(gguf, f"{arch}.", family, layout))
+    config = replace(configure(_fields(gguf, f"{arch}.", family, layout)), dense=dense_of_gguf(gguf))
     whole = next((one for one in config.attentions.values() if one.window is None), config.attention)
     _check_head_channels(gguf, f"{arch}.", whole)
     if _ROPE_DIVISORS in gguf.tensors:
@@ -102,7 +103,7 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
         reason = why_not(arch) if isinstance(arch, str) else None
         raise LoadError(
             f"{where} holds a model of architecture {arch!r}, {reason or 'which is not supported'}; "
-            f"supported are {', '.join(layouts)} (Mistral's files call themselves llama)."
+            f"supported are {', '.join(sorted(layouts))} (Mistral's files call themselves llama)."
         )
     family, layout = layouts[arch]
     _refuse_unsupported(metadata, where, f"{arch}.", layout.keys)
@@ -134,7 +135,7 @@ def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout
     values = {ours: metadata.get(names[ours]) for ours in keys}
     names["rope_parameters"] = prefix + "rope.scaling"
     names["model_type"] = "general.architecture"
-    values["model_type"] = family
+    values["model_type"], values["gguf_architecture"] = family, prefix[:-1]
     values["rope_parameters"] = _rope_parameters(metadata, prefix)
     if isinstance(gguf, GgufFile) and gguf.tensors.keys() >= set(_LONGROPE.values()):
         names |= _LONGROPE
@@ -149,8 +150,10 @@ def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout
     if embedding is None or len(embedding.shape) != 2:
         raise LoadError(f"{gguf.path} holds no token embedding, so it is not a whole model; use another file.")
     values["vocab_size"] = embedding.shape[0]
-    types = gguf.tensors.get("token_types.weight")
+    types, head = (gguf.tensors.get(name) for name in ("token_types.weight", "cls.output.weight"))
     values["type_vocab_size"] = 0 if types is None else types.shape[0]
+    values["num_labels"] = None if head is None else head.shape[0]
+    values["has_score_dense"] = "cls.weight" in gguf.tensors
     if family == "llama":  # the architecture of other families, too
         names |= {key: prefix + theirs for key, theirs in _MISTRAL.items()}
         values |= {key: metadata.get(names[key]) or None for key in _MISTRAL}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from polarlm.model_loaders.config import Dense
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import Fields, read_json
 from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.safetensors_source import SINGLE, open_safetensors
+from polarlm.model_loaders.files.tensors import StoredWeights
 
 _GGUF = {1: "mean", 2: "cls", 3: "last"}
 _KEYS = {
@@ -16,7 +21,19 @@ _KEYS = {
     "pooling_mode_lasttoken": "last",
 }
 _NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # values of the key pooling_mode, in newer files
-_ARITHMETIC = ("Transformer", "Pooling", "Normalize")  # modules whose results can be computed
+_ARITHMETIC = ("Transformer", "Pooling", "Dense", "Normalize")  # modules whose results can be computed
+_MOST_NUMBERS = 2**20  # of a vector that a module takes or gives
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts that a model wants in front of texts, by names such as "query". default: the name for texts without one."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    default: str | None = None
+
+
+NO_PROMPTS = Prompts()
 
 
 def pooling_of_folder(folder: Path) -> str | None:
@@ -24,23 +41,77 @@ def pooling_of_folder(folder: Path) -> str | None:
 
     Raises LoadError for modules that change vectors in another way, and for another pooling.
     """
+    found = None
+    for kind, where in _modules(folder):
+        if kind == "Pooling":
+            found = _of_module(Fields(read_json(where / "config.json"), where / "config.json"))
+    return found
+
+
+def prompts_of_folder(folder: Path) -> Prompts:
+    """The prompts in config_sentence_transformers.json; none without that file. Raises LoadError."""
+    path = folder / "config_sentence_transformers.json"
+    fields = Fields(read_json(path, required=False), path)
+    given = fields.section("prompts")
+    texts = {} if given is None else {name: given.text(name) for name in given.given()}
+    default = fields.text("default_prompt_name") if fields.has("default_prompt_name") else None
+    if default is not None and default not in texts:
+        raise fields.refuse("default_prompt_name", "which is not among the prompts")
+    if any(texts.values()):
+        for kind, where in _modules(folder):
+            if kind == "Pooling":
+                pooling = where / "config.json"
+                Fields(read_json(pooling), pooling).require("include_prompt", wanted=True)
+    return Prompts(texts, default)
+
+
+def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
+    """The products after pooling, and the folders that hold their weights. Raises LoadError."""
+    found, folders = [], []
+    for kind, where in _modules(folder):
+        if kind != "Dense":
+            continue
+        fields = Fields(read_json(where / "config.json"), where / "config.json")
+        for key in ("module_input_name", "module_output_name"):  # others are of a vector for each token
+            fields.require(key, "sentence_embedding")
+        activation = fields.text("activation_function", "Tanh").rpartition(".")[2]
+        if activation not in ("Identity", "Tanh"):
+            raise fields.refuse("activation_function", "but only Identity and Tanh are supported")
+        inputs, outputs = (fields.integer(key, maximum=_MOST_NUMBERS) for key in ("in_features", "out_features"))
+        found.append(Dense(inputs, outputs, bias=fields.flag("bias", True), tanh=activation == "Tanh"))
+        folders.append(where)
+        if not (where / SINGLE).is_file():
+            raise LoadError(f"{where} has no {SINGLE}, the weights of its module; download the model completely.")
+    return tuple(found), folders
+
+
+def with_dense(weights: StoredWeights, folders: list[Path], mmap: bool) -> StoredWeights:
+    """`weights`, and those of the products in `folders`. Raises LoadError."""
+    for number, folder in enumerate(folders):
+        own = open_safetensors(folder, mmap)
+        weights = weights.beside(own.renamed(lambda name: f"model.dense.{number}.{name.removeprefix('linear.')}"))  # noqa: B023
+    return weights
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """The kind and the folder of each module in modules.json, in order; none without that file. Raises LoadError."""
     path = folder / "modules.json"
     try:
         modules = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return None
+        return []
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path} cannot be read ({error}); download it again.") from None
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise LoadError(f"{path} should hold a list of objects; download it again.")
-    found = None
+    found = []
     for module in modules:
-        kind = str(module.get("type")).rpartition(".")[2]
+        kind, where = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind not in _ARITHMETIC:
             raise LoadError(f"{path} has a module {kind!r}, which is not supported; use another embedding model.")
-        if kind == "Pooling":
-            where = folder / str(module.get("path")) / "config.json"
-            found = _of_module(Fields(read_json(where), where))
+        if Path(where).name != where.rstrip("/"):  # a file of somebody else may name a folder outside of this one
+            raise LoadError(f"{path} has a module in {where!r}, which is not a folder next to it; download it again.")
+        found.append((kind, folder / where))
     return found
 
 
@@ -64,3 +135,9 @@ def pooling_of_gguf(gguf: GgufFile) -> str | None:
     """ "mean", "cls" or "last" of a GGUF file; None if it says nothing, or that there is none."""
     kind = gguf.metadata.get(f"{gguf.metadata.get('general.architecture')}.pooling_type")
     return _GGUF.get(kind) if isinstance(kind, int) else None
+
+
+def dense_of_gguf(gguf: GgufFile) -> tuple[Dense, ...]:
+    """The products after pooling of a GGUF file, dense_2 and dense_3 in llama.cpp's names."""
+    shapes = [gguf.tensors[name].shape for name in ("dense_2.weight", "dense_3.weight") if name in gguf.tensors]
+    return tuple(Dense(shape[1], shape[0]) for shape in shapes if len(shape) > 1)

@@ -87,7 +87,8 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 class TensorTable:
     """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head; with embeddings of
     layers also layer_embedding, layer_projection and layer_projection_norm. Where sums are normed, it has
-    embedding_norm in the place of norm, and positions and token_types if there are such tables.
+    embedding_norm in the place of norm, and positions and token_types if there are such tables. The products after
+    pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
     attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out; or, if it is a
@@ -131,6 +132,12 @@ def tensor_table(
         top |= _input_slots(config)
     else:
         top["norm"] = (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),)
+    for number, dense in enumerate(config.dense):
+        names_of = f"model.dense.{number}", f"dense_{number + 2}"  # llama.cpp counts the modules before them
+        top |= _projection(f"dense_{number}", names_of, (dense.outputs, dense.inputs), has_bias=dense.bias)
+    if config.scores_pairs:
+        top |= _projection("score_dense", ("model.score_dense", "cls"), (e, e), has_bias=True)
+        top |= _projection("score", ("model.score", "cls.output"), (1, e), has_bias=True)
     if not config.tied_head:
         top["head"] = (TensorSpec("lm_head.weight", "output.weight", (config.vocab_size, e)),)
     return TensorTable(top, tuple(_layer(config, names, norm_offset, layer) for layer in range(len(config.layers))))
@@ -149,6 +156,17 @@ def _input_slots(config: ModelConfig) -> dict[str, tuple[TensorSpec, ...]]:
     ):
         if rows:
             slots[slot] = (TensorSpec(f"model.{slot}.weight", f"{name}.weight", (rows, e)),)
+    return slots
+
+
+def _projection(
+    slot: str, names: tuple[str, str], shape: tuple[int, int], *, has_bias: bool
+) -> dict[str, tuple[TensorSpec, ...]]:
+    """The slots of a matrix and its bias. names: Hugging Face's and llama.cpp's, without ".weight"."""
+    theirs, ggml = names
+    slots: dict[str, tuple[TensorSpec, ...]] = {slot: (TensorSpec(f"{theirs}.weight", f"{ggml}.weight", shape),)}
+    if has_bias:
+        slots[f"{slot}_bias"] = (TensorSpec(f"{theirs}.bias", f"{ggml}.bias", shape[:1]),)
     return slots
 
 
@@ -305,34 +323,3 @@ def _up(ffn: Ffn, e: int) -> _Shapes:
     if not is_gated(ffn.activation):
         return _one(ffn.size, e)
     return {2: [((ffn.size, e), 0)] * 2, 1: [((2 * ffn.size, e), 0)]}
-
-
-def row_order(spec: TensorSpec, interleaved: bool) -> np.ndarray | None:
-    """For each row of a tensor in a file, its row in memory, (rows,) int64; None if the order is the same.
-
-    In memory, RoPE's pairs are channels D/2 apart. In a file they are rotary_dim/2 apart, or neighbours if
-    `interleaved`; channels that RoPE does not rotate follow in the file, and are paired with each other in memory.
-    """
-    attention = spec.attention
-    if attention is None or not (interleaved or attention.rotary_dim):
-        return None
-    head = head_order(attention.head_dim, attention.rotated, interleaved)
-    order = np.arange(spec.shape[0])
-    rotated = spec.rotated_heads * attention.head_dim
-    order[:rotated] = (order[:rotated].reshape(-1, attention.head_dim)[:, :1] + head).ravel()
-    return order
-
-
-def head_order(head_dim: int, rotary_dim: int, interleaved: bool) -> np.ndarray:
-    """`row_order` of one head, (D,) int64.
-
-    >>> head_order(6, 6, interleaved=True).tolist()
-    [0, 3, 1, 4, 2, 5]
-    >>> head_order(8, 4, interleaved=False).tolist()
-    [0, 1, 4, 5, 2, 3, 6, 7]
-    """
-    rotated, passed = np.arange(rotary_dim), np.arange(head_dim - rotary_dim)
-    pairs, left = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    pair, half = (rotated // 2, rotated % 2) if interleaved else (rotated % pairs, rotated // pairs)
-    after = pairs + passed % max(1, left) + passed // max(1, left) * (head_dim // 2)
-    return np.concatenate([pair + half * (head_dim // 2), after])

@@ -130,6 +130,10 @@ class StoredWeights:
         """The same weights under other names."""
         return StoredWeights(self.where, {rename(name): tensor for name, tensor in self._tensors.items()}, self._files)
 
+    def beside(self, others: StoredWeights) -> StoredWeights:
+        """These weights and `others`, which have other names."""
+        return StoredWeights(self.where, {**self._tensors, **others._tensors}, (*self._files, *others._files))
+
     def changed(self, change: Callable[[Mapping[str, StoredTensor]], Mapping[str, StoredTensor]]) -> StoredWeights:
         """The weights with the tensors that `change` makes of these."""
         return StoredWeights(self.where, change(self._tensors), self._files)

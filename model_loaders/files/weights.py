@@ -16,7 +16,8 @@ import numpy as np
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.files.tensor_table import TensorSpec, row_order, unused
+from polarlm.model_loaders.files.row_order import row_order
+from polarlm.model_loaders.files.tensor_table import TensorSpec, unused
 from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredTensor, StoredWeights, can_dequantize
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

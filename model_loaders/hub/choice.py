@@ -19,8 +19,10 @@ BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the confi
     "tokenizer.json",
     "tokenizer.model",
     "chat_template.jinja",
-    "modules.json",  # of an embedding model, as the next one
+    "modules.json",  # of an embedding model, as all that follow
+    "config_sentence_transformers.json",
     "1_Pooling/config.json",
+    *(f"{folder}_Dense/{name}" for folder in (2, 3) for name in (CONFIG, SINGLE)),
 )
 # The best first. Others, such as Q4_1 or UD-Q4_K_XL, follow, the largest first; weights of 16 bits or more are last.
 _PREFERRED = (

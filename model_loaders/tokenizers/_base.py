@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+from polarlm.model_loaders.tokenizers._protocol import Pair
+
 # Unicode's white space; Python counts U+001C to U+001F as well.
 _SPACE = "\t\n\v\f\r \u0085\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _SPACES = re.compile(f"[{_SPACE}]*")
@@ -18,12 +20,14 @@ _SPACES = re.compile(f"[{_SPACE}]*")
 class SpecialIds:
     """The ids that a sequence begins with (None: nothing) and that end a generation.
 
-    closing_id: the id that follows a text whose vector is asked for; None: nothing.
+    closing_id: the id that follows a text whose vector is asked for; None: nothing. pair: how two texts are joined;
+    None: not at all.
     """
 
     bos_id: int | None
     eos_ids: frozenset[int]
     closing_id: int | None = None
+    pair: Pair | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class BaseTokenizer(ABC):
         self.bos_id = special.bos_id
         self.eos_ids = special.eos_ids
         self.closing_id = special.closing_id
+        self.pair = special.pair
         self.strips_leading_space = space.at_start
         self.adds_space_after_control = space.after_control
         self._space = space

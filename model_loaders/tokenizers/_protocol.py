@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Pair:
+    """How two texts become one sequence: its first id, a text, the ids `between`, the other text, the closing id.
+
+    second_type: whether the ids after `between` have the second type of tokens.
+    """
+
+    between: tuple[int, ...]  # at least one
+    second_type: bool
 
 
 class Tokenizer(Protocol):
@@ -17,6 +29,7 @@ class Tokenizer(Protocol):
     bos_id: int | None  # the first id of a sequence; None if the model wants none
     eos_ids: frozenset[int]  # every id that ends a generation
     closing_id: int | None  # the id that follows a text whose vector is asked for; None if the model wants none
+    pair: Pair | None  # how two texts are joined; None if the files do not say it
     strips_leading_space: bool  # tokenizing adds a space to the first text of a sequence, and detokenizing removes it
     adds_space_after_control: bool  # tokenizing adds a space to a text that follows a control token
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.model_loaders.tokenizers._base import SpecialIds
+from polarlm.model_loaders.tokenizers._protocol import Pair
 
 # Ends of a text or of a turn in common chat formats. If a vocabulary has one as a control token, the model ends its
 # answers with it, even if its configuration does not say so.
@@ -47,6 +48,7 @@ def for_folder(
     adds_bos: bool,
     default_bos: int | None = None,
     closing_id: int | None = None,
+    pair: Pair | None = None,
 ) -> SpecialIds:
     """The special ids of a folder; tokenizer_config.json overrides the vocabulary's `adds_bos` and `default_bos`."""
     named = token_string(settings.tokenizer.get("bos_token"))
@@ -61,7 +63,7 @@ def for_folder(
         ends |= ids_in(source.get("eos_token_id"))
     named = token_string(settings.tokenizer.get("eos_token"))
     end = lookup(named) if named else None
-    return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}), closing_id)
+    return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}), closing_id, pair)
 
 
 def well_known_ends(control: Mapping[str, int]) -> set[int]:

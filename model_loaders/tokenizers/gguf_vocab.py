@@ -21,6 +21,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.tokenizers import patterns
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
+from polarlm.model_loaders.tokenizers._protocol import Pair
 from polarlm.model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer, WordPieceTokenizer
 
@@ -65,7 +66,9 @@ class _Vocabulary:
             ends |= ids_in(self.metadata.get(f"tokenizer.ggml.{name}_token_id"))
         closes = self.metadata.get("tokenizer.ggml.add_eos_token", False) is True
         closing = ids_in(self.metadata.get("tokenizer.ggml.eos_token_id")) if closes else None
-        return SpecialIds(min(bos) if bos and asked else None, frozenset(ends), min(closing) if closing else None)
+        end = min(closing) if closing else None
+        pair = None if end is None else Pair((end, end), second_type=False)  # of XLM-R, whose separator is the end
+        return SpecialIds(min(bos) if bos and asked else None, frozenset(ends), end, pair)
 
     def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> Sequence[Any]:
         """A list in the metadata. Raises LoadError if it is missing, of another type or not `length` long."""
@@ -194,7 +197,8 @@ def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
         for key, default in (("cls", "[CLS]"), ("seperator", "[SEP]"))  # the key is spelt like this
     )
     bos = bos or ids_in(vocabulary.metadata.get("tokenizer.ggml.bos_token_id"))
-    special = SpecialIds(min(bos) if bos else None, frozenset(sep), min(sep) if sep else None)
+    pair = Pair((min(sep),), second_type=True) if sep else None
+    special = SpecialIds(min(bos) if bos else None, frozenset(sep), min(sep) if sep else None, pair)
     return WordPieceTokenizer(library, control, special, byte_level=False, vocab_size=len(vocabulary.tokens))
 
 

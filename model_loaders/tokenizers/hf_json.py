@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
 from polarlm.model_loaders.tokenizers._byte_level import spelling, spelt_bytes
 from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
+from polarlm.model_loaders.tokenizers._protocol import Pair
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
 
 
@@ -104,6 +105,7 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
         adds_bos=first is not None or _is_known_to_begin_with_bos(settings),
         default_bos=library.token_to_id(first) if first else None,
         closing_id=library.token_to_id(last) if last else None,
+        pair=_pair(steps, library.token_to_id),
     )
     if kind == "WordPiece":
         return WordPieceTokenizer(library, control, special, byte_level=False)
@@ -170,6 +172,25 @@ def _outer_control_tokens(steps: list[dict]) -> tuple[str | None, str | None]:
         if step["type"] in ("BertProcessing", "RobertaProcessing"):
             return step["cls"][0], step["sep"][0]
     return None, None
+
+
+def _pair(steps: list[dict], lookup: Callable[[str], int | None]) -> Pair | None:
+    """How the post-processor joins two texts; None if it does not, or without control tokens between them."""
+    for step in steps:
+        if step["type"] == "BertProcessing":
+            return Pair((step["sep"][1],), second_type=True)
+        if step["type"] == "RobertaProcessing":
+            return Pair((step["sep"][1],) * 2, second_type=False)
+        if step["type"] == "TemplateProcessing":
+            parts = [next(iter(part.items())) for part in step["pair"]]
+            kinds = [kind for kind, _ in parts]
+            places = [at for at, kind in enumerate(kinds) if kind == "Sequence"]
+            if len(places) != 2 or places[0] > 1 or places[1] < len(parts) - 2:
+                return None
+            between = [lookup(part["id"]) for _, part in parts[places[0] + 1 : places[1]]]
+            known = tuple(one for one in between if one is not None)
+            return Pair(known, parts[places[1]][1]["type_id"] == 1) if known and len(known) == len(between) else None
+    return None
 
 
 def _is_known_to_begin_with_bos(settings: FolderSettings) -> bool:

@@ -56,7 +56,7 @@ def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
 def _capabilities(model: Model) -> list[str]:
     """What a model can do; "insert" is writing text before a suffix."""
     if model.config.is_encoder:
-        return ["embedding"]
+        return [] if model.config.scores_pairs else ["embedding"]
     inserts = infill_of(model.tokenizer) is not None
     return ["completion", "tools", "embedding", *(["insert"] if inserts else [])]
 

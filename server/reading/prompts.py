@@ -48,9 +48,13 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
 
 
 def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> dict[str, Any]:
-    """The options of an embedding: `dimensions`, and `truncate` with its default `truncates`. Raises BadRequest."""
-    dimensions, truncate = body.get("dimensions"), body.get("truncate")
+    """The options of an embedding: `dimensions`, `prompt_name`, and `truncate` with its default `truncates`.
+
+    Raises BadRequest.
+    """
+    dimensions, truncate, name = body.get("dimensions"), body.get("truncate"), body.get("prompt_name")
     return {
+        "prompt_name": None if name is None else text("prompt_name", name),
         "dimensions": None if dimensions is None else count("dimensions", dimensions, 1, LARGEST),
         "truncate": truncates if truncate is None else flag("truncate", truncate),
     }

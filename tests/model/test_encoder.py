@@ -19,6 +19,7 @@ from polarlm.model_loaders import load_weights as open_weights
 from tests.conftest import ENCODERS
 from tests.encoders import reference
 
+BACKENDS = (NumpyOps(), NativeOps())
 NAMES = sorted(path.name for path in ENCODERS.iterdir())
 
 
@@ -33,7 +34,7 @@ def read_encoder(path: Path, ops: Ops) -> Encoder:
 def test_states_are_those_of_transformers(name: str) -> None:
     texts = reference(name)
     expected = np.concatenate([states for _, states in texts])
-    for ops in (NumpyOps(), NativeOps()):
+    for ops in BACKENDS:
         states = read_encoder(ENCODERS / name, ops).encode([ids for ids, _ in texts])
         # Sums of a few hundred products in float32, whose order differs.
         assert np.abs(states - expected).max() <= 2e-5 * np.abs(expected).max()

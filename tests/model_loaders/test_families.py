@@ -469,7 +469,7 @@ every_gguf = pytest.mark.parametrize(
 
 def architecture(config: ModelConfig) -> str:
     """The architecture in GGUF files of the family."""
-    names = {family: arch for arch, (family, _) in gguf_layouts().items()}
+    names = {family: layout.architecture for family, layout in gguf_layouts().values()}
     return "llama" if config.family in IN_LLAMA else names[config.family]
 
 

@@ -21,9 +21,10 @@ from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.folder import generation_defaults
 from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.row_order import head_order
 from polarlm.model_loaders.files.safetensors_source import read_header
 from polarlm.model_loaders.files.strings import Strings
-from polarlm.model_loaders.files.tensor_table import RowParts, head_order
+from polarlm.model_loaders.files.tensor_table import RowParts
 from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from tests.model_loaders.checkpoints import (
     MODELS,

@@ -1,6 +1,6 @@
-"""A layer of an encoder: attention of each text to all of its rows, and a network.
+"""A layer of an encoder: attention of each text to its own rows, and a network. Each adds its result to the residual.
 
-Each adds its result to the residual, and a norm of the sum follows.
+In BERT's layers a norm of the sum follows; EmbeddingGemma's have the norms of a decoder's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from polarlm.engine.backends.encoder_ops import EncoderOps
 from polarlm.engine.backends.kv import PreparedTransform
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
+from polarlm.engine.model.layers import Eps, add_projected, norm_of
+from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.weight_formats import Matrix
 from polarlm.model_loaders import config
@@ -35,26 +36,50 @@ class EncoderLayer:
         ops: Ops,
         of_encoders: EncoderOps,
         layer: config.Layer,
-        eps: float,
+        eps: Eps,
         weights: LayerWeights,
         transform: PreparedTransform,
     ) -> None:
         assert isinstance(layer.mixer, config.Attention)
         assert isinstance(layer.ffn, config.GatedMLP)
-        self._ops, self._of_encoders, self._shape, self._transform = ops, of_encoders, layer.mixer, transform
         assert isinstance(weights.ffn, GatedMLPWeights)
-        self._activation, self._attention, self._network = layer.ffn.activation, weights.mixer, weights.ffn
-        self._norms = [(one.post_norm, one.post_norm_bias, eps) for one in (weights.mixer, weights.ffn)]
+        self._ops, self._of_encoders, self._shape, self._transform = ops, of_encoders, layer.mixer, transform
+        self._attention = own = weights.mixer
+        self._norm, self._post_norm = norm_of(own.norm, eps.before), norm_of(own.post_norm, eps.after)
+        self._qk_norms = None if own.q_norm is None else (own.q_norm, own.k_norm, eps.before)
+        self._network: _SummedNetwork | GatedMLP
+        self._sum_norm = None
+        if layer.norms == "sums":
+            self._sum_norm, self._post_norm = (own.post_norm, own.post_norm_bias, eps.after), None
+            self._network = _SummedNetwork(ops, of_encoders, layer.ffn.activation, eps, weights.ffn)
+        else:
+            self._network = GatedMLP(ops, layer.ffn, eps, weights.ffn)
 
     def compute(self, x: Array, rope: tuple[Array, Array], lengths: Sequence[int]) -> None:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
         ops, of_encoders, shape = self._ops, self._of_encoders, self._shape
         heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
-        qkv = ops.linear(x, self._attention.qkv).reshape(len(x), heads, dim)
-        mixed = of_encoders.self_attention(qkv, rope, self._transform, lengths, shape.score_scale)
-        ops.linear(mixed.reshape(len(x), shape.heads * dim), self._attention.out, residual=x)
-        of_encoders.layer_norm(x, self._norms[0])
-        network = self._network
-        y = ops.linear(x, network.gate_up, activation=self._activation, then=network.down)
-        ops.linear(y, network.down, residual=x)
-        of_encoders.layer_norm(x, self._norms[1])
+        qkv = ops.linear(x, self._attention.qkv, norm=self._norm).reshape(len(x), heads, dim)
+        mixed = of_encoders.self_attention(
+            qkv, rope, self._transform, lengths, shape.score_scale, shape.window, self._qk_norms
+        )
+        mixed = mixed.reshape(len(x), shape.heads * dim)
+        add_projected(ops, x, mixed, self._attention.out, None, self._post_norm, recorded=False)
+        if self._sum_norm is not None:
+            of_encoders.layer_norm(x, self._sum_norm)
+        self._network.add(x, adapters=None, recorded=False)
+
+
+class _SummedNetwork:
+    """The network of a layer, and the norm of the sum of its input and its result."""
+
+    def __init__(self, ops: Ops, of_encoders: EncoderOps, activation: str, eps: Eps, weights: GatedMLPWeights) -> None:
+        self._ops, self._of_encoders, self._activation, self._weights = ops, of_encoders, activation, weights
+        self._norm = weights.post_norm, weights.post_norm_bias, eps.after
+
+    def add(self, x: Array, *, adapters: None, recorded: bool) -> None:
+        """As `GatedMLP.add`; then norm x."""
+        ops, w = self._ops, self._weights
+        y = ops.linear(x, w.gate_up, activation=self._activation, then=w.down, recorded=recorded)
+        ops.linear(y, w.down, residual=x, recorded=recorded)
+        self._of_encoders.layer_norm(x, self._norm)

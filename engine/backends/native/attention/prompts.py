@@ -78,13 +78,16 @@ class PromptOps:
         if not parts:
             attend_to(segments, is_first=True, is_last=True)
 
-    def attend_to_own(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, scale: float) -> None:
-        """Attention of q (T, H, D) to all of k, v (K, T, D) → out (T, H, D), all float32.
+    def attend_to_own(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, scale: float, window: int | None = None
+    ) -> None:
+        """Attention of q (T, H, D) to k, v (K, T, D) that are at most window // 2 away → out (T, H, D), all float32.
 
-        The rows have positions after those of the keys, so that none is masked.
+        The rows have positions after those of the keys that they see, which is what the kernel's window ends with.
         """
         tokens = len(q)
-        attend_to = self._launcher(q, out, len(k), tokens, scale, ScoreRule(), None)
+        reach = tokens if window is None else window // 2
+        attend_to = self._launcher(q, out, len(k), reach, scale, ScoreRule(2 * reach + 1), None)
         attend_to([_segment((k, v), 0, tokens)], is_first=True, is_last=True)
 
     def _launcher(

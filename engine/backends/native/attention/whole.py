@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.attention.heads import HeadOps, PreparedTransform
+from polarlm.engine.backends.native.attention.heads import HeadOps, Norms, PreparedTransform
 from polarlm.engine.backends.native.attention.prompts import PromptOps
 from polarlm.engine.backends.native.kernels.attention.prompts import supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
@@ -33,15 +33,17 @@ class EncoderOps:
         transform: PreparedTransform,
         lengths: Sequence[int],
         scale: float,
+        window: int | None = None,
+        norms: Norms = None,
     ) -> np.ndarray:
         rows, _, dim = qkv.shape
         if not supports(dim):
-            return self._plain.self_attention(qkv, rope, transform, lengths, scale)
+            return self._plain.self_attention(qkv, rope, transform, lengths, scale, window, norms)
         k, v = self._launch.empty((2, transform.kv_heads, rows, dim))
-        q = self._heads.transform_into(qkv, rope, transform, None, (k, v))
+        q = self._heads.transform_into(qkv, rope, transform, norms, (k, v))
         out, first = self._launch.empty(q.shape), 0
         for length in lengths:
             own = slice(first, first + length)
             first += length
-            self._prompts.attend_to_own(q[own], k[:, own], v[:, own], out[own], scale)
+            self._prompts.attend_to_own(q[own], k[:, own], v[:, own], out[own], scale, window)
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,22 +34,27 @@ class EncoderOps:
         transform: HeadTransform,
         lengths: Sequence[int],
         scale: float,
+        window: int | None = None,
+        norms: Any = None,
     ) -> np.ndarray:
-        q, k, v = self._transform_heads(qkv, rope, transform)
+        q, k, v = self._transform_heads(qkv, rope, transform, norms)
         out, first = np.empty(q.shape, np.float32), 0
         for length in lengths:
             own = slice(first, first + length)
             first += length
-            _attend(q[own], k[own], v[own], scale, out[own])
+            _attend(q[own], k[own], v[own], scale, window, out[own])
         return out
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, out: np.ndarray) -> None:
-    """Attention of q (T, H, D) to all rows of k, v (T, K, D) → out (T, H, D)."""
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, out: np.ndarray) -> None:
+    """Attention of q (T, H, D) to rows of k, v (T, K, D), at most window // 2 away, → out (T, H, D)."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)  # (K, G, T, D)
     scores = grouped @ (k.transpose(1, 2, 0) * np.float32(scale))[:, None]
+    if window is not None and window // 2 < rows - 1:
+        places = np.arange(rows)
+        scores[:, :, np.abs(places[:, None] - places) > window // 2] = -np.inf
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)

@@ -255,9 +255,9 @@ class _Unit:
                     self._add_values(weighted, v, seen, part)
 
     def _transpose(self, k: Value, tokens: Value) -> None:
-        """k (tokens, D) → keys (D, KEYS), where copies of the last token are padding."""
-        e, row_bytes = self._e, 4 * self._dim
-        with e.loop(0, KEYS, 16) as first:
+        """k (tokens, D) → keys (D, KEYS), where copies of the last token are padding, as far as products read them."""
+        e, row_bytes, step = self._e, 4 * self._dim, 16 * self._vectors
+        with e.loop(0, (tokens + (step - 1)) // step * step, 16) as first:
             rows = [k + e.imin(first + i, tokens - 1) * row_bytes for i in range(16)]
             target = self._keys + first * 4
             whole = self._dim // 16 * 16

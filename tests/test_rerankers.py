@@ -1,0 +1,160 @@
+"""Cross-encoders, which read a query and a document together: BERT and XLM-R with a head of one label."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from polarlm.engine import Engine, EngineError, PromptOptions
+from polarlm.engine.limits import RANK
+from polarlm.model_loaders import LoadError, load
+from tests.conftest import ENCODERS
+from tests.encoders import make_gguf, make_reranker
+from tests.model.test_encoder import BACKENDS, read_encoder
+from tests.server.http_server import Serving, serving
+
+NAMES = ("bert", "xlm_roberta")
+RERANKERS = ENCODERS.with_name("rerankers")
+QUERY, DOCUMENTS = "the rain", ["rain falls on the sea", "", "a ship [SEP] ran </s>", "rains " * 20]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = make_reranker(tmp_path_factory.mktemp("reranker") / f"tiny-{request.param}", request.param)
+    with Engine.load(folder, device="cpu") as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    found = np.load(RERANKERS / name / "reference.npz")
+    texts = [found[f"ids{i}"].tolist() for i in range(3)]
+    types = [found[f"types{i}"] for i in range(3)]
+    seconds = [int(np.argmax(one)) if one.any() else len(one) for one in types]
+    for ops in BACKENDS:
+        model = read_encoder(RERANKERS / name, ops)
+        states, first = model.encode(texts, seconds), 0
+        for i, text in enumerate(texts):
+            # A sum of 48 products of states, which differ by 2e-5 of the largest, about 3: see tests/model.
+            assert model.relevance(states[first : first + 1]) == pytest.approx(float(found[f"score{i}"][0]), abs=1e-4)
+            first += len(text)
+
+
+def expected_scores(engine: Engine) -> list[float]:
+    """What the model says of pairs that the library joins, one at a time."""
+    library = tokenizers.Tokenizer.from_file(str(engine.model.path / "tokenizer.json"))
+    library.encode_special_tokens = True
+    scores = []
+    for document in DOCUMENTS:
+        pair = library.encode(QUERY, document)
+        types = np.minimum(pair.type_ids, engine.model.config.token_types - 1)
+        second = int(np.argmax(types)) if types.any() else len(types)
+        model = engine._model
+        scores.append(1 / (1 + np.exp(-model.relevance(model.encode([pair.ids], [second])[:1]))))  # type: ignore[attr-defined]
+    return scores
+
+
+def test_pairs_are_joined_as_the_tokenizers_library_does(engine: Engine) -> None:
+    expected = expected_scores(engine)
+    assert len({round(one, 6) for one in expected}) == len(DOCUMENTS)
+    found = engine.rerank(QUERY, DOCUMENTS)
+    assert [float(one.vector[0]) for one in found] == pytest.approx(expected, abs=1e-6)
+    assert [float(engine.rerank(QUERY, [one])[0].vector[0]) for one in DOCUMENTS] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gguf_file_ranks_alike(tmp_path: Path, name: str) -> None:
+    """As llama.cpp's converter writes XLM-R's."""
+    file = make_gguf(tmp_path / "model.gguf", f"rerankers/{name}", pooling=4, unigram=name == "xlm_roberta")
+    folder = make_reranker(tmp_path / "folder", name)
+    with Engine.load(file, device="cpu") as of_gguf, Engine.load(folder, device="cpu") as of_folder:
+        plain = ["rain", "rains the stair", ""]  # whose pieces do not depend on how a file normalizes white space
+        found, expected = ([float(one.vector[0]) for one in e.rerank(QUERY, plain)] for e in (of_gguf, of_folder))
+        assert found == pytest.approx(expected, abs=2e-5)
+
+
+def test_a_head_of_which_a_part_is_missing_is_refused(tmp_path: Path) -> None:
+    file = make_gguf(tmp_path / "model.gguf", "rerankers/bert", pooling=4, leave_out="cls.weight")
+    with pytest.raises(LoadError, match=r"without a part of its head \(cls\.weight\)"):
+        load(file)
+
+
+def test_a_reranker_gives_no_vectors_and_no_answers(engine: Engine) -> None:
+    for ask in (
+        lambda: engine.embed("rain"),
+        lambda: engine.generate("rain"),
+        lambda: engine.chat([{"role": "user", "content": "rain"}]),
+    ):
+        with pytest.raises(EngineError, match=r"ranks documents for a query .* and does nothing else"):
+            ask()
+    with pytest.raises(EngineError, match="reads no instruction"):
+        engine.rerank(QUERY, DOCUMENTS, "find ships")
+    assert "reranker: queries and documents of up to 64 tokens together" in engine.fit_line()
+
+
+def test_an_embedding_model_cannot_be_made_to_rank(tmp_path: Path) -> None:
+    with Engine.load(make_gguf(tmp_path / "model.gguf", "bert_f32"), device="cpu") as loaded:
+        with pytest.raises(EngineError, match="cannot rank documents: load a model such as bge-reranker"):
+            loaded.rerank(QUERY, DOCUMENTS)
+        with pytest.raises(EngineError, match="is an embedding model"):
+            loaded.embed([5], options=PromptOptions(pooling=RANK), pooling=RANK)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "but only classifiers with one label"),
+        ({"id2label": None}, "but only classifiers with one label"),
+        ({"architectures": ["BertModel"]}, ""),
+    ],
+)
+def test_other_classifiers_are_refused(tmp_path: Path, changes: dict[str, object], part: str) -> None:
+    folder = make_reranker(tmp_path / "model", "bert")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    if part:
+        with pytest.raises(LoadError, match=part):
+            load(folder)
+    else:
+        model = load(folder)  # an embedding model, whose file has a head that it does not use
+        model.weights.close()
+        assert not model.config.scores_pairs
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Serving]:
+    with serving(engine) as running:
+        yield running
+
+
+def test_the_server_ranks(server: Serving) -> None:
+    scores = [float(one.vector[0]) for one in server.engine.rerank(QUERY, DOCUMENTS)]
+    answer = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}).json()
+    assert [one["index"] for one in answer["results"]] == sorted(range(4), key=lambda index: -scores[index])
+    many = [f"rain {'falls ' * (at % 5)}" for at in range(700)]
+    results = server.post("/v1/rerank", {"query": QUERY, "documents": many}).json()["results"]
+    alone = [float(one.vector[0]) for one in server.engine.rerank(QUERY, many[:5])]
+    assert all(one["relevance_score"] == pytest.approx(alone[one["index"] % 5], abs=1e-6) for one in results)
+    assert server.post("/api/show", {"model": "any"}).json()["capabilities"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ({"documents": []}, "documents"),
+        ({"documents": ["a"] * 10_000}, "documents has 10000 texts, but at most 2048"),
+        ({"documents": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),
+        ({"documents": ["a"], "query": "rain " * 100}, "exceeds the available context size of 64 tokens"),
+        ({"documents": ["a", "rain " * 100_000]}, "exceeds the available context size of 64 tokens"),
+        ({"documents": ["a"], "instruction": "find"}, "reads no instruction"),
+    ],
+)
+def test_wrong_requests_are_refused(server: Serving, body: dict[str, object], part: str) -> None:
+    response = server.post("/v1/rerank", {"query": QUERY, **body})
+    assert response.status_code == 400
+    assert part in response.text
