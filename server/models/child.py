@@ -153,8 +153,8 @@ def _asked(parent: _Parent, model: EngineConfig, said: dict[str, Any]) -> Engine
 
 
 def _within(model: EngineConfig, found: Need) -> EngineConfig:
-    """The settings for a KV store no larger than the one that fits beside other models."""
-    return model if model.kv_memory is not None else replace(model, kv_memory=str(found.store))
+    """The settings for a KV store no larger than the one that fits beside other models; an encoder has none."""
+    return model if model.kv_memory is not None or not found.store else replace(model, kv_memory=str(found.store))
 
 
 def _note(sentence: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Iterator
 
 import httpx
@@ -54,3 +55,16 @@ def test_it_needs_the_key_the_type_and_a_bounded_size(guarded: Serving) -> None:
     assert send(guarded, data, kind="text/plain").status_code == 415  # which a form of another origin can send
     assert send(guarded, data + b" " * 32_000).status_code == 413
     assert send(guarded, data).status_code == 200
+
+
+@pytest.mark.slow
+def test_no_bytes_break_it(guarded: Serving) -> None:
+    rng, whole = random.Random(0), made_pdf("Hello, PDF")
+    for number in range(30):
+        data = bytearray(whole)
+        for _ in range(rng.randrange(1, 9)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        answer = send(guarded, bytes(data))
+        assert answer.status_code in (200, 400), f"{number}: {bytes(data)!r} → {answer.text}"
+    assert send(guarded, whole).json() == {"text": "Hello, PDF", "pages": 1}
