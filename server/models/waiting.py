@@ -39,11 +39,11 @@ def keep_alive(value: Any) -> float | None:
     is_nan = isinstance(value, float) and math.isnan(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not is_nan:
         return float(value) if 0 <= value < _LONGEST else None
-    if not isinstance(value, str):
+    if not isinstance(value, str) or len(value) > _MOST_CHARACTERS:
         raise wrong("keep_alive", 'seconds, or a text such as "10m"', value)
     number = value.lstrip("+-")
-    parts = _DURATION.findall(number) if len(number) <= _MOST_CHARACTERS else []
-    if re.fullmatch(r"\d+\.?\d*", number) and len(number) <= _MOST_CHARACTERS:
+    parts = _DURATION.findall(number)
+    if re.fullmatch(r"\d+\.?\d*", number):
         seconds = float(number)
     elif parts and "".join(map("".join, parts)) == number:
         seconds = sum(float(count) * _UNITS[unit] for count, unit in parts)

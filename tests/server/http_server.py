@@ -23,6 +23,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket
+from polarlm.server.running.sessions import SessionFolder
 from tests.server.lines import PATIENCE
 
 LAST_SECONDS = 10  # for connections that a failed test has left open, once the server is told to end
@@ -111,7 +112,8 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) 
 
     async def main() -> None:
         nonlocal server
-        driver = Driver(engine, config)
+        sessions = None if config.sessions is None else SessionFolder(config.sessions, 1 << 30)
+        driver = Driver(engine, config, sessions)
         await driver.start()
         app = create_app(driver, config)
         server = uvicorn.Server(quiet_config(app))

@@ -219,6 +219,20 @@ def test_an_encoder_is_loaded_where_memory_is_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_no_store_is_larger_than_what_is_told_of_it(tmp_path: Path) -> None:
+    """The second one gets what the first one has left."""
+    with front(two_models(tmp_path), model={"kv_memory": "32M"}, models_memory="40M") as server:
+        for name in ("big", "small"):
+            assert said(server.ask(name))
+        needs = {name: server.served(name).need for name in ("big", "small")}
+        assert sum(need.bytes for need in needs.values() if need) <= 40 << 20
+        for name, told in needs.items():
+            stats = server.http.get("/stats", params={"model": name}).json()
+            assert told is not None
+            assert 0 < stats["blocks"] * stats["block_size"] * stats["bytes_per_token"] <= told.store
+
+
+@pytest.mark.slow
 def test_a_model_that_is_loaded_again_finds_what_its_disk_has(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     kept = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "blocks"), "block_size": 8}
