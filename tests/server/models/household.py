@@ -87,7 +87,7 @@ class Household:
     def __exit__(self, *error: object) -> None:
         self.processes()
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=PATIENCE)
         for process in self._seen.values():
             with suppress(psutil.Error):
                 process.kill()
