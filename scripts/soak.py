@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ from tests.server.models.household import (
 
 _KILLED = ("ended by signal 9", "has ended: send", "was lost")  # in errors of requests whose process was killed
 _SAMPLE_SECONDS = 2.0
+_PAUSE_SECONDS = 0.2
+_TOLD_SECONDS = 60.0
 _TALK = "0123456789abcdef"
 
 
@@ -111,8 +116,9 @@ class Soak:
             for name, taken in resident(self.house).items():
                 memory = self.memory.setdefault(name, Memory())
                 memory.add(pids.get(name, 0), taken, told[name].get("memory", 0))
-            server = psutil.Process(self.house.process.pid)
-            self.memory.setdefault("the server", Memory()).add(server.pid, server.memory_info().rss, 0)
+            with suppress(psutil.NoSuchProcess):  # its clients tell
+                server = psutil.Process(self.house.process.pid)
+                self.memory.setdefault("the server", Memory()).add(server.pid, server.memory_info().rss, 0)
             time.sleep(_SAMPLE_SECONDS)
 
     def _try(self, name: str, asks: Callable[[], bool]) -> None:
@@ -125,6 +131,7 @@ class Soak:
             seen["killed" if killed else "errors"] += 1
             if not killed:
                 self.problems.append(f"{name}: {sentence[:500]}")
+            time.sleep(_PAUSE_SECONDS)  # as clients do that try again
             return
         seen["answers"] += 1
         if not right:
@@ -183,11 +190,20 @@ def main() -> int:
 
 
 def _run(soak: Soak, every: float) -> None:
-    works: list[Callable[[], None]] = [lambda name=name: soak.client(name) for name in CLIENTS]
-    works += [lambda number=number: soak.other("others", number) for number in range(3)]
-    works += [lambda: soak.disturber(every), soak.watcher]
+    works: list[Callable[[], None]] = [partial(soak.client, name) for name in CLIENTS]
+    works += [partial(soak.other, "others", number) for number in range(3)]
+    works += [partial(soak.disturber, every), soak.watcher]
     with ThreadPoolExecutor(len(works)) as pool:
-        for future in [pool.submit(work) for work in works]:
+        futures = [pool.submit(work) for work in works]
+        try:
+            while wait(futures, timeout=_TOLD_SECONDS).not_done:
+                answers = sum(seen["answers"] for seen in soak.seen.values())
+                left, kills = (soak.until - time.monotonic()) / 60, soak.kills.total()
+                sentence = f"{left:.0f} minutes left: {answers} answers, {kills} kills, {len(soak.problems)} problems"
+                print(sentence, file=sys.stderr, flush=True)
+        finally:
+            soak.until = 0.0  # also after Ctrl-C
+        for future in futures:
             future.result()
 
 
