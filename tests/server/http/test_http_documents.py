@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import random
+import socket
 from collections.abc import Iterator
 
 import httpx
@@ -11,7 +13,8 @@ import pypdf
 import pytest
 
 from polarlm.engine import Engine
-from tests.server.http_server import KEY, Serving, serving
+from polarlm.server.http import documents
+from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.server.pdfs import made_pdf
 
 
@@ -68,3 +71,23 @@ def test_no_bytes_break_it(guarded: Serving) -> None:
         answer = send(guarded, bytes(data))
         assert answer.status_code in (200, 400), f"{number}: {bytes(data)!r} → {answer.text}"
     assert send(guarded, whole).json() == {"text": "Hello, PDF", "pages": 1}
+
+
+def test_a_client_that_leaves_ends_the_reading_of_its_file(guarded: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    async def endless(data: bytes, most: int) -> bytes:
+        told.append("began")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("ended")
+        return data
+
+    monkeypatch.setattr(documents, "_read", endless)
+    head = f"POST /documents/text HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(("127.0.0.1", guarded.port), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Type: application/pdf\r\nContent-Length: 4\r\n\r\n%PDF".encode())
+        eventually(lambda: told)
+        assert told == ["began"]
+    eventually(lambda: told == ["began", "ended"])
