@@ -32,6 +32,7 @@ from tests.server.process import ROOT
 from tests.tiny import make_model, tokenizer_json
 
 CHATTING = {"plain": "llama_gqa_linear", "hybrid": "qwen3_5_tied", "mixture": "qwen3_moe_normed"}
+NAMES = (*CHATTING, "encoder", "decoder")
 STORE = 32 << 20  # bytes of the KV store of each of these
 FLAGS = ("--device", "cpu", "--threads", "1", "--no-calibration", "--cache-type", "f16", "--port", "0")
 TOKENS = 24
@@ -130,8 +131,9 @@ class Household:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     self._seen.setdefault(process.pid, process)
-                    if process.ppid() == self.process.pid:
-                        found[process.cmdline()[-1]] = process
+                    name = "".join(process.cmdline()[-1:])
+                    if process.ppid() == self.process.pid and name in NAMES:  # before exec, it is the server's own flag
+                        found[name] = process
         return found
 
     def left(self) -> list[psutil.Process]:
