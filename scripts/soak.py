@@ -160,7 +160,8 @@ class Soak:
     def _talk(self, _model: str) -> bool:
         base = self.house.http.get("/conversations").json()["revision"]
         body = {"base": base, "head": {}, "messages": {_TALK: {"text": str(base)}}}
-        assert self.house.http.post(f"/conversations/{_TALK}", json=body).status_code in (200, 409)
+        answer = self.house.http.post(f"/conversations/{_TALK}", json=body)
+        assert answer.status_code in (200, 409), answer.text
         return True
 
 

@@ -209,7 +209,7 @@ def begun(house: Household, model: str, answers: int = 8) -> Any:
 
 
 def events(answer: httpx.Response) -> Any:
-    assert answer.status_code == 200
+    assert answer.status_code == 200, answer.read().decode()
     return (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
 
 

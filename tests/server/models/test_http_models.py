@@ -216,6 +216,9 @@ def test_an_encoder_is_loaded_where_memory_is_limited(tmp_path: Path) -> None:
     with front(tmp_path, models_memory="1M") as server:
         answer = server.ask("encoder", "/v1/embeddings", prompt=None, input="the rain")
         assert answer.status_code == 200, answer.text
+    with front(tmp_path, models_memory="100K") as server:  # less than its weights
+        answer = server.ask("encoder", "/v1/embeddings", prompt=None, input="the rain")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "out_of_memory")
 
 
 @pytest.mark.slow
