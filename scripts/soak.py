@@ -199,7 +199,7 @@ def _run(soak: Soak, every: float) -> None:
         try:
             while wait(futures, timeout=_TOLD_SECONDS).not_done:
                 answers = sum(seen["answers"] for seen in soak.seen.values())
-                left, kills = (soak.until - time.monotonic()) / 60, soak.kills.total()
+                left, kills = max(0.0, soak.until - time.monotonic()) / 60, soak.kills.total()
                 sentence = f"{left:.0f} minutes left: {answers} answers, {kills} kills, {len(soak.problems)} problems"
                 print(sentence, file=sys.stderr, flush=True)
         finally:

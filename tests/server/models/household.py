@@ -268,7 +268,9 @@ def ollama_chat(house: Household) -> str:
 def completion(house: Household) -> str:
     """llama-server's own endpoints."""
     ids = house.post("/tokenize", model="mixture", content="completion, and")["tokens"]
-    assert house.http.get("/props", params={"model": "mixture"}).json()["model_alias"] == "mixture"
+    props = house.http.get("/props", params={"model": "mixture"})
+    assert props.is_success, props.text
+    assert props.json()["model_alias"] == "mixture"
     return house.post("/completion", model="mixture", prompt=ids, n_predict=TOKENS, temperature=0, **ALONE)["content"]
 
 
