@@ -75,8 +75,8 @@ class EngineConfig:
         DEFAULT_CACHE_TYPE,
         "--cache-type",
         metavar="TYPE",
-        help="quality, balanced or compact, one type such as f16 or ring4, or two as KEYS/VALUES such as ring5/ring4; "
-        "q8_0, q4_0, kivi4, trellis* and polarquant-online are for measuring on the CPU",
+        help="quality, balanced or compact, one type such as ring4, two as KEYS/VALUES, or auto:3.5: types by layer, "
+        "measured at the first start; q8_0, q4_0, kivi4, trellis* and polarquant-online are for measuring (CPU)",
     )
     cache_type_k: str | None = setting(
         None,

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from polarlm.engine.cli.flags import FlagError, in_flags, use_utf8
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
+from polarlm.server.mcp.file import read_mcp_file
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.early import EarlyClients
@@ -63,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> None:
     model, config = read_command_line(argv)
+    if config.mcp_config is not None:
+        _check_mcp(config.mcp_config)
     if config.several:
         _serve_models(model, config)
     else:
@@ -130,6 +134,15 @@ def _need(room: str) -> Any:
         return importlib.import_module(f"polarlm.server.{room}")
     except ImportError as error:
         raise _Missing(f"{error}: the server needs more packages: pip install 'polarlm[serve]'") from None
+
+
+def _check_mcp(path: str) -> None:
+    """Raises EngineError if the file is wrong, and _Missing without the package, before a model is loaded."""
+    read_mcp_file(path)
+    try:
+        version("mcp")
+    except PackageNotFoundError:
+        raise _Missing("--mcp-config needs more packages: pip install 'polarlm[mcp]'") from None
 
 
 def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:

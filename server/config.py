@@ -81,6 +81,13 @@ class ServerConfig:
         help="keep the chat page's conversations in this folder too, the same in every browser; without an API key, "
         "only in those on this machine",
     )
+    mcp_config: str | None = setting(
+        None,
+        "--mcp-config",
+        metavar="FILE",
+        help="MCP servers whose tools models may call on the chat page, whose user confirms the calls; a JSON file as "
+        "of Claude Desktop and Cursor. Without an API key, only in browsers on this machine. Needs the extra mcp",
+    )
     share_blocks: bool = setting(
         False,
         "--share-blocks",
@@ -262,6 +269,7 @@ _CHECKS: Mapping[str, Check] = {
     "unix": _PATH,
     "sessions": _PATH,
     "conversations": _PATH,
+    "mcp_config": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
     "max_sessions_size": _size,
     "models": that(lambda text: Path(text).expanduser().exists(), "there is no such folder or file"),
     "models_memory": _size,

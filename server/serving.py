@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from polarlm.server.http.app import create_app
 from polarlm.server.http.uvicorn_server import Web
+from polarlm.server.mcp.servers import McpServers
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.early import EarlyClients
@@ -49,18 +50,25 @@ async def serve_engine(
     application.
     """
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
+    servers = McpServers(driver.config)
     await driver.start()
     try:
-        app = outer(journal.Journaled(create_app(driver, driver.config)))
+        app = outer(journal.Journaled(create_app(driver, driver.config, servers)))
         web = Web(app, driver.config, http)
-        servers: list[Accepting] = [web] if lines is None else [web, SocketServer(driver, lines)]
+        accepting: list[Accepting] = [web] if lines is None else [web, SocketServer(driver, lines)]
         waiting = early.hand_over()
-        for server in servers:
+        for server in accepting:
             await server.start()
         await web.adopt(waiting)
-        await until_signalled(servers, ready, lambda: driver.drain(_DRAIN_SECONDS))
+        await until_signalled(accepting, ready, lambda: together(driver.drain(_DRAIN_SECONDS), servers.close()))
     finally:
+        await servers.close()
         await driver.stop()
+
+
+async def together(*ends: Awaitable[object]) -> None:
+    """Return when all of these have ended."""
+    await asyncio.gather(*ends)
 
 
 async def until_signalled(

@@ -23,6 +23,7 @@ BEHIND_THE_ENGINE = {
     "codecs",
     "jit",
     "loading.advice",
+    "loading.auto",
     "loading.cpu_experts",
     "loading.encoding",
     "loading.experts",
@@ -54,7 +55,9 @@ ROOMS: dict[str, set[str]] = {
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
-    "storage.tiers": {"codecs", "state", "storage.copies", "storage.objects", "storage.payloads"} | TOLD,
+    "storage.waiting": {"state", "storage.copies", "storage.objects", "storage.payloads"},
+    "storage.tiers": {"codecs", "state", "storage.objects", "storage.copies", "storage.payloads", "storage.waiting"}
+    | TOLD,
     "state": {
         "backends.delta",
         "backends.kv",
@@ -80,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
 ROOMS["loading.calibration"] = ROOMS["model"] | {"loading.kept_arrays", "model", "codecs"}
-ROOMS["storage.identity"] = {"model"}
+ROOMS["storage.identity"] = {"model", "state"}
 ROOMS["storage.sessions"] = ROOMS["requests"] | {
     "requests",
     "storage.copies",
@@ -93,7 +96,8 @@ ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
-ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
+ROOMS["loading.auto"] = ROOMS["loading.fitting"] | {"cli.progress", "loading.fitting", "storage.tiers"}
+ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.auto", "loading.encoding"}
 ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.cpu_experts"] = ROOMS["loading.sizes"] | {"loading.experts", "loading.sizes"}
 ROOMS["loading.checks"] = {"loading.cpu_experts", "loading.sizes", "model", "state", "storage.tiers"} | TOLD
@@ -109,6 +113,7 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 }
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
+    "loading.auto",
     "loading.cpu_experts",
     "loading.experts",
     "loading.fitting",
@@ -149,14 +154,15 @@ SERVER_ROOMS: dict[str, set[str]] = {
     "running": {"config", "reading"},
     "answers": {"reading", "running"},
     "socket": {"reading", "running"},
-    "http": {"config", "reading", "running", "answers"},
+    "mcp": {"config", "reading"},
+    "http": {"config", "reading", "running", "answers", "mcp"},
 }
 SERVER_ROOMS["http.openai"] = SERVER_ROOMS["http"] | {"http"}
 SERVER_ROOMS["http.plain"] = SERVER_ROOMS["http"] | {"http"}
 SERVER_ROOMS["http.dialects"] = SERVER_ROOMS["http"] | {"http", "http.openai"}
 SERVER_ROOMS["http.app"] = SERVER_ROOMS["http.dialects"] | {"http.plain", "http.dialects"}
-SERVER_ROOMS["serving"] = {"config", "running", "http", "http.app", "socket"}
-SERVER_ROOMS["models"] = SERVER_ROOMS["serving"] | {"reading", "serving"}
+SERVER_ROOMS["serving"] = {"config", "running", "mcp", "http", "http.app", "socket"}
+SERVER_ROOMS["models"] = SERVER_ROOMS["serving"] | {"reading", "serving", "http.plain"}
 MOST_FILES = 14  # of a room of Python
 ONE_FILE_EACH = {"families", "weight_formats"}  # rooms with a file for each of a growing number of things
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from polarlm.bench import report
 from polarlm.bench.command import CacheType
-from polarlm.bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
+from polarlm.bench.gpu.cards import MACHINES, Machine
+from polarlm.bench.gpu.cost import Prediction, overlapped, predict
 from polarlm.bench.gpu.launches import BLOCK_SIZE
 from polarlm.bench.gpu.measured import (
     Pair,

@@ -66,13 +66,11 @@ class CodedPrompt:
             return decode_centred(format.codec_k, *fields)
         return decode_centred(format.codec_v, *encode_centred(format.codec_v, blocks, format.metric_v))
 
-    def logits(
-        self, ids: Sequence[int], keys: slice, values: slice, taps: Any = None, layers: slice = slice(None)
-    ) -> np.ndarray:
+    def logits(self, ids: Sequence[int], keys: slice, values: slice, taps: Any = None) -> np.ndarray:
         """Logits (T, V) of the next ids, which are not appended. keys, values: the tokens of the prompt whose keys and
-        values are read as codes, in these layers."""
+        values are read as codes."""
         exact = [[side.copy() for side in sides] for sides in self._sides]
-        for sides, decoded in zip(self._sides[layers], self._decoded[layers], strict=True):
+        for sides, decoded in zip(self._sides, self._decoded, strict=True):
             for side, coded in enumerate((keys, values)):
                 sides[side][:, coded] = decoded[side][:, coded]
         self.model.taps = taps

@@ -6,7 +6,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
+from polarlm.engine.loading.auto.choosing import with_types
 from polarlm.engine.loading.cpu_experts import CpuExperts, asked_cpu_experts
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.experts import ExpertPlan, asked_expert_plan
@@ -147,7 +148,10 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             def draft(tokens: int) -> int:
                 return added + of_draft_model(tokens)
 
-            shape = cache_shape(config, encoding, ops, source.config)
+            typed = with_types(
+                config, source, lambda settings: closing(_assemble(settings, ops, verbose, WHOLE)), verbose
+            )
+            shape = cache_shape(typed, encoding, ops, source.config)
             tiers = open_tiers(config, shape, ops.name)
             weight_type = weight_format(config)
             size = weight_bytes(ops, source.weights, weight_type)
@@ -247,7 +251,8 @@ def with_cache(
     planned: returns the plan of the store for its shape; None for that of `config`.
     """
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
-    shape = cache_shape(config, WHOLE, ops, source.config)
+    typed = with_types(config, source, lambda settings: nullcontext(parts), verbose)
+    shape = cache_shape(typed, WHOLE, ops, source.config)
     plan = planned(shape) if planned else store_plan(config, ops, source.config, shape, ops.room_beside(0))
     store = _store(config, WHOLE, ops, source, weights, plan, verbose)
     return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
@@ -309,7 +314,7 @@ def _warn(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Say) -
 def fit_line(parts: Parts) -> str:
     """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
-    types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
+    types = cache_types.in_words(parts.config, shape)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
     where = ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -189,19 +188,24 @@ class _QueriesAndKeys:
         self._kept[name][x.shape[1:]][rows] = self._to_host(x) / scales[first : first + x.shape[1]]
 
 
-def _full_precision_model(
-    ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int
-) -> Transformer:
-    """Return a model with a store for one prompt of `tokens` in full precision, without rotations."""
+def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
+    """Return the shape of a store that keeps K/V of all layers in full precision."""
     full = codecs.get(codecs.FULL)
     layers = (
-        (SharedShape if one.mixer.shares_kv else partial(LayerShape, full, full))(
-            one.mixer.kv_heads, one.mixer.head_dim
-        )
+        SharedShape(one.mixer.kv_heads, one.mixer.head_dim, one.mixer.window)
+        if isinstance(one.mixer, Attention) and one.mixer.shares_kv
+        else LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim, window=one.mixer.window)
         if isinstance(one.mixer, Attention)
         else MIXERS[type(one.mixer)].state_shape(one.mixer, block_size)
         for one in config.layers
     )
-    plan = plan_for_tokens(CacheShape(block_size, tuple(layers)), tokens, 1)
+    return CacheShape(block_size, tuple(layers))
+
+
+def _full_precision_model(
+    ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int
+) -> Transformer:
+    """Return a model with a store for one prompt of `tokens` in full precision, without rotations."""
+    plan = plan_for_tokens(full_precision_shape(config, block_size), tokens, 1)
     conditioning = [Conditioning(scale=size and scale(size)) for size in variances(ops, config, weights)]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.state.shapes import CacheShape
 
 # (type of keys, type of values), chosen by measurement: see docs/quality.md and `bench.quality`.
 PRESETS = {
@@ -16,7 +19,20 @@ PRESETS = {
     "compact": ("ring3", "ring3.5"),
 }
 
+AUTO = "auto:"  # and bits per value: each layer's types are chosen by what their errors cost
+
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
+
+
+def auto_bits(cache_type: str) -> float | None:
+    """Return the bits per value of a cache_type such as "auto:3.5"; None for types that are named. Raises EngineError
+    for anything but a number there."""
+    if cache_type != AUTO.removesuffix(":") and not cache_type.startswith(AUTO):
+        return None
+    bits = cache_type.removeprefix(AUTO)
+    if not re.fullmatch(r"\d{1,2}(\.\d{1,6})?", bits):
+        raise _refusal("cache_type", cache_type, "give the bits per value, as in auto:3.5")
+    return float(bits)
 
 
 def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -54,9 +70,64 @@ def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[
 
 def check_names(config: EngineConfig) -> None:
     """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
+    if auto_bits(config.cache_type) is not None:
+        _check_auto(config)
+        return
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
+
+
+def _check_auto(config: EngineConfig) -> None:
+    for name in ("cache_type_k", "cache_type_v"):
+        if getattr(config, name) is not None:
+            problem = f"it chooses the types of keys and of values; leave {name} out, or name both types"
+            raise _refusal("cache_type", config.cache_type, problem)
+    for name in ("calibration", "key_conditioning"):
+        if not getattr(config, name):
+            problem = f"it chooses by measurements on the calibration text, which {name}=False leaves out"
+            raise _refusal("cache_type", config.cache_type, problem)
+
+
+def by_layer(names: Sequence[str | None]) -> str:
+    """Return the setting that gives each layer its type: the commonest, then those of other layers. None: any type.
+
+    >>> by_layer(["ring3", "ring4", "ring4", "ring3", "ring5", "ring3"])
+    'ring3,ring4@1-2,ring5@4'
+    """
+    named = [name for name in names if name is not None]
+    common = max(sorted(set(named)), key=named.count)
+    parts, first = [common], 0
+    for name, run in itertools.groupby(names):
+        last = first + len(list(run)) - 1
+        if name not in (common, None):
+            parts.append(f"{name}@{first}" + (f"-{last}" if last > first else ""))
+        first = last + 1
+    return ",".join(parts)
+
+
+def stored(config: EngineConfig, shape: CacheShape) -> tuple[str, str]:
+    """Return the types of keys and of values that a store of this shape has, as cache_type_k and cache_type_v."""
+    if auto_bits(config.cache_type) is None:
+        (_, k), (_, v) = chosen(config)
+        return k, v
+    layers = [shape.kv_layers.get(number) for number in range(len(shape.layers))]
+    names = [(None, None) if one is None else (one.codec_k.name, one.codec_v.name) for one in layers]
+    return by_layer([k for k, _ in names]), by_layer([v for _, v in names])
+
+
+def in_words(config: EngineConfig, shape: CacheShape) -> str:
+    """Return the types of a store for people: as they were asked for, and what auto has chosen.
+
+    "auto:3.5 (keys ring3 ×12, ring3.5 ×18; values ring3 ×20, ring4 ×10)"
+    """
+    if auto_bits(config.cache_type) is None:
+        return "/".join(dict.fromkeys(stored(config, shape)))
+    sides = []
+    for name, side in (("keys", "codec_k"), ("values", "codec_v")):
+        counts = Counter(getattr(one, side).name for one in shape.kv_layers.values())
+        sides.append(f"{name} " + ", ".join(f"{one} ×{count}" for one, count in sorted(counts.items())))
+    return f"{config.cache_type} ({'; '.join(sides)})"
 
 
 def _names(setting: str, types: str, layers: int) -> list[str]:
@@ -108,8 +179,8 @@ def _unknown(setting: str, name: str) -> EngineError:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (
-            f"there is no such type; choose {', '.join(PRESETS)}, one of {types}, or two as KEYS/VALUES; cache_type_k "
-            "and cache_type_v set keys and values by themselves"
+            f"there is no such type; choose {', '.join(PRESETS)}, {AUTO}BITS, one of {types}, or two as KEYS/VALUES; "
+            "cache_type_k and cache_type_v set keys and values by themselves"
         )
     else:
         pair = "; KEYS/VALUES is for cache_type" if "/" in name else ""

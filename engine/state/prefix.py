@@ -20,8 +20,9 @@ from functools import partial
 
 import numpy as np
 
-from polarlm.engine.state.block_events import BlockRemoved, BlockStored, Watch
-from polarlm.engine.state.blocks import Blocks, add_blocks, allocate_each
+from polarlm.engine.state.block_events import BlockRemoved, BlockStored, LastReader, Watch
+from polarlm.engine.state.blocks import Blocks, add_blocks
+from polarlm.engine.state.layer_state import copies_of_full
 from polarlm.engine.state.store import KVStore, SequenceKV
 
 
@@ -45,6 +46,7 @@ class PrefixCache:
         self._quantized: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._full: dict[bytes, list[_Full]] = {}  # by the hash before the block
         self._watch: Watch | None = None
+        self._reader: LastReader | None = None
 
     def watch(self, watch: Watch) -> None:
         """Call `watch` for every complete block of a group that becomes findable, or is not findable any more.
@@ -53,6 +55,10 @@ class PrefixCache:
         neither wait nor raise.
         """
         self._watch = watch
+
+    def read_before_reuse(self, reader: LastReader | None) -> None:
+        """Let `reader` read blocks before they are allocated again. It is called under the engine's lock."""
+        self._reader = reader
 
     def salted(self, kv: SequenceKV, salt: str) -> SequenceKV:
         """Set the root for `salt` on `kv`, none of whose blocks is in the cache yet, and return `kv`."""
@@ -158,6 +164,8 @@ class PrefixCache:
         return added
 
     def _forget_quantized(self, key: bytes, index: int) -> None:
+        if self._reader is not None:
+            self._reader.before_reuse(key, index)
         blocks = self._quantized[key]
         blocks[index] = None
         self._report_removed(index, key)
@@ -165,6 +173,8 @@ class PrefixCache:
             del self._quantized[key]
 
     def _forget_full(self, entry: _Full, index: int) -> None:
+        if self._reader is not None:
+            self._reader.before_full_reuse(entry.before, entry.ids)
         entry.slots[index] = None
         self._report_full_removed(index, entry)
         self._remove_if_empty(entry)
@@ -289,28 +299,13 @@ class PrefixCache:
             _set_current_slots(kv, slots)
             return True
         try:
-            copies = self._copies(slots, count)
+            copies = copies_of_full(self._store.groups, slots, count)
         finally:
             for allocator, slot in zip(full, slots, strict=True):
                 allocator.release(slot)
         if copies is not None:
             _set_current_slots(kv, copies)
         return copies is not None
-
-    def _copies(self, slots: Sequence[int], count: int) -> list[int] | None:
-        """Return copies of `slots`, one per group, with their first `count` tokens; None if no slot is free."""
-        full = [group.full for group in self._store.groups]
-        copies = allocate_each(full)
-        if copies is None:
-            return None
-        try:
-            for group, target, source in zip(self._store.groups, copies, slots, strict=True):
-                group.copy_full(target, source, count)
-        except BaseException:
-            for allocator, slot in zip(full, copies, strict=True):
-                allocator.release(slot)
-            raise
-        return copies
 
 
 def _remember_branch(kv: SequenceKV, reach: int, block_size: int) -> None:

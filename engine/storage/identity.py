@@ -11,6 +11,7 @@ import numpy as np
 
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.state.cache_types import by_layer
 
 # What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {
@@ -58,5 +59,13 @@ def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
         if there[key] != here[key]:
             named = "name" if key == "model" else key
             old, own = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (there, here))
+            if key == "cache_types" and set(there[key].split(" ")) == set(here[key].split(" ")):  # in other layers
+                old, own = _by_layer(there[key]), _by_layer(here[key])
             return sentence.format(there=old, here=own)
     return None
+
+
+def _by_layer(types: str) -> str:
+    """Return the types of keys and of values, each by the number among layers with K/V."""
+    pairs = [pair.split("/") for pair in types.split(" ") if "/" in pair]
+    return f"{by_layer([k for k, _ in pairs])}/{by_layer([v for _, v in pairs])}"

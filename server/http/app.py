@@ -33,18 +33,23 @@ from polarlm.server.http.openai.rerank import Rerank
 from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.http.page import page
 from polarlm.server.http.plain.blocks import Blocks
+from polarlm.server.http.plain.mcp_tools import McpTools
 from polarlm.server.http.plain.metrics import exposition
 from polarlm.server.http.plain.sessions import Sessions
 from polarlm.server.http.plain.stats import asked_tokens, stats
 from polarlm.server.http.plain.tokens import Tokens
 from polarlm.server.http.warnings import HEADER
+from polarlm.server.mcp.servers import McpServers
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.refused import Refused
 
 
-def create_app(driver: Driver, config: ServerConfig) -> Starlette:
-    """The ASGI application over `driver`: OpenAI's endpoints, the dialects, sessions, tokens, status and the page."""
+def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
+    """The ASGI application over `driver`: OpenAI's endpoints, the dialects, sessions, tokens, status and the page.
+
+    servers: the MCP servers that the page may use.
+    """
     api = _Api(driver, config)
     routes = [
         *with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
@@ -62,6 +67,7 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         *Sessions(driver).routes(),
         *Conversations(config).routes(),
         *Documents(config).routes(),
+        *McpTools(config, servers).routes(),
         *_blocks(driver, config),
         *(route for dialect in dialects() for route in dialect.routes(driver)),
         Route("/", page),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import re
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.routing import Route
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
+from polarlm.server.http.guard import is_here
 from polarlm.server.reading.values import LARGEST, BadRequest, count
 from polarlm.server.running.conversations import Change, ConversationStore
 
@@ -89,15 +89,7 @@ class Conversations:
         return self._store
 
     def _knows(self, request: Request) -> bool:
-        return self._config.api_key is not None or _is_here(request)
-
-
-def _is_here(request: Request) -> bool:
-    """Whether the client is on this machine."""
-    try:
-        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
+        return self._config.api_key is not None or is_here(request.client)
 
 
 def _read_id(request: Request) -> str:

@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import re
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Address, Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
@@ -22,6 +22,14 @@ _OPEN = {
 _BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers that only browsers send
 _TYPES = {"/documents/text": "application/pdf"}  # of bodies that are no JSON; forms of other origins cannot send these
 _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
+
+
+def is_here(client: Address | None) -> bool:
+    """Whether a client is on this machine."""
+    try:
+        return client is not None and ipaddress.ip_address(client.host).is_loopback
+    except ValueError:
+        return False
 
 
 class Guard:

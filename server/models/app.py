@@ -28,8 +28,10 @@ from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.guard import Guard
 from polarlm.server.http.page import page
+from polarlm.server.http.plain.mcp_tools import McpTools
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
+from polarlm.server.mcp.servers import McpServers
 from polarlm.server.models.lists import Lists
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.pulling import AT_ONCE, hub_name, pulled
@@ -40,7 +42,7 @@ from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
 from polarlm.server.running.listening import quiet_accept_errors
 from polarlm.server.running.refused import Refused
-from polarlm.server.serving import until_signalled
+from polarlm.server.serving import together, until_signalled
 
 __all__ = ["Registry", "create_models_app", "listed", "serve"]
 
@@ -56,8 +58,10 @@ POSTED = (
 ASKED = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions")
 
 
-def create_models_app(supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> Starlette:
-    """The ASGI application over the models' processes."""
+def create_models_app(
+    supervisor: Supervisor, proxy: Proxy, config: ServerConfig, servers: McpServers | None = None
+) -> Starlette:
+    """The ASGI application over the models' processes. servers: the MCP servers that the page may use."""
     api, shapes = _Api(supervisor, proxy, config), error_shapes()
     routes = [
         *with_and_without_v1("/models", api.models),
@@ -75,6 +79,7 @@ def create_models_app(supervisor: Supervisor, proxy: Proxy, config: ServerConfig
         Route("/api/version", api.ollama_version),
         *Conversations(config).routes(),
         *Documents(config).routes(),
+        *McpTools(config, servers).routes(),
         Route("/", page),
         *(Route(path, proxy.serve, methods=["POST"]) for path in spelt(POSTED)),
         *(Route(path, proxy.serve) for path in spelt(ASKED)),
@@ -96,13 +101,14 @@ def spelt(paths: tuple[str, ...]) -> list[str]:
 async def serve(registry: Registry, config: ServerConfig, http: socket.socket, ready: Callable[[], None]) -> None:
     """Serve the models at a listening socket until a signal arrives. ready: is called when requests are taken."""
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
-    supervisor = Supervisor(registry, config)
+    supervisor, servers = Supervisor(registry, config), McpServers(config)
     proxy = Proxy(supervisor, config, error_shapes())
-    web = Web(journal.Journaled(create_models_app(supervisor, proxy, config)), config, http)
+    web = Web(journal.Journaled(create_models_app(supervisor, proxy, config, servers)), config, http)
     try:
         await web.start()
-        await until_signalled([web], ready, supervisor.close)
+        await until_signalled([web], ready, lambda: together(supervisor.close(), servers.close()))
     finally:
+        await servers.close()
         await supervisor.close()
         await proxy.close()
 

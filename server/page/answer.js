@@ -16,6 +16,7 @@ let live = null; // the answer that is being generated: { conversation, message,
 
 /** Adds a message of the user's after `parent`, by default the last one, and has it answered. */
 function say(message, parent = rows.at(-1)?.message ?? null) {
+  if (message.role === "user") unasked = 0;
   const previous = parent === current || parent === null ? null : parent;
   const said = addMessage(current, previous, message);
   chats.set(current.id, current);
@@ -57,13 +58,15 @@ function messagesUpTo(message) {
   }
   const sent = [], system = [$("system").value.trim(), summary && `Summary of the conversation so far:\n\n${summary.text}`].filter(Boolean);
   if (system.length) sent.push({ role: "system", content: system.join("\n\n") });
-  for (const each of messages) {
+  messages.forEach((each, place) => {
     if (each.role === "user") sent.push({ role: "user", content: contentOf(each) });
     if (each.role === "tool") for (const { id, text } of each.results) sent.push({ role: "tool", tool_call_id: id, content: text });
-    if (each.role !== "assistant") continue;
+    if (each.role !== "assistant") return;
     if (each.text || each.calls.length) sent.push(sentAnswer(each));
     else if (each !== message && sent.at(-1)?.role === "user") sent.pop(); // most models expect no two questions in a row
-  }
+    const isLeft = each !== message && messages[place + 1]?.role !== "tool"; // by the user, who wrote something else
+    if (isLeft) for (const { id } of each.calls) sent.push({ role: "tool", tool_call_id: id, content: NOT_RUN });
+  });
   return sent;
 }
 
@@ -90,6 +93,7 @@ async function answer(message) {
   fill(mine.row, true);
   begin(mine);
   try {
+    await mcpReady(mine.stop.signal);
     const asked = message.role === "summary" ? await summaryRequest(message, mine.stop.signal) : { messages: messagesUpTo(message), ...requestSettings() };
     const body = { ...asked, stream: true, stream_options: { include_usage: true }, return_progress: true };
     const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: mine.stop.signal });
@@ -195,6 +199,7 @@ function finish(mine, pace, usage, trouble, before) {
   const { conversation, message, row } = mine;
   const stopped = trouble?.name === "AbortError", shown = live === mine;
   message.calls = message.calls.filter(Boolean);
+  for (const call of message.calls) Object.assign(call, originOf(call.name));
   if (usage) {
     message.usage = {
       prompt: usage.prompt_tokens, completion: usage.completion_tokens, cached: usage.prompt_tokens_details?.cached_tokens ?? null,
@@ -233,6 +238,7 @@ function finish(mine, pace, usage, trouble, before) {
   meter();
   follow();
   look();
+  if (message.ending === "tool_calls") proceed(message);
 }
 
 /** The numbers of drafted and of accepted tokens; null if none were drafted. */

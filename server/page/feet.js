@@ -1,6 +1,6 @@
 "use strict";
 
-// Below a message: its buttons, its versions, its figures, and fields for the results of its calls.
+// Below a message: its buttons, its versions and its figures.
 
 function drawFoot(row) {
   const { message, foot } = row;
@@ -30,19 +30,7 @@ function drawFoot(row) {
   const focused = foot.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   foot.replaceChildren(...parts);
   if (focused) buttonOf(row, focused)?.focus({ preventScroll: true });
-  const waits = message.role === "assistant" && last && message.calls.length > 0 && live?.message !== message;
-  if (waits && !row.form) {
-    row.form = resultsForm(message.calls.map(({ id, name }) => ({ id, name, text: "" })), "Send results", (results) => {
-      row.form.remove();
-      row.form = null;
-      say({ role: "tool", results }, message);
-    });
-    foot.before(row.form);
-  }
-  if (!waits && row.form && !isTyped(row.form)) {
-    row.form.remove();
-    row.form = null;
-  }
+  drawWaiting(row);
 }
 
 /** Whether a form has a result that the user has begun to type. */

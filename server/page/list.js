@@ -5,6 +5,7 @@
 let deleted = []; // the conversations that can be restored
 let renaming = false; // whether the current conversation is being renamed
 let listed = []; // what the list shows
+let pressed = false; // whether a pointer is down on the list
 
 function found(conversation, words) {
   if (!words) return true;
@@ -18,7 +19,7 @@ function nameTab() {
 }
 
 function drawList() {
-  if (renaming) return; // a new list would lose what is typed there
+  if (renaming || pressed) return; // a new list would lose what is typed there, or the click that comes
   nameTab();
   const words = $("search").value.trim().toLowerCase();
   const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
@@ -33,6 +34,15 @@ function drawList() {
   const focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
   list.replaceChildren(...inFolders(sorted, picked ? pickItem : listItem, picked || words));
   if (focused) (list.querySelector(`[data-does="${CSS.escape(focused)}"]`) ?? list.querySelector("[aria-current]"))?.focus({ preventScroll: true });
+}
+
+$("list").addEventListener("pointerdown", () => { pressed = true; });
+addEventListener("click", () => { pressed = false; }, { capture: true }); // what is clicked may draw the list
+for (const ended of ["pointerup", "pointercancel"]) {
+  addEventListener(ended, () => setTimeout(() => { // after the click, if there is one
+    pressed = false;
+    drawList();
+  }));
 }
 
 function listItem(chat) {

@@ -32,14 +32,27 @@ let following = true; // whether the end of the conversation stays in view
 let scrolledTo = 0;
 
 function follow() {
-  if (following) $("log").scrollTop = $("log").scrollHeight;
+  if (!following) return;
+  $("log").scrollTop = $("log").scrollHeight;
+  scrolledTo = $("log").scrollTop; // so that the event of this tells nothing of what somebody does
 }
 
 $("log").addEventListener("scroll", () => {
   const { scrollTop, scrollHeight, clientHeight } = $("log"), below = scrollHeight - scrollTop - clientHeight;
+  if (scrollTop === scrolledTo) return;
   following = below < (scrolledTo > scrollTop ? 1 : 48); // the smallest step upwards ends it, unless the end itself moved up
   scrolledTo = scrollTop;
 }, { passive: true });
+
+/** The view stays where it is when somebody begins to scroll up: a piece that comes before the first step would undo it. */
+function leaveEnd() {
+  if ($("log").scrollTop > 0) following = false;
+}
+
+$("log").addEventListener("wheel", ({ deltaY }) => { if (deltaY < 0) leaveEnd(); }, { passive: true });
+$("log").addEventListener("keydown", ({ key, target }) => {
+  if (["ArrowUp", "PageUp", "Home"].includes(key) && !target.closest("textarea, input, select")) leaveEnd();
+});
 
 new ResizeObserver(follow).observe($("log"));
 

@@ -103,8 +103,8 @@ function indented(json) {
 
 function buildResults({ message, element, foot }) {
   const body = make("div", "calls");
-  for (const { name, text } of message.results) {
-    const result = fold("call", `Result of ${visible(name)}`), shown = make("pre", "", visibleCode(indented(text)));
+  for (const { name, text, failed } of message.results) {
+    const result = fold(failed ? "call failed" : "call", `${failed ? "Error" : "Result"} of ${visible(name)}`), shown = make("pre", "", visibleCode(indented(text)));
     shown.tabIndex = 0;
     shown.setAttribute("role", "region");
     shown.setAttribute("aria-label", `Result of ${visible(name)}`);

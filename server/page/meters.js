@@ -36,7 +36,7 @@ function meter() {
   $("filled").max = stats.context;
   $("filled").value = used.tokens;
   $("bits").textContent = `${number(stats.bits_per_value, 2)} bits/value`;
-  $("types").textContent = `Keys as ${stats.cache_type_k}, values as ${stats.cache_type_v}; a token takes ` +
+  $("types").textContent = `Stored as ${stats.cache_types}; a token takes ` +
     `${size(stats.bytes_per_token)}, in f16 ${size(stats.f16_bytes_per_token)}`;
   const { bytes, f16_bytes: f16 } = stats.sequence;
   const saves = f16 > 1.05 * bytes; // false for short sequences: the first and the current block are f16 in both
@@ -76,7 +76,7 @@ let known = ""; // the name of the model whose /props are shown
 async function look() {
   clearTimeout(looking);
   try {
-    if (!listing) await (listing = listModels().catch((error) => { listing = null; throw error; }));
+    if (!listing) await (listing = Promise.all([listModels(), listMcp()]).catch((error) => { listing = null; throw error; }));
     const query = ofModel(), answered = await (await ask(`stats?${[`tokens=${used.tokens}`, query].filter(Boolean).join("&")}`)).json();
     if (query !== ofModel()) return look(); // another model was chosen meanwhile
     stats = answered;

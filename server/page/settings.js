@@ -6,7 +6,7 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dr
 const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
 const SWITCHES = ["loop_check", "auto_compact"];
 
-/** The settings in an untrusted value: a string for each field that is not empty, the model, and the SWITCHES that are off. */
+/** The settings in an untrusted value: a string for each field that is not empty, the model, the SWITCHES that are off, and the MCP servers that are on. */
 function readSettings(value) {
   const settings = {};
   for (const name of [...FIELDS, "model"]) {
@@ -14,6 +14,8 @@ function readSettings(value) {
     if (typeof given === "string" ? given : Number.isFinite(given)) settings[name] = String(given);
   }
   for (const name of SWITCHES) if (value?.[name] === false) settings[name] = false;
+  const mcp = readMcp(value?.mcp);
+  if (mcp) settings.mcp = mcp;
   return settings;
 }
 
@@ -24,6 +26,8 @@ function lastSettings() {
 function showSettings(settings) {
   for (const name of FIELDS) $(name).value = settings[name] ?? "";
   for (const name of SWITCHES) $(name).checked = settings[name] ?? true;
+  mcpOn = structuredClone(settings.mcp ?? {});
+  drawMcp();
   chosenModel = settings.model ?? "";
   showChoice();
   for (const name of ["tools", "schema"]) checkJson(name);
@@ -35,12 +39,13 @@ function shownSettings() {
   for (const name of FIELDS) if ($(name).value !== "") settings[name] = $(name).value;
   for (const name of SWITCHES) if (!$(name).checked) settings[name] = false;
   if (chosenModel) settings.model = chosenModel;
+  if (Object.keys(mcpOn).length) settings.mcp = structuredClone(mcpOn);
   return settings;
 }
 
 function remember() {
   const settings = shownSettings();
-  keep("localStorage", SETTINGS, JSON.stringify(settings));
+  keep("localStorage", SETTINGS, JSON.stringify({ ...settings, mcp: undefined })); // a new conversation begins without servers
   Object.assign(current, { settings, chosen: later(current.chosen) });
   if (current.children.length) keepConversation(current);
 }
@@ -102,8 +107,9 @@ function requestSettings() {
   if ($("cache_salt").value) body.cache_salt = $("cache_salt").value;
   if ($("tools").value.trim()) {
     body.tools = JSON.parse($("tools").value).map((tool) => (tool?.function ? tool : { type: "function", function: tool }));
-    if ($("tool_choice").value) body.tool_choice = $("tool_choice").value;
   }
+  if (mcpTools().length) body.tools = [...(body.tools ?? []), ...mcpFunctions()];
+  if (body.tools && $("tool_choice").value) body.tool_choice = $("tool_choice").value;
   if ($("schema").value.trim()) {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse($("schema").value) } };
   }

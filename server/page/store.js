@@ -10,11 +10,12 @@
  * written; without one, at the beginning.
  * By its role, a message also has
  *   "user": text, files: [{ name, text, tokens }],
- *   "assistant": text, reasoning, calls: [{ id, name, arguments }]; after its end also ending, error, usage, drafts, rate, thought,
+ *   "assistant": text, reasoning, calls: [{ id, name, arguments, server, tool, begun, result }]: the last four for a call of
+ *      an MCP server's tool, begun and result ({ text, failed }) until all calls have results; after its end also ending, error, usage, drafts, rate, thought,
  *      and model, its name, where the server has several;
  *   "summary": the same as an answer, and off, whether it is not in use; left, the messages that did not fit into its
  *      request; compacted, the tokens of the prompt that it begins;
- *   "tool": results: [{ id, name, text }], one for each call of the previous message.
+ *   "tool": results: [{ id, name, text, failed }], one for each call of the previous message.
  */
 
 const DATABASE = "polarlm", SHELF = "conversations", FORMAT = "polarlm-conversations";
@@ -87,7 +88,8 @@ function readConversation(value) {
         seen.add(id);
         const message = { role: found.role, id: ID.test(id) ? id : newId(), changed: figure(found.changed) };
         if (found.role === "tool") {
-          message.results = list(found.results, ({ id: call, name, text }) => ({ id: string(call), name: string(name), text: string(text) }));
+          message.results = list(found.results, ({ id: call, name, text, failed }) =>
+            ({ id: string(call), name: string(name), text: string(text), ...(failed === true && { failed }) }));
         } else message.text = string(found.text);
         if (found.role === "user" && Array.isArray(found.files)) {
           message.files = list(found.files, (file) => ({ name: string(file.name), text: string(file.text), tokens: figure(file.tokens) ?? 0 }));
@@ -99,7 +101,7 @@ function readConversation(value) {
           const { usage, drafts } = found;
           Object.assign(message, {
             reasoning: string(found.reasoning), ending: string(found.ending), error: string(found.error),
-            calls: list(found.calls, (call) => ({ id: string(call.id), name: string(call.name), arguments: string(call.arguments) })),
+            calls: list(found.calls, readCall),
             usage: usage && figure(usage.prompt) !== null && figure(usage.completion) !== null
               ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places) } : null,
             drafts: drafts && figure(drafts.all) !== null && figure(drafts.accepted) !== null
@@ -115,6 +117,14 @@ function readConversation(value) {
   };
   copyChildren(value, null);
   return conversation;
+}
+
+/** A call in an untrusted object. */
+function readCall({ id, name, arguments: given, server, tool, begun, result }) {
+  const string = (text) => (typeof text === "string" ? text : ""), call = { id: string(id), name: string(name), arguments: string(given) };
+  if (string(server)) Object.assign(call, { server, tool: string(tool), ...(begun === true && { begun }) });
+  if (typeof result?.text === "string") call.result = { text: result.text, failed: result.failed === true };
+  return call;
 }
 
 // -- the browser's database -------------------------------------------------------------------------------------------

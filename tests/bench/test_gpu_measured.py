@@ -14,6 +14,7 @@ from polarlm.bench import report
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import cost, measured, predict
 from polarlm.bench.gpu.attention import AttentionTime
+from polarlm.bench.gpu.cards import MACHINES
 from polarlm.bench.gpu.cost import Prediction
 from polarlm.bench.gpu.measured import Pair, runs_of
 from polarlm.bench.gpu.shapes import LLAMA_8B, llama, shape_of
@@ -122,7 +123,7 @@ def test_single_kernels_that_are_furthest_off_are_named() -> None:
         Pair("near", 4e-6, 3.5e-6, "a", ("gemv",)),
     ]
     assert [pair.what for pair in measured.furthest_off(of, 3)] == ["fast", "slow", "near"]
-    shown = predict.format_measured(cost.MACHINES["h200"], [measured.Run("a", H200, "", {}, {})], of)
+    shown = predict.format_measured(MACHINES["h200"], [measured.Run("a", H200, "", {}, {})], of)
     assert shown.split("Furthest off, of single kernels:\n")[1].splitlines()[:2] == [
         "fast (narrow, gemm_small) takes 0.50 times as long as predicted",
         "slow (gemv) takes 1.50 times as long as predicted",

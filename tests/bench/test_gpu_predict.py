@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import cost, predict
-from polarlm.bench.gpu.cost import MACHINES
+from polarlm.bench.gpu.cards import MACHINES, Machine
 from polarlm.bench.gpu.launches import Launch, Part
 from polarlm.bench.gpu.parts import prompt_parts, step_parts
 from polarlm.bench.gpu.sass import Counts
@@ -126,7 +126,7 @@ def test_every_column_of_blocks_reads_x_from_the_cache(monkeypatch: pytest.Monke
     assert gate_up.launches[-1].inputs == 16 * 4096 * 2  # rounded
     through = gate_up.bytes + gate_up.launches[-1].grid[0] * 16 * 4096 * 2
 
-    def predicted(machine: cost.Machine) -> cost.Prediction:
+    def predicted(machine: Machine) -> cost.Prediction:
         return cost.predict([gate_up], machine, LLAMA_8B)[0]
 
     assert predicted(H200).limit == "memory"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.gpu.cost import MACHINES, Prediction, overlapped, predict
+from polarlm.bench.gpu.cards import MACHINES
+from polarlm.bench.gpu.cost import Prediction, overlapped, predict
 from polarlm.bench.gpu.parts import step_parts
 from polarlm.bench.gpu.shapes import LLAMA_8B
 from tests.bench.test_gpu_sass import skip_without_the_recorded_compiler

@@ -1,6 +1,6 @@
 """The launches of whole models are within the limits of each card, and blocks that stay are there at once.
 
-A card is one of `bench.gpu.cost.MACHINES`. A trace notes what the engine would launch on it for large models; a small
+A card is one of `bench.gpu.cards.MACHINES`. A trace notes what the engine would launch on it for large models; a small
 model runs on the emulator.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.gpu.cost import MACHINES, Machine
+from polarlm.bench.gpu.cards import MACHINES, Machine
 from polarlm.bench.gpu.launches import LIBRARY, Launch
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, Usage, compile_text, compiler
 from polarlm.bench.gpu.occupancy import REGISTERS, resident_blocks

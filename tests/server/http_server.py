@@ -21,6 +21,7 @@ import uvicorn
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
+from polarlm.server.mcp.servers import McpServers
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket
 from polarlm.server.running.sessions import SessionFolder
@@ -115,11 +116,13 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) 
         sessions = None if config.sessions is None else SessionFolder(config.sessions, 1 << 30)
         driver = Driver(engine, config, sessions)
         await driver.start()
-        app = create_app(driver, config)
+        mcp = McpServers(config)
+        app = create_app(driver, config, mcp)
         server = uvicorn.Server(quiet_config(app))
         ready.append((driver, asyncio.get_running_loop()))
         started.set()
         await server.serve(sockets=[listener])
+        await mcp.close()
         await driver.stop()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="http", daemon=True)

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.transfer import FIELDS
+from polarlm.engine.storage import waiting
 from polarlm.engine.storage.tiers import patience, tiers, writing
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.tier_store import Folder
+from tests.server.lines import PATIENCE
 from tests.small_disk import small_disk
 from tests.storage.arrays import assert_same, stored
 from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model
@@ -128,6 +130,29 @@ def test_blocks_that_the_store_has_lost_come_back(plain_model: Path, tmp_path: P
         assert answer.usage.cached_from == {"disk": len(PROMPT) + 12}
         again = next_turn(engine, first)
         assert set(again.usage.cached_from) == {"store"}
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_blocks_that_are_reused_before_they_are_written_are_copied(
+    model: Path, tmp_path: Path, may_write: threading.Event, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    if not room:
+        monkeypatch.setattr(waiting, "_COPIED_BYTES", 0)
+    with load(model, None) as engine:
+        first = engine.generate(PROMPT, PARAMS)
+        expected = next_turn(engine, first)
+    with load(model, tmp_path) as engine:
+        engine.generate(PROMPT, PARAMS)
+        forget(engine)
+        may_write.set()
+        assert engine._tiers is not None
+        assert engine._tiers._writer.flush(PATIENCE)
+        answer = next_turn(engine, first)
+        assert answer.usage.cached_from == ({"disk": len(PROMPT) + 12} if room else {})
+        assert (answer.logprobs == expected.logprobs) == room  # prompts are computed with full-precision K/V
+        blocks = engine._tiers._writer._blocks
+        assert engine._tiers._writer.flush(PATIENCE)
+        assert (blocks._waiting, blocks._copies, blocks._bytes) == (set(), {}, 0)
 
 
 def test_a_cache_salt_keeps_prompts_apart(plain_model: Path, tmp_path: Path) -> None:

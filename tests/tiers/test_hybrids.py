@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from polarlm.engine.storage.tiers.tier_store import Folder
 from tests.hybrids import MODELS, Load, N, alone, answer, ids_of, loading
 from tests.requests.test_forks import PATIENCE
 from tests.tiers.test_remote import Store, running
-from tests.tiny import assert_idle
+from tests.tiny import assert_idle, forget
 
 
 @pytest.fixture(params=MODELS)
@@ -125,6 +126,21 @@ def test_another_engine_goes_on(load: Load, tmp_path: Path, where: str) -> None:
         found = answer(load(**settings), prompt)
         assert found.usage.cached_from == {"remote": len(whole)}
         assert found.token_ids == alone(load, prompt)
+
+
+def test_snapshots_that_are_reused_before_they_are_written_are_copied(
+    load: Load, tmp_path: Path, may_write: threading.Event
+) -> None:
+    engine = load(**on_disk(tmp_path))
+    whole = [*PROMPT, *answer(engine, PROMPT).token_ids[:-1]]
+    forget(engine)
+    may_write.set()
+    assert engine._tiers is not None
+    assert engine._tiers._writer.flush(PATIENCE)
+    prompt = [*whole, *ids_of(9, seed=1)]
+    found = answer(engine, prompt)
+    assert found.usage.cached_from == {"disk": len(whole)}
+    assert found.token_ids == alone(load, prompt)
 
 
 @pytest.mark.parametrize("fault", ["cut", "changed", "removed", "that of another place"])

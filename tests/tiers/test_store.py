@@ -20,6 +20,7 @@ from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.search import find
 from polarlm.engine.storage.tiers.tier_hit import Budget
 from polarlm.engine.storage.tiers.writing import Writer
+from polarlm.engine.storage.waiting import WaitingBlocks
 from tests.pairs import each
 from tests.state.fed import N, assert_held_by, held, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words
@@ -52,7 +53,8 @@ class Kept(CachedStore):
         self.place, payloads = Memory(size), Payloads(self.store.shape)
         self.names = names
         self.lookup = Lookup(self.store, self.prefixes, payloads, [CircuitBreaker(self.place)], Budget())
-        self.writer = AtOnce(self.store, self.prefixes, payloads, [CircuitBreaker(self.place)], lambda: names, NoLock())
+        waiting = WaitingBlocks(self.store, self.prefixes, payloads)
+        self.writer = AtOnce(waiting, [CircuitBreaker(self.place)], lambda: names, NoLock())
 
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence of `ids` after what the store and the place have of it."""

@@ -27,6 +27,7 @@ from polarlm.engine.storage.tiers.search import find
 from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
 from polarlm.engine.storage.tiers.tier_store import TierStore
 from polarlm.engine.storage.tiers.writing import Lock, Writer
+from polarlm.engine.storage.waiting import WaitingBlocks
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Tiers:
         self._payloads = Payloads(store.shape)
         guarded = [CircuitBreaker(tier) for tier in tiers]
         self._lookup = Lookup(store, prefixes, self._payloads, guarded, Budget())
-        self._writer = Writer(store, prefixes, self._payloads, guarded, self._named_soon, lock)
+        waiting = WaitingBlocks(store, prefixes, self._payloads)
+        self._writer = Writer(waiting, guarded, self._named_soon, lock)
         self._patience = Patience()
         self.computed = self._patience.computed  # for the runner, under the engine's lock
         self._root = prefixes.hashes(())[0]

@@ -1,4 +1,4 @@
-"""Writes the blocks of released sequences to tiers, in the background."""
+"""Writes the blocks of released sequences to tiers, in the background; their memory may be reused meanwhile."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Protocol
 
-from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.store import KVStore
-from polarlm.engine.storage.copies import groups_of, take_blocks, take_full, within
-from polarlm.engine.storage.objects import Object, pack_ids
-from polarlm.engine.storage.payloads import Payloads
+from polarlm.engine.storage.objects import pack_ids
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.names import Names
+from polarlm.engine.storage.waiting import Key, WaitingBlocks
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
@@ -53,22 +49,24 @@ class _Chain:
     first: Sequence[int]
     last: Sequence[int]  # fewer than N
 
+    def keys(self, sparse_groups: int) -> set[Key]:
+        """Return the keys of the blocks of the chain."""
+        quantized: set[Key] = {(key, groups) for key in self.hashes[1:] for groups in (~sparse_groups, sparse_groups)}
+        return quantized | {(self.root, tuple(self.first)), (self.hashes[-1], tuple(self.last))}
+
 
 class Writer:
     """A thread that copies blocks out of the store, a few at a time, and writes them where they are missing."""
 
     def __init__(
         self,
-        store: KVStore,
-        prefixes: PrefixCache,
-        payloads: Payloads,
+        blocks: WaitingBlocks,
         tiers: Sequence[CircuitBreaker],
         names: Callable[[], Names | None],
         lock: Lock,
     ):
         """names: waits until names are known and returns them, or None if they will not be. lock: the engine's."""
-        self._store, self._prefixes, self._payloads, self._tiers = store, prefixes, payloads, tiers
-        self._names, self._lock = names, lock
+        self._blocks, self._tiers, self._names, self._lock = blocks, tiers, names, lock
         self._is_troubled = False  # whether an unexpected error has been logged
         self._closing = self._given_up = False
         self.renew()
@@ -76,7 +74,8 @@ class Writer:
 
     def renew(self) -> None:
         """In a forked child, forget the thread and its queue: the parent writes these."""
-        self._work: deque[_Chain | tuple[bytes, Sequence[int]]] = deque(maxlen=_CHAINS)
+        self._work: deque[_Chain | tuple[bytes, Sequence[int]]] = deque()
+        self._blocks.renew()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_writing = False
@@ -106,9 +105,11 @@ class Writer:
 
     def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         """Queue the blocks of a sequence with these ids, which the prefix cache can find, for writing."""
-        n = self._store.shape.block_size
+        n = self._blocks.block_size
         if hashes:  # a shorter one is computed as fast as it is read
-            self._put(_Chain(root, tuple(hashes), tuple(ids[:n]), tuple(ids[len(hashes) * n :])))
+            chain = _Chain(root, tuple(hashes), tuple(ids[:n]), tuple(ids[len(hashes) * n :]))
+            self._blocks.add(chain.keys(self._blocks.sparse_groups))
+            self._put(chain)
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
         """Queue the ids of an answer for writing."""
@@ -118,12 +119,19 @@ class Writer:
         with self._changed:
             if self._closing:
                 return
+            if len(self._work) == _CHAINS:
+                self._forget(self._work.popleft())
             self._work.append(work)
             self._read_at = time.monotonic()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tiers", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def _forget(self, work: _Chain | tuple[bytes, Sequence[int]]) -> None:
+        """Copy blocks of `work` no longer."""
+        if isinstance(work, _Chain):
+            self._blocks.remove(work.keys(self._blocks.sparse_groups))
 
     def flush(self, patience: float) -> bool:
         """Wait until all is written, as long as there is progress every `patience` seconds. Returns whether all is."""
@@ -144,7 +152,7 @@ class Writer:
         flushed = self.flush(patience)
         with self._lock.hold():
             self._given_up = True
-            del self._store, self._prefixes  # so that they can be freed
+            self._blocks.close()
         self._work.clear()
         if flushed and self._thread is not None:
             self._thread.join(patience)
@@ -176,6 +184,7 @@ class Writer:
                     self._is_troubled = True
                     _LOG.warning("blocks cannot be kept: %r", error)
             finally:
+                self._forget(work)
                 with self._changed:
                     self._is_writing = False
                     self._changed.notify_all()
@@ -189,11 +198,11 @@ class Writer:
             self._write_full(first, chain.root, chain.first)
         missing = [(key, name) for key, name in quantized if self._is_missing(name)]
         for start in range(0, len(missing), _AT_ONCE):
-            self._write_blocks(missing[start : start + _AT_ONCE], ~self._store.sparse_groups)
+            self._write_blocks(missing[start : start + _AT_ONCE], ~self._blocks.sparse_groups)
         states = self._states(chain.hashes[1:], names)
         for one in states:
             if self._is_missing(one[1]):
-                self._write_blocks([one], self._store.sparse_groups)
+                self._write_blocks([one], self._blocks.sparse_groups)
         if chain.last:
             self._write_full(tail, chain.hashes[-1], chain.last, replaces=True)
         known = [first, *(name for _, name in [*quantized, *states]), *([tail] if chain.last else [])]
@@ -206,35 +215,25 @@ class Writer:
         return any(not tier.has(name) and tier.takes_writes for tier in self._tiers)
 
     def _states(self, hashes: Sequence[bytes], names: Names) -> list[tuple[bytes, bytes]]:
-        """Return the hashes of blocks at whose end the store has a snapshot, and the snapshots' names."""
-        if not self._store.sparse_groups:
+        """Return the hashes of blocks at whose end there is a snapshot, and the snapshots' names."""
+        if not self._blocks.sparse_groups:
             return []
         with self._brief():
-            return [
-                (key, names.state(key))
-                for key in hashes
-                if groups_of(self._prefixes.quantized(key)) & self._store.sparse_groups
-            ]
+            return [(key, names.state(key)) for key in hashes if self._blocks.has_state(key)]
 
     def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]], groups: int) -> None:
         """Write the blocks with these hashes under these names. groups: those to take of each block, as bits."""
-        copied: list[tuple[bytes, Object]] = []
+        names = dict(missing)
         with self._brief():
-            found = ((name, within(self._prefixes.quantized(key), groups)) for key, name in missing)
-            there = [(name, blocks) for name, blocks in found if groups_of(blocks)]
-            for _, members in groupby(there, lambda one: groups_of(one[1])):
-                names, blocks_of = zip(*members, strict=True)
-                copied += zip(names, take_blocks(self._store, self._payloads, blocks_of), strict=True)
-        for name, block in copied:
-            self._write(name, *block.pack(name))
+            copied = self._blocks.quantized(names, groups)
+        for key, block in copied:
+            self._write(names[key], *block.pack(names[key]))
 
     def _write_full(self, name: bytes, before: bytes, ids: Sequence[int], *, replaces: bool = False) -> None:
         with self._brief():
-            slots = self._prefixes.full(before, ids)
-            if not groups_of(slots):
-                return
-            block = take_full(self._store, self._payloads, slots, ids)
-        self._write(name, *block.pack(name), replaces=replaces)
+            block = self._blocks.full(before, ids)
+        if block is not None:
+            self._write(name, *block.pack(name), replaces=replaces)
 
     @contextmanager
     def _brief(self) -> Iterator[None]:

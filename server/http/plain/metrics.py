@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
 from polarlm.engine.outputs import CompilationCounts, ExpertStatus, SnapshotStatus, Status, TierStatus
-from polarlm.engine.state.cache_types import chosen
+from polarlm.engine.state.cache_types import stored
 from polarlm.server.running.counters import Totals
 
 
@@ -126,7 +126,7 @@ class _Build(Collector):
         self._engine, self._now = engine, now
 
     def collect(self) -> Iterator[Metric]:
-        (_, type_k), (_, type_v) = chosen(self._engine.config)
+        type_k, type_v = stored(self._engine.config, self._engine.cache_shape)
         about = {"version": release(), "backend": self._now.backend, "model": self._engine.model.name}
         about |= {"cache_type_k": type_k, "cache_type_v": type_v}
         yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=about)

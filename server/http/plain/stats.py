@@ -9,7 +9,7 @@ from typing import Any
 
 from polarlm.engine import Engine
 from polarlm.engine.outputs import Status
-from polarlm.engine.state.cache_types import chosen
+from polarlm.engine.state.cache_types import in_words, stored
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.counters import Totals
@@ -34,10 +34,11 @@ def _window(cache: CacheShape) -> int | None:
 def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
-    (_, type_k), (_, type_v) = chosen(engine.config)
+    type_k, type_v = stored(engine.config, cache)
     found: dict[str, Any] = {
         "model": engine.model.name,
         "context": engine.context,
+        "cache_types": in_words(engine.config, cache),
         "cache_type_k": type_k,
         "cache_type_v": type_v,
         "block_size": cache.block_size,

@@ -59,7 +59,7 @@ def test_without_the_flag_nothing_is_kept(tiny: Engine) -> None:
 def test_another_machine_needs_a_key(
     tiny: Engine, tmp_path: Path, key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polarlm.server.http.conversations._is_here", lambda request: False)
+    monkeypatch.setattr("polarlm.server.http.conversations.is_here", lambda client: False)
     with serving(tiny, conversations=str(tmp_path), api_key=key) as server:
         assert server.http.get("/conversations").json()["kept"] is (key is not None)
         assert write(server).status_code == (403 if key is None else 200)

@@ -130,6 +130,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
     assert stats == {
         "model": server.engine.model.name,
         "context": server.engine.context,
+        "cache_types": "polarquant",
         "cache_type_k": "polarquant",
         "cache_type_v": "polarquant",
         "block_size": BLOCK,

@@ -19,6 +19,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import error_shapes
+from polarlm.server.mcp.servers import McpServers
 from polarlm.server.models.app import create_models_app
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import Registry
@@ -86,11 +87,13 @@ def front(place: Path, *, model: dict[str, Any] | None = None, **settings: Any) 
     async def main() -> None:
         supervisor = Supervisor(Registry(common(**(model or {})), place, config.hub_models, config.pin), config)
         proxy = Proxy(supervisor, config, error_shapes())
-        app = create_models_app(supervisor, proxy, config)
+        mcp = McpServers(config)
+        app = create_models_app(supervisor, proxy, config, mcp)
         server = uvicorn.Server(quiet_config(app))
         held.extend((supervisor, server, asyncio.get_running_loop()))
         ready.set()
         await server.serve(sockets=[listener])
+        await mcp.close()
         await supervisor.close()
         await proxy.close()
 

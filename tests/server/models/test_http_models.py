@@ -36,6 +36,9 @@ OWN |= {
     "/conversations",
     "/conversations/{id}",
     "/documents/text",
+    "/mcp/servers",
+    "/mcp/connect",
+    "/mcp/call",
     "/",
     "/sessions/{name}",
 }

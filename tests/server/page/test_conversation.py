@@ -207,7 +207,7 @@ def test_the_meters_fill(page: Browser, server: Process) -> None:
     now = stats(server, 0)
     assert page.text("#model") == now["model"]
     assert page.text("#bits") == f"{now['bits_per_value']:.2f} bits/value"
-    assert page.text("#types").startswith(f"Keys as {now['cache_type_k']}, values as {now['cache_type_v']}")
+    assert page.text("#types").startswith(f"Stored as {now['cache_types']};")
     assert (page.text("#speed"), page.text("#memory")) == ("–", "–")
     choose(page, temperature=0, max_tokens=100)
     send(page, LONG)

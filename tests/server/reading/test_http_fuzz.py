@@ -288,7 +288,7 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
     app = create_app(server.driver, server.driver.config)
     posts = {route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())}
     posts -= {"/documents/text", "/conversations/{id}"}  # a process for each; it is in `KEPT` by its name
-    paths = sorted(posts) + list(VALID) + list(KEPT)
+    paths = sorted(path for path in posts if not path.startswith("/mcp")) + list(VALID) + list(KEPT)
     seen: dict[int, int] = {}
     for number in range(MESSAGES):
         path = rng.choice(paths)

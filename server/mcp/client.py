@@ -1,0 +1,305 @@
+"""The process that is the client of one MCP server. What that server does wrong cannot reach further than here.
+
+It speaks JSON lines with its parent, over standard input and output:
+
+    parent → child  {"server": an McpServer, as an object, "most": bytes that an answer may have}
+    child → parent  {"tools": [{"name", "description", "parameters"}]}
+    parent → child  {"call": N, "tool", "arguments"}, and {"cancel": N}
+    child → parent  {"call": N, "text", "is_error"}
+    child → parent  {"failed": a sentence}, and the process ends
+
+It ends, and the server's process with it, when its parent does: its standard input is then closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TextIO
+
+import anyio
+import anyio.abc
+import httpx2
+import psutil
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+
+from polarlm.server.mcp.file import McpServer
+
+_MEMORY = 32 << 20  # bytes that what a server sends may take here, beside several times what an answer may have
+_LOOK_SECONDS = 0.1  # between two looks at that
+_MESSAGES = 10_000  # that a server may send between two answers
+_PAGES = 20  # of a list of tools
+_GONE = {-32000, -32600}  # codes of errors after which a connection is of no use: closed; the session is not known
+_STDERR = 4096  # characters of a program's messages that are kept
+
+
+class _Trouble(Exception):
+    """The server cannot be used; the message is a sentence."""
+
+
+class _Parent:
+    """The other end of the pipes."""
+
+    def __init__(self) -> None:
+        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)  # what else is printed is no line of the protocol
+        threading.Thread(target=self._read, name="parent", daemon=True).start()
+
+    async def hear(self) -> dict[str, Any] | None:
+        """What the parent says next; None when it is gone."""
+        return await self._said.get()
+
+    def tell(self, **said: Any) -> None:
+        with suppress(BrokenPipeError):
+            self._out.write(json.dumps(said) + "\n")
+            self._out.flush()
+
+    def _read(self) -> None:
+        rest = b""
+        while data := os.read(0, 1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._loop.call_soon_threadsafe(self._said.put_nowait, json.loads(line))
+        self._loop.call_soon_threadsafe(self._said.put_nowait, None)
+
+
+class _Watched:
+    """A transport's stream of messages from the server, which counts them and tells when it ends."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.since_answer = 0
+        self.ended = anyio.Event()
+
+    async def receive(self) -> Any:
+        try:
+            message = await self._stream.receive()
+        except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            self.ended.set()
+            raise
+        self.since_answer += 1
+        return message
+
+    def __aiter__(self) -> _Watched:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> _Watched:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Messages:
+    """The last messages of a program at its standard error."""
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        self.file: TextIO = os.fdopen(write, "w")
+        self._tail = b""
+        threading.Thread(target=self._read, args=(read,), name="stderr", daemon=True).start()
+
+    def last_line(self) -> str:
+        """The last line that is not empty, after a colon; empty if there is none."""
+        lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines()]
+        return next((f": {line[:300]}" for line in reversed(lines) if line), "")
+
+    def _read(self, end: int) -> None:
+        while data := os.read(end, 1 << 16):
+            self._tail = (self._tail + data)[-_STDERR:]
+
+
+class _Session:
+    """The connection to the server, and the calls that are under way."""
+
+    _client: Client
+
+    def __init__(self, parent: _Parent, server: McpServer, most: int) -> None:
+        self._parent, self._server, self._most = parent, server, most
+        self._messages = _Messages() if server.url is None else None
+        self._calls: dict[int, anyio.CancelScope] = {}
+        self._stream: _Watched | None = None
+        self._status = ""  # of an address that answers with an error, in brackets
+
+    async def run(self) -> None:
+        """Serve the parent until it is gone. Raises _Trouble, MCPError, or what the transport raises."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch)
+            group.start_soon(self._obey, group)
+            async with Client(self._transport(), cache=None) as self._client:
+                self._parent.tell(tools=await _tools(self._client))
+                assert self._stream is not None
+                await self._stream.ended.wait()
+                raise _Trouble("It has ended")
+
+    async def _obey(self, group: anyio.abc.TaskGroup) -> None:
+        """Make the parent's calls, and end the session when it is gone."""
+        while (said := await self._parent.hear()) is not None:
+            if "cancel" not in said:
+                group.start_soon(self._call, said["call"], said["tool"], said["arguments"])
+            elif scope := self._calls.get(said["cancel"]):
+                scope.cancel()
+        group.cancel_scope.cancel()
+
+    def trouble(self, error: BaseException) -> str:
+        """A sentence about what ended the session, without secrets."""
+        while inner := getattr(error, "exceptions", ()):  # a group, which Python 3.10 has no name for
+            error = next((one for one in inner if isinstance(one, _Trouble)), inner[0])
+        heard = self._status if self._messages is None else self._messages.last_line()
+        if isinstance(error, (_Trouble, MCPError)):
+            sentence = f"{str(error).rstrip('.') or 'It could not be connected to'}{heard}"
+        elif isinstance(error, FileNotFoundError) and self._server.command is not None:
+            sentence = f"There is no program {self._server.command}, or no folder to start it in"
+        elif isinstance(error, OSError):
+            sentence = f"It cannot be started: {error.strerror or error}"
+        elif isinstance(error, ValueError):
+            sentence = f"It does not keep to the protocol ({str(error)[:200]})"
+        else:
+            sentence = f"The connection failed ({type(error).__name__}: {str(error)[:300]}){heard}"
+        return self._without_secrets(" ".join(sentence.split()))
+
+    def _without_secrets(self, text: str) -> str:
+        for secret in self._server.secrets():
+            text = text.replace(secret, "…")
+        return text
+
+    @asynccontextmanager
+    async def _transport(self) -> AsyncIterator[Any]:
+        server = self._server
+        if server.url is not None:
+            wait = httpx2.Timeout(30, read=None)  # the parent limits the time of a call
+            async with (
+                httpx2.AsyncClient(
+                    headers=dict(server.headers), timeout=wait, event_hooks={"response": [self._heed]}
+                ) as web,
+                streamable_http_client(server.url, http_client=web) as (read, write),
+            ):
+                self._stream = _Watched(read)
+                yield self._stream, write
+            return
+        assert server.command is not None
+        assert self._messages is not None
+        program = StdioServerParameters(
+            command=server.command,
+            args=list(server.args),
+            env=dict(server.env),
+            cwd=server.cwd,
+            encoding_error_handler="replace",
+        )
+        async with stdio_client(program, self._messages.file) as (read, write):
+            self._messages.file.close()  # so that the pipe ends when the program does
+            self._stream = _Watched(read)
+            yield self._stream, write
+
+    async def _heed(self, response: httpx2.Response) -> None:
+        self._status = f" (status {response.status_code})" if response.status_code >= 400 else ""
+
+    async def _watch(self) -> None:
+        """Raises _Trouble for a server that sends too much."""
+        memory = psutil.Process().memory_info
+        most = memory().rss + _MEMORY + 8 * self._most
+        while True:
+            await anyio.sleep(_LOOK_SECONDS)
+            if memory().rss > most:
+                raise _Trouble("It sent more than can be read, and was ended")
+            if self._stream is not None and self._stream.since_answer > _MESSAGES:
+                raise _Trouble("It sent messages without end, and was ended")
+
+    async def _call(self, number: int, tool: str, arguments: dict[str, Any]) -> None:
+        with anyio.CancelScope() as scope:
+            self._calls[number] = scope
+            try:
+                text, is_error = _answer(await self._client.call_tool(tool, arguments))
+            except MCPError as error:
+                if error.error.code in _GONE:
+                    raise _Trouble(f"It could not be reached ({error.error.message})") from None
+                text, is_error = error.error.message, True
+            except (RuntimeError, ValueError) as error:  # an answer that is not of the tool's own schema
+                text, is_error = f"The tool's answer is not what it says of itself: {str(error)[:1000]}", True
+            finally:
+                del self._calls[number]
+            assert self._stream is not None
+            self._stream.since_answer = 0
+            if len(text.encode()) > self._most:
+                text = f"The tool's answer has {len(text):,} characters, more than a conversation can take up here"
+                is_error = True
+            self._parent.tell(call=number, text=self._without_secrets(text) if is_error else text, is_error=is_error)
+
+
+async def _tools(client: Client) -> list[dict[str, Any]]:
+    """All tools of a server."""
+    found: list[dict[str, Any]] = []
+    cursor = None
+    for _ in range(_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        found += [
+            {"name": tool.name, "description": tool.description or tool.title, "parameters": tool.input_schema}
+            for tool in page.tools
+        ]
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+    raise _Trouble(f"Its list of tools has more than {_PAGES} pages")
+
+
+def _answer(result: Any) -> tuple[str, bool]:
+    """The text of a tool's answer, in which what is no text is named; and whether it is an error."""
+    parts = list(_parts(result.content))
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return "\n\n".join(parts), bool(result.is_error)
+
+
+def _parts(content: list[Any]) -> Iterator[str]:
+    for part in content:
+        resource = getattr(part, "resource", None)
+        if part.type == "text":
+            yield part.text
+        elif part.type == "resource_link":
+            yield f"[{part.name}: {part.uri}]"
+        elif resource is not None and getattr(resource, "text", None) is not None:
+            yield f"{resource.uri}:\n{resource.text}"
+        else:
+            data = part.data if resource is None else resource.blob
+            media = (part if resource is None else resource).mime_type or "data"
+            size = max(1, len(data) * 3 // 4 // 1000)
+            yield f"[{part.type}, {media}, {size:,} kB: only text is passed on]"
+
+
+async def _main() -> None:
+    parent = _Parent()
+    first = await parent.hear()
+    if first is None:
+        return
+    session = _Session(parent, McpServer(**first["server"]), first["most"])
+    try:
+        await session.run()
+    except Exception as error:  # whatever it is, the parent tells the user
+        parent.tell(failed=session.trouble(error))
+
+
+def main() -> int:
+    """Serves the parent until it is gone, and returns the exit code."""
+    logging.disable()  # what the server sends goes nowhere
+    asyncio.run(_main())
+    return 0

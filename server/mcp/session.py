@@ -1,0 +1,177 @@
+"""The session with one MCP server: opened when it is first needed, and again after it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from polarlm.server.mcp.file import McpServer
+from polarlm.server.reading.tools import read_tools
+from polarlm.server.reading.values import BadRequest
+
+OFF, CONNECTING, READY, FAILED = "off", "connecting", "ready", "failed"
+
+# The child has this process's path, without the folder that it is started in, where anything may be.
+_START = (
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); from polarlm.server.mcp.client import main; sys.exit(main())"
+)
+_CONNECT_SECONDS = 60.0  # the first start of a program may download it
+_LINE = 8 << 20  # bytes of a line of the child, beside an answer: a list of tools
+_NAME = 64  # characters that many models' templates and other APIs take
+_END_SECONDS = 10.0  # for the child to end the server in order, which takes up to 6
+
+
+class McpError(Exception):
+    """A server cannot be used, or a call has not ended. The message is a sentence."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool of a server: its name there, and the function, in OpenAI's form, that models call. `trouble`: why not."""
+
+    name: str
+    function: dict[str, Any]
+    trouble: str | None
+
+
+class Session:
+    """One server. Its methods belong to one event loop."""
+
+    def __init__(self, server: McpServer, most: int) -> None:
+        """most: bytes that an answer may have."""
+        self.name = server.name
+        self.state = OFF
+        self.trouble: str | None = None  # of a failed one, a sentence
+        self.tools: list[Tool] = []
+        self._server, self._most = server, most
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._opening: asyncio.Future[None] | None = None
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._last = 0
+
+    async def connect(self) -> None:
+        """Return when the server is ready. Raises McpError. Cancelling it leaves the connection to others."""
+        if self.state == READY:
+            return
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+            self._opening.add_done_callback(self._opened)
+        await asyncio.shield(self._opening)
+
+    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """{"text", "is_error"} of a call. Raises McpError. Cancelling it cancels the call."""
+        await self.connect()
+        if self.state != READY:
+            raise McpError(f"{self.name}: {self.trouble}")
+        self._last += 1
+        number, answer = self._last, asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        self._tell(call=number, tool=tool, arguments=arguments)
+        try:
+            said = await asyncio.wait_for(answer, seconds)
+        except asyncio.TimeoutError:
+            raise McpError(f"{tool} of {self.name} has not answered within {seconds:.0f} seconds") from None
+        finally:
+            del self._calls[number]
+            if answer.cancelled():
+                self._tell(cancel=number)
+        return {"text": said["text"], "is_error": said["is_error"]}
+
+    async def close(self) -> None:
+        """End the session, and the server's process."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        _, late = await asyncio.wait({asyncio.ensure_future(self._process.wait())}, timeout=_END_SECONDS)
+        if late:
+            self._process.kill()
+            await self._process.wait()
+
+    # -- the child -------------------------------------------------------------------------------------------------
+
+    def _opened(self, opening: asyncio.Future[None]) -> None:
+        self._opening = None
+        error = None if opening.cancelled() else opening.exception()  # nobody may wait for it any more
+        if self.state == CONNECTING:  # such as too many open files
+            self.state, self.trouble = FAILED, f"It could not be started: {error}"
+
+    async def _open(self) -> None:
+        self.state, self.trouble = CONNECTING, None
+        if self._reading is not None:
+            await self._reading  # of the last child
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _START, self.name),  # the name is for lists of processes
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends its children in order
+            limit=_LINE + 6 * self._most,  # JSON writes a character in up to six
+        )
+        ready = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read(self._process, ready))
+        self._tell(server=asdict(self._server), most=self._most)
+        try:
+            await asyncio.wait_for(ready, _CONNECT_SECONDS)
+        except asyncio.TimeoutError:
+            await self.close()
+            await self._reading
+            self.trouble = f"It has not answered within {_CONNECT_SECONDS:.0f} seconds"
+        if self.state != READY:
+            raise McpError(f"{self.name}: {self.trouble}")
+
+    async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
+        """Take what the child says until it ends."""
+        assert process.stdout is not None
+        trouble = "It has ended"
+        try:
+            async for line in process.stdout:
+                said = json.loads(line)
+                if "tools" in said:
+                    self.tools = _read_tools(self.name, said["tools"])
+                    self.state = READY
+                    ready.set_result(None)
+                elif "failed" in said:
+                    trouble = said["failed"]
+                elif (answer := self._calls.get(said["call"])) is not None and not answer.done():
+                    answer.set_result(said)
+        except ValueError:  # a longer line than the limit
+            trouble = "It sent more than can be read, and was ended"
+            process.kill()
+        await process.wait()
+        self.state, self.trouble = FAILED, trouble
+        if not ready.done():
+            ready.set_result(None)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(McpError(f"{self.name}: {trouble}"))
+
+    def _tell(self, **said: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(said).encode() + b"\n")
+
+
+def _read_tools(server: str, tools: Sequence[dict[str, Any]]) -> list[Tool]:
+    """The tools of a server, with the names that models call them by: those of the server and the tool."""
+    found: list[Tool] = []
+    for tool in tools:
+        name = re.sub("[^A-Za-z0-9_-]+", "_", f"{server}_{tool['name']}")[:_NAME]
+        function = {**tool, "name": name}
+        trouble = None
+        try:
+            read_tools({"messages": [], "tools": [{"type": "function", "function": function}]})
+        except BadRequest as error:
+            trouble = error.message.replace("tools[0].function", "the tool")
+        if any(name == other.function["name"] for other in found):
+            trouble = "another tool of this server has the same name"
+        found.append(Tool(tool["name"], function, trouble))
+    return found

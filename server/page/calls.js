@@ -1,0 +1,171 @@
+"use strict";
+
+// Calls of tools of MCP servers. The user confirms each, since a model may have read in a text what it shall call.
+
+const UNASKED = 20; // calls in a row that run without a question
+const ALWAYS = "polarlm.always"; // of this tab alone: a file or another browser cannot bring a permission
+const REFUSED = "The user refused this call.", NOT_RUN = "The user did not run this call.";
+
+let unasked = 0;
+
+const allowed = () => { try { return new Set(JSON.parse(kept("sessionStorage", ALWAYS))); } catch { return new Set(); } };
+const permissionOf = ({ server, tool }) => JSON.stringify([current.id, server, tool]);
+const allow = (call) => keep("sessionStorage", ALWAYS, JSON.stringify([...allowed().add(permissionOf(call))]));
+
+/** What is wrong with the arguments of a call; empty if nothing is. */
+function faultOf(call) {
+  let value;
+  try { value = JSON.parse(call.arguments || "{}"); } catch (error) { return `The arguments are not JSON: ${full(error.message)}`; }
+  return value && typeof value === "object" && !Array.isArray(value) ? "" : "The arguments are not a JSON object.";
+}
+
+/** Whether a call is for a server that there is here: the user enters the results of others. */
+const isOurs = ({ server }) => Boolean(server && mcpServer(server));
+
+/** Goes on with the calls of an answer: runs those that the user has allowed, asks about the next one, or sends the results. */
+async function proceed(message) {
+  for (let call; (call = message.calls.find(({ result }) => !result)); ) {
+    const fault = isOurs(call) && faultOf(call);
+    if (!isOurs(call) || unasked >= UNASKED || !(fault || allowed().has(permissionOf(call)))) return askAbout(message);
+    unasked += 1;
+    if (fault) decide(message, call, { text: fault, failed: true });
+    else if (!(await run(message, call))) return undefined;
+  }
+  return sendResults(message);
+}
+
+/** Sets the result of a call. Another tab may have put a copy in the call's place. */
+function decide(message, { id }, result) {
+  message.calls.find((call) => call.id === id && !call.result).result = result;
+  keepLive(current, message);
+}
+
+function askAbout(message) {
+  const row = rowOf(message);
+  draw();
+  follow();
+  if (!row?.form?.classList.contains("confirm")) return;
+  tell("It waits for your decision.");
+  const at = document.activeElement; // a text that is being typed keeps the focus
+  if (at === document.body || (at === $("message") && !at.value) || row.element.contains(at)) row.form.focus();
+  else announce(row.form.getAttribute("aria-label"));
+}
+
+/** Runs a call. Returns whether it has a result, or false if it was stopped or the conversation was left. */
+async function run(message, call) {
+  const mine = live = { conversation: current, message, row: rowOf(message), stop: new AbortController() };
+  const { server, tool, arguments: given } = call;
+  call.begun = true;
+  keepLive(current, message);
+  draw();
+  grow(mine.row);
+  busy(true);
+  tell(`${visible(tool)} of ${visible(server)} is running …`);
+  let result = null, trouble = null;
+  try {
+    const body = JSON.stringify({ server, tool, arguments: JSON.parse(given || "{}") });
+    const answered = await (await ask("mcp/call", { method: "POST", body, signal: mine.stop.signal })).json();
+    result = { text: answered.text, failed: answered.is_error };
+  } catch (error) {
+    if ([400, 502].includes(error.status)) result = { text: error.message, failed: true };
+    else trouble = error;
+  }
+  if (live !== mine) return false; // another conversation is shown
+  live = null;
+  busy(false);
+  grow(mine.row);
+  if (result) {
+    decide(message, call, result);
+    return true;
+  }
+  if (trouble.status) delete call.begun; // it was refused
+  draw();
+  tell(trouble.name === "AbortError" ? "Stopped." : trouble.message);
+  if (trouble.status === 401) lock();
+  return false;
+}
+
+function sendResults(message) {
+  if (live || !settingsHold()) return draw();
+  const results = message.calls.map(({ id, name, result: { text, failed } }) => ({ id, name, text, ...(failed && { failed }) }));
+  for (const call of message.calls) {
+    delete call.result;
+    delete call.begun;
+  }
+  message.changed = later(message.changed);
+  return say({ role: "tool", results }, message);
+}
+
+// -- below an answer --------------------------------------------------------------------------------------------------
+
+/** Shows what an answer waits for: a decision about a call, or results. */
+function drawWaiting(row) {
+  const { message, foot } = row;
+  const waits = message.role === "assistant" && message === rows.at(-1).message && message.calls.length > 0 && live?.message !== message;
+  const next = waits && message.calls.find(({ result }) => !result), about = JSON.stringify([next, next && isOurs(next), unasked >= UNASKED]);
+  [...(row.calls?.children ?? [])].forEach((fold, index) => {
+    fold.hidden = waits && isOurs(message.calls[index]) && !message.calls[index].result;
+  });
+  if (row.form && (!waits || row.form.dataset.about !== about) && !isTyped(row.form)) {
+    row.form.remove();
+    row.form = null;
+  }
+  if (!waits || row.form) return;
+  row.form = next && isOurs(next) ? confirmForm(message, next) : resultsForm(entered(message), "Send results", (results) => {
+    for (const { id, text } of results) {
+      const call = message.calls.find((each) => each.id === id && !each.result) ?? message.calls.find((each) => each.id === id);
+      call.result = { text, failed: call.result?.failed };
+    }
+    row.form.remove();
+    row.form = null;
+    proceed(message);
+  });
+  row.form.dataset.about = about;
+  foot.before(row.form);
+}
+
+/** The calls whose results the user enters; all of them, with their results, if none lacks one. */
+function entered({ calls }) {
+  const missing = calls.filter((call) => !call.result && !isOurs(call));
+  return (missing.length ? missing : calls).map(({ id, name, result }) => ({ id, name, text: result?.text ?? "" }));
+}
+
+/** A question about a call, with its arguments. */
+function confirmForm(message, call) {
+  const form = make("div", "results confirm"), fault = faultOf(call), all = message.calls.length;
+  const name = `${visible(call.tool)} of ${visible(call.server)}`, place = all > 1 ? ` (call ${message.calls.indexOf(call) + 1} of ${all})` : "";
+  const title = `${fault ? "The model cannot run" : "Run"} ${name}${fault ? "" : "?"}${place}`, text = make("pre", "", visibleCode(indented(call.arguments || "{}")));
+  form.tabIndex = -1;
+  form.setAttribute("role", "group");
+  form.setAttribute("aria-label", title);
+  text.tabIndex = 0;
+  text.setAttribute("role", "region");
+  text.setAttribute("aria-label", "Arguments");
+  const notes = [
+    fault, !fault && call.begun && "It was started before, and may have run.",
+    unasked >= UNASKED && `${UNASKED} calls have run without a question.`,
+  ].filter(Boolean);
+  const settled = (result) => {
+    unasked = 0;
+    $("message").focus();
+    decide(message, call, result);
+    proceed(message);
+  };
+  const runs = async (always) => {
+    if (live) return;
+    unasked = 0;
+    if (always) allow(call);
+    $("message").focus();
+    if (await run(message, call)) proceed(message);
+  };
+  const buttons = make("div", "row");
+  if (fault) buttons.append(button("Tell the model", () => settled({ text: fault, failed: true }), "main"));
+  else {
+    buttons.append(
+      button("Run once", () => runs(false), "main"), button("Always in this conversation", () => runs(true), ""),
+      button("Refuse", () => settled({ text: REFUSED, failed: true }), ""),
+    );
+  }
+  form.append(dir(make("p", "asks", title)), text, ...notes.map((note) => make("p", fault ? "wrong" : "hint", note)), buttons);
+  return form;
+}

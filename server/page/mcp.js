@@ -1,0 +1,124 @@
+"use strict";
+
+// MCP servers: which there are, and which of their tools the model of the current conversation may call.
+
+let mcpServers = []; // { name, state, trouble, tools: [{ name, function, trouble }] }, as the server has them
+let mcpOn = {}; // of the current conversation: name of a server that is on → names of its tools that are off
+const connecting = new Map(); // name → the promise of a server that is being connected to
+
+async function listMcp() {
+  mcpServers = (await (await ask("mcp/servers")).json()).servers;
+  drawMcp();
+  for (const row of rows) if (row.foot) drawWaiting(row); // a call may wait for one of them
+}
+
+/** Connects to a server, and shows its tools or why it has failed. Rejects if `signal` ends it. */
+async function connectTo(name, signal) {
+  if (!connecting.has(name)) {
+    const connected = ask("mcp/connect", { method: "POST", body: JSON.stringify({ server: name }) })
+      .then((response) => response.json())
+      .catch((error) => ({ name, state: "failed", trouble: error.message, tools: [] }))
+      .then((found) => {
+        connecting.delete(name);
+        mcpServers = mcpServers.map((server) => (server.name === name ? found : server));
+        drawMcp();
+      });
+    connecting.set(name, connected);
+    drawMcp();
+  }
+  await Promise.race([connecting.get(name), new Promise((_, reject) => {
+    signal?.addEventListener("abort", () => reject(signal.reason), { once: true });
+  })]);
+}
+
+const mcpServer = (name) => mcpServers.find((server) => server.name === name);
+
+/** Returns when the servers that are on are ready, or have failed. */
+async function mcpReady(signal) {
+  const waiting = Object.keys(mcpOn).filter((name) => mcpServer(name) && mcpServer(name).state !== "ready");
+  if (!waiting.length) return;
+  tell("Connecting to MCP servers …");
+  await Promise.all(waiting.map((name) => connectTo(name, signal)));
+}
+
+/** The tools that are on: [{ server, tool }]. */
+const mcpTools = () => mcpServers.filter(({ name, state }) => state === "ready" && Object.hasOwn(mcpOn, name)).flatMap(({ name, tools }) =>
+  tools.filter((tool) => !tool.trouble && !mcpOn[name].includes(tool.name)).map((tool) => ({ server: name, tool })));
+
+/** The tools that are on, as a request has them. */
+const mcpFunctions = () => mcpTools().map(({ tool }) => ({ type: "function", function: tool.function }));
+
+/** The names of the server and its tool that a model calls by this name; undefined if no server has it. */
+function originOf(called) {
+  const found = mcpTools().find(({ tool }) => tool.function.name === called);
+  return found && { server: found.server, tool: found.tool.name };
+}
+
+/** The servers that are on, in an untrusted value; null if there are none. */
+function readMcp(value) {
+  if (!value || typeof value !== "object" || Array.isArray(value)) return null;
+  const strings = (list) => (Array.isArray(list) ? list.filter((name) => typeof name === "string") : []);
+  const read = Object.fromEntries(Object.entries(value).map(([name, off]) => [name, strings(off)]));
+  return Object.keys(read).length ? read : null;
+}
+
+// -- in the settings --------------------------------------------------------------------------------------------------
+
+function drawMcp() {
+  const focused = $("servers").contains(document.activeElement) ? document.activeElement.id : null;
+  const open = [...$("servers").querySelectorAll("details[open]")].map(({ dataset }) => dataset.server);
+  $("mcp").hidden = !mcpServers.length;
+  $("servers").replaceChildren(...mcpServers.map((server, place) => mcpItem(server, place, open.includes(server.name))));
+  if (focused) $(focused)?.focus({ preventScroll: true });
+  const failed = mcpServers.filter(({ name, state }) => state === "failed" && Object.hasOwn(mcpOn, name));
+  const sentence = failed.map(({ name, trouble }) => `${visible(name)} is not available. ${full(visible(trouble))}`).join(" ");
+  if ($("unconnected").textContent !== sentence) $("unconnected").textContent = sentence;
+}
+
+function mcpItem(server, place, open) {
+  const item = make("li"), on = Object.hasOwn(mcpOn, server.name), isConnecting = connecting.has(server.name);
+  const state = isConnecting ? "connecting …" : !on ? "" : server.state === "ready" ? "" : server.state;
+  item.append(switchOf(`server-${place}`, visible(server.name), state, on, (yes) => {
+    if (yes) mcpOn[server.name] = [];
+    else delete mcpOn[server.name];
+    if (yes && server.state !== "ready") connectTo(server.name);
+    else setTimeout(drawMcp); // not while the browser handles this box
+  }));
+  if (on && server.state === "failed" && !isConnecting) {
+    const again = button("Connect again", () => connectTo(server.name), "quiet");
+    again.setAttribute("aria-label", `Connect to ${visible(server.name)} again`);
+    item.append(make("p", "wrong", full(visible(server.trouble))), again);
+  }
+  if (!on || server.state !== "ready") return item;
+  const tools = make("details"), list = make("ul"), off = mcpOn[server.name];
+  tools.dataset.server = server.name;
+  tools.open = open;
+  list.setAttribute("aria-label", `Tools of ${visible(server.name)}`);
+  list.append(...server.tools.map((tool, index) => {
+    const line = make("li"), isOn = !tool.trouble && !off.includes(tool.name);
+    const box = switchOf(`server-${place}-${index}`, visible(tool.name), "", isOn, (yes) => {
+      mcpOn[server.name] = yes ? mcpOn[server.name].filter((name) => name !== tool.name) : [...mcpOn[server.name], tool.name];
+      setTimeout(drawMcp);
+    });
+    box.querySelector("input").disabled = Boolean(tool.trouble);
+    line.append(box);
+    const about = tool.trouble ? full(`It cannot be used: ${tool.trouble}`) : tool.function.description ?? "";
+    if (about) line.append(dir(make("p", tool.trouble ? "wrong" : "hint", visible(about.slice(0, 300)))));
+    return line;
+  }));
+  const usable = mcpTools().filter((each) => each.server === server.name).length;
+  tools.append(make("summary", "", `${number(usable)} of ${count(server.tools.length, "tool")}`), list);
+  item.append(tools);
+  return item;
+}
+
+/** A box with a name that can be checked. The form of the settings keeps what `change` has changed. */
+function switchOf(id, name, state, on, change) {
+  const line = make("p", "choice"), box = make("input"), label = make("label", "", state ? `${name} · ${state}` : name);
+  box.type = "checkbox";
+  Object.assign(box, { id, checked: on });
+  label.htmlFor = id;
+  box.addEventListener("input", () => change(box.checked));
+  line.append(box, dir(label));
+  return line;
+}

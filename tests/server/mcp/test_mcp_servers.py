@@ -1,0 +1,193 @@
+"""/mcp: real MCP servers, over programs and HTTP, and all that they may do wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from polarlm.server.mcp import session
+from tests.server.http_server import Serving, eventually, serving
+from tests.server.mcp.faults import TOKEN, mcp_file, over_http
+from tests.server.models.running import front, two_models
+from tests.server.process import Process
+from tests.tiny import load_tiny
+
+pytest.importorskip("mcp", reason="the extra mcp is not installed")
+pytestmark = pytest.mark.slow
+
+FIRST = {"name": "tools_add", "description": "Adds two numbers."}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("mcp")
+    with (
+        over_http() as web,
+        load_tiny(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine,
+        serving(engine, mcp_config=str(mcp_file(folder, web)), max_body=100_000, request_seconds=20) as running,
+    ):
+        yield running
+
+
+def call(server: Serving, tool: str, name: str = "tools", **arguments: Any) -> httpx.Response:
+    return server.post("/mcp/call", {"server": name, "tool": tool, "arguments": arguments})
+
+
+def text(server: Serving, tool: str, name: str = "tools", **arguments: Any) -> str:
+    """What a call that succeeds returns."""
+    answer = call(server, tool, name, **arguments)
+    assert answer.status_code == 200, answer.text
+    assert not answer.json()["is_error"], answer.text
+    return answer.json()["text"]
+
+
+def failure(server: Serving, tool: str, **arguments: Any) -> str:
+    """The sentence of a call after which the session has ended."""
+    answer = call(server, tool, **arguments)
+    assert answer.status_code == 502
+    return answer.json()["error"]["message"]
+
+
+def listed(server: Serving) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in server.http.get("/mcp/servers").json()["servers"]}
+
+
+@pytest.mark.parametrize("name", ["tools", "web"])
+def test_tools_are_listed_and_called(server: Serving, name: str) -> None:
+    before = listed(server)
+    assert list(before) == ["tools", "web", "absent", "broken", "deaf"]
+    found = server.post("/mcp/connect", {"server": name}).json()
+    assert (found["state"], found["trouble"]) == ("ready", None)
+    add = found["tools"][0]
+    assert (add["name"], add["trouble"]) == ("add", None)
+    assert (add["function"]["name"], add["function"]["description"]) == (f"{name}_add", "Adds two numbers.")
+    assert add["function"]["parameters"]["required"] == ["a", "b"]
+    assert text(server, "add", name, a=2, b=3) == "5"
+    assert listed(server)[name] == found
+
+
+def test_pictures_are_named_and_errors_are_marked(server: Serving) -> None:
+    assert text(server, "picture") == "Look:\n\n[image, image/png, 30 kB: only text is passed on]"
+    assert call(server, "fail").json()["is_error"]
+    assert call(server, "add", a="x").json()["is_error"]
+    assert "more than a conversation" in call(server, "long", bytes=25_001).json()["text"]
+    assert len(text(server, "long", bytes=25_000)) == 25_000
+    assert text(server, "garbage") == "after garbage"
+
+
+def test_a_program_gets_no_variable_but_its_own_and_the_usual_ones(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(server, "crash")
+    monkeypatch.setenv("POLARLM_API_KEY", "a secret of the server's")
+    usual = {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LC_CTYPE"}
+    assert set(text(server, "environment").split()) <= usual | {"TOKEN"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "why"),
+    [("crash", "out of luck"), ("flood", "more than can be read"), ("chatter", "messages without end")],
+)
+def test_a_session_that_ended_begins_again(server: Serving, tool: str, why: str) -> None:
+    first = int(text(server, "pid"))
+    assert why in failure(server, tool)
+    assert listed(server)["tools"]["state"] == "failed"
+    second = int(text(server, "pid"))
+    assert first != second
+    eventually(lambda: not alive(first))
+
+
+def test_a_server_that_ends_while_nobody_asks_is_started_again(server: Serving) -> None:
+    os.kill(int(text(server, "pid")), 9)
+    eventually(lambda: listed(server)["tools"]["state"] == "failed")
+    assert text(server, "add", a=1, b=1) == "2"
+
+
+@pytest.mark.parametrize(("name", "why"), [("absent", "There is no program"), ("broken", "It has ended")])
+def test_a_server_that_cannot_be_started_says_why_without_secrets(server: Serving, name: str, why: str) -> None:
+    found = server.post("/mcp/connect", {"server": name}).json()
+    assert (found["state"], found["tools"]) == ("failed", [])
+    assert found["trouble"].startswith(why) or "Connection closed" in found["trouble"]
+    assert TOKEN not in found["trouble"]
+
+
+def test_a_deaf_server_is_ended_and_keeps_nobody_waiting(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_CONNECT_SECONDS", 4.0)
+    body = {"server": "deaf"}
+    with (
+        httpx.Client(base_url=server.http.base_url, timeout=60) as other,
+        other.stream("POST", "/mcp/connect", json=body) as waiting,
+    ):
+        assert text(server, "add", a=1, b=1) == "2"
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        waiting.read()
+    assert "within 4 seconds" in waiting.json()["trouble"]
+
+
+@pytest.mark.parametrize("name", ["tools", "web"])
+def test_a_call_is_cancelled_when_its_client_is_gone(server: Serving, name: str, tmp_path: Path) -> None:
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    body = {"server": name, "tool": "hang", "arguments": {"begun": str(begun), "ended": str(ended)}}
+    with server.send("/mcp/call", body):
+        eventually(begun.exists)
+        assert text(server, "add", name, a=1, b=1) == "2"
+        assert not ended.exists()
+    eventually(ended.exists)
+
+
+def test_a_call_has_a_time(server: Serving, tmp_path: Path) -> None:
+    # It is the server's own limit of a request, here 20 seconds, which a test need not wait for.
+    config = server.driver.config
+    object.__setattr__(config, "request_seconds", 1)
+    try:
+        begun, ended = tmp_path / "begun", tmp_path / "ended"
+        assert "has not answered within 1 seconds" in failure(server, "hang", begun=str(begun), ended=str(ended))
+        eventually(ended.exists)
+    finally:
+        object.__setattr__(config, "request_seconds", 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_server(tiny_path: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Not even one that does not end when it is asked to."""
+    begun, deaf = tmp_path / "begun", tmp_path / "deaf"
+    with (
+        Process(tiny_path, tmp_path, "--mcp-config", str(mcp_file(tmp_path))) as process,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        told = client.post("/mcp/call", json={"server": "tools", "tool": "pid", "arguments": {}}).json()
+        hang = {"begun": str(begun), "ended": str(tmp_path / "ended")}
+        call = pool.submit(client.post, "/mcp/call", json={"server": "tools", "tool": "hang", "arguments": hang})
+        pool.submit(client.post, "/mcp/connect", json={"server": "deaf"})
+        eventually(lambda: begun.exists() and deaf.exists() and deaf.read_text())
+        process.signal(number)
+        process.process.wait(60)
+        if number == signal.SIGTERM:
+            assert process.process.returncode == 0
+            assert call.result().status_code == 502  # it ended in order
+        for program in (int(told["text"]), int(deaf.read_text())):
+            eventually(lambda program=program: not alive(program))
+        assert TOKEN not in process.errors.read_text()
+
+
+def test_a_server_of_several_models_has_them_too(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    with front(two_models(tmp_path / "models"), mcp_config=str(mcp_file(tmp_path))) as running:
+        told = running.http.post("/mcp/call", json={"server": "tools", "tool": "add", "arguments": {"a": 2, "b": 3}})
+        assert told.json() == {"text": "5", "is_error": False}
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,24 @@
+"""What tests of tiers share."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from polarlm.engine.storage.tiers.writing import Writer
+from tests.server.lines import PATIENCE
+
+
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Blocks of released sequences are written when this is set."""
+    write, event = Writer._write_chain, threading.Event()
+
+    def late(*arguments: Any) -> None:
+        assert event.wait(PATIENCE)
+        write(*arguments)
+
+    monkeypatch.setattr(Writer, "_write_chain", late)
+    return event
