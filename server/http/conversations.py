@@ -65,8 +65,8 @@ class Conversations:
             if _ID.fullmatch(key) is None:
                 raise BadRequest("messages", "messages must have ids of 16 hexadecimal digits")
             _object(f"messages.{key}", message)
-        written = {key: json.dumps(message) for key, message in messages.items()}
-        revision = await asyncio.to_thread(store.write, name, base, json.dumps(head), written)
+        written = {key: _kept(f"messages.{key}", message) for key, message in messages.items()}
+        revision = await asyncio.to_thread(store.write, name, base, _kept("head", head), written)
         if revision is None:
             sentence = (
                 f"The conversation has changed after revision {base}: read what is new, and send the change again"
@@ -103,6 +103,14 @@ def _object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest(name, f"{name} must be a JSON object")
     return value
+
+
+def _kept(name: str, value: dict[str, Any]) -> str:
+    """An object as it is kept: as JSON, which pages can read. Raises BadRequest."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise BadRequest(name, f"{name} holds a number that JSON does not have, such as NaN") from None
 
 
 def _written(change: Change) -> str:

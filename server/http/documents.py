@@ -15,6 +15,7 @@ from starlette.routing import Route
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_bytes
 from polarlm.server.http.errors import ApiError
+from polarlm.server.http.streams import while_there
 
 LARGER = 16  # a PDF may have this many times the bytes of --max-body: most of them are fonts and pictures
 _AT_ONCE = 2  # files that are received or read; others wait
@@ -38,7 +39,7 @@ class Documents:
             raise ApiError(501, sentence, "not_supported")
         async with self._free:
             data = bytes(await read_bytes(request, LARGER * self._most))
-            found = json.loads(await _read(data, self._most))
+            found = json.loads(await while_there(request.receive, _read(data, self._most)))
         if "error" in found:
             raise ApiError(400, found["error"], "invalid_request")
         return JSONResponse(found)

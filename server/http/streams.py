@@ -140,7 +140,7 @@ class EventStream(Response):
         self._first, self._events, self._frame = first, events, framing.frame
         self._failure, self._sign = failure, sign
         self._began = False  # whether the client has the status and the headers
-        self._sending = False
+        self._writing = False  # whether a piece is sent, or waits for a sign of life that is
         self._timer: asyncio.TimerHandle | None = None  # looks whether a sign of life is due
         self._signing: asyncio.Task[None] | None = None  # sends one
 
@@ -173,19 +173,20 @@ class EventStream(Response):
 
     async def _write(self, data: bytes, last: bool = False) -> None:
         """Send a piece of the body, after a sign of life that is being sent. Raises ClientDisconnect."""
+        self._writing = True  # until the piece is sent: no other sign may begin once this one has ended
         if self._signing is not None:
             await self._signing
             self._signing = None
         await self._put(data, last)
+        self._writing = False
 
     async def _put(self, data: bytes, last: bool = False) -> None:
         """Send a piece of the body, and the status and the headers before the first one."""
-        self._sending = True
         if not self._began:
             self._began = True
             await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send_soon(self._send, data, last=last)
-        self._sending, self._sent = False, self._loop.time()
+        self._sent = self._loop.time()
 
     # -- signs of life: a timer costs a piece less than a task that waits for the next one -----------------------------
 
@@ -199,7 +200,7 @@ class EventStream(Response):
         if self._loop.time() >= self._sent + self.silent_seconds:
             self._sent = self._loop.time()
             before = self._signing
-            if not self._sending and (before is None or (before.done() and before.exception() is None)):
+            if not self._writing and (before is None or (before.done() and before.exception() is None)):
                 assert self._sign is not None
                 self._signing = asyncio.create_task(self._put(self._sign()))
         self._watch()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
@@ -27,17 +29,18 @@ from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.guard import Guard
 from polarlm.server.http.page import page
 from polarlm.server.http.plain.mcp_tools import McpTools
-from polarlm.server.http.streams import LINES, EventStream
+from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.servers import McpServers
 from polarlm.server.models.lists import Lists
 from polarlm.server.models.proxy import Proxy
-from polarlm.server.models.pulling import hub_name, pulled
+from polarlm.server.models.pulling import AT_ONCE, hub_name, pulled
 from polarlm.server.models.registry import Registry, listed
 from polarlm.server.models.served import LOADING, READY, Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
+from polarlm.server.running.listening import quiet_accept_errors
 from polarlm.server.running.refused import Refused
 from polarlm.server.serving import together, until_signalled
 
@@ -97,6 +100,7 @@ def spelt(paths: tuple[str, ...]) -> list[str]:
 
 async def serve(registry: Registry, config: ServerConfig, http: socket.socket, ready: Callable[[], None]) -> None:
     """Serve the models at a listening socket until a signal arrives. ready: is called when requests are taken."""
+    asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     supervisor, servers = Supervisor(registry, config), McpServers(config)
     proxy = Proxy(supervisor, config, error_shapes())
     web = Web(journal.Journaled(create_models_app(supervisor, proxy, config, servers)), config, http)
@@ -115,6 +119,7 @@ class _Api:
     def __init__(self, supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> None:
         self._supervisor, self._proxy, self._config = supervisor, proxy, config
         self._lists = Lists(supervisor)
+        self._pulls = asyncio.Semaphore(AT_ONCE)
 
     # -- OpenAI's, Anthropic's and llama-server's --------------------------------------------------------------
 
@@ -186,12 +191,12 @@ class _Api:
         lines = self._pulled(asked)
         if streams:
             return EventStream(await anext(lines), lines, LINES)
-        last = [line async for line in lines][-1] or {}
+        last = (await while_there(request.receive, _all(lines)))[-1]
         if "error" in last:
             raise ApiError(500, str(last["error"]), "model_unavailable")
         return JSONResponse(last)
 
-    async def _pulled(self, asked: str) -> AsyncGenerator[dict[str, Any] | None, None]:
+    async def _pulled(self, asked: str) -> AsyncGenerator[dict[str, Any], None]:
         """Lines of progress; an error after the first is the last line. Raises ApiError before that."""
         registry = self._supervisor.registry
         known = registry.find(asked) if asked else None
@@ -202,8 +207,9 @@ class _Api:
             raise ApiError(501, "This server pulls no models: start it with --allow-pull", "not_supported", "model")
         name = hub_name(asked)
         try:
-            async for line in pulled(registry, name):
-                yield line
+            async with aclosing(pulled(registry, name, self._pulls)) as lines:
+                async for line in lines:
+                    yield line
         except (EngineError, Refused) as error:
             yield {"error": api_error(error).message}
 
@@ -235,3 +241,8 @@ class _Api:
             for name, value in values.items():
                 gauges[name].labels(one.model.name).set(value)
         return Response(generate_latest(found), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:
+    async with aclosing(lines):
+        return [line async for line in lines]

@@ -153,8 +153,9 @@ def _asked(parent: _Parent, model: EngineConfig, said: dict[str, Any]) -> Engine
 
 
 def _within(model: EngineConfig, found: Need) -> EngineConfig:
-    """The settings for a KV store no larger than the one that fits beside other models."""
-    return model if model.kv_memory is not None else replace(model, kv_memory=str(found.store))
+    """The settings for the KV store that fits beside other models, which may be less than `kv_memory`; an encoder has
+    none."""
+    return replace(model, kv_memory=str(found.store)) if found.store else model
 
 
 def _note(sentence: str) -> None:

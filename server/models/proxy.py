@@ -34,7 +34,6 @@ MONITORED = ("/stats", "/metrics", "/slots")
 SILENT_SECONDS = 2.0  # for which a stream may wait for its model before the first sign of life
 SIGN_SECONDS = 5.0  # between two such signs
 
-_SENT_ON = ("content-type", "accept", "anthropic-version")  # headers of requests
 _RESPONSES = ("/v1/responses", "/responses")
 _KEPT_BACK = {b"date", b"connection", b"keep-alive", b"transfer-encoding"}  # headers of answers, for one connection
 _NO_LIMIT = httpx.Timeout(10.0, read=None)  # the process has the limits
@@ -173,10 +172,12 @@ class _Passed(Response):
 
     async def _pass_on(self, process: ModelProcess, send: Send) -> None:
         asked, request = self._asked, self._request
-        headers = {name: request.headers[name] for name in _SENT_ON if name in request.headers}
-        headers |= {"authorization": f"Bearer {process.key}", "accept-encoding": "identity"}
         client = request.client
-        headers[CLIENT] = "unknown:0" if client is None else f"{client.host}:{client.port}"
+        headers = {
+            "authorization": f"Bearer {process.key}",
+            "accept-encoding": "identity",
+            CLIENT: "unknown:0" if client is None else f"{client.host}:{client.port}",
+        }
         if request.method == "POST":
             headers["content-type"] = "application/json"  # which some of Ollama's clients leave out
         url = f"http://127.0.0.1:{process.port}{request.scope['raw_path'].decode('ascii')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from polarlm.server.models.registry import Registry
 
 _HOSTS = ("https://", "hf.co/", "huggingface.co/", hub.PREFIX)
 _TOLD_SECONDS = 0.5  # between two lines of progress
+AT_ONCE = 2  # models that are downloaded for clients; others wait
 
 
 def hub_name(asked: str) -> hub.HubName:
@@ -26,12 +28,21 @@ def hub_name(asked: str) -> hub.HubName:
         raise ApiError(400, str(error), "invalid_request", "model") from None
 
 
-async def pulled(registry: Registry, name: hub.HubName) -> AsyncGenerator[dict[str, Any], None]:
+async def pulled(
+    registry: Registry, name: hub.HubName, free: asyncio.Semaphore
+) -> AsyncGenerator[dict[str, Any], None]:
     """Yield lines of Ollama's progress while the model is downloaded; then it is in the registry.
 
-    Closing the generator ends the download, which a later one continues. Raises EngineError or Refused.
+    free: waits while too many models are downloaded. Closing the generator ends the download, which a later one
+    continues. Raises EngineError or Refused.
     """
     yield {"status": "pulling manifest"}
+    async with free, aclosing(_downloaded(registry, name)) as lines:
+        async for line in lines:
+            yield line
+
+
+async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[dict[str, Any], None]:
     process = await ModelProcess.start(registry.on_hub(str(name)), None, lambda code: None)
     fetching = asyncio.create_task(process.fetched())
     try:

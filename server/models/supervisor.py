@@ -94,11 +94,16 @@ class Supervisor:
 
     @contextmanager
     def using(self, served: Served, keep: float | None) -> Iterator[ModelProcess]:
-        """A context in which the process has the request that `ready` admitted. keep: as `Served.keep`, afterwards."""
-        assert served.process is not None
-        served.touch()
-        served.keep = keep
+        """A context in which the process has the request that `ready` admitted. keep: as `Served.keep`, afterwards.
+
+        Raises Refused if the process has ended since then.
+        """
         try:
+            if served.process is None or served.state not in (READY, STOPPING):
+                sentence = f"The process of {served.model.name} has ended: send the request again, which starts it"
+                raise Refused("model_ended", sentence)
+            served.touch()
+            served.keep = keep
             yield served.process
         finally:
             self.release(served)
@@ -141,6 +146,8 @@ class Supervisor:
     async def _load(self, served: Served) -> None:
         """Start the model's process, and unload others until it has room. Raises EngineError or Refused."""
         async with self._turn:
+            if self.closing:
+                raise refused.closing()
             if served.stopping is not None:
                 await served.stopping
             served.state, served.error, name = LOADING, None, served.model.name

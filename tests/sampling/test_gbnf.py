@@ -136,3 +136,16 @@ def test_a_long_grammar_is_translated_in_one_pass() -> None:
     lark = to_lark("\n".join(["root ::= r0", *rules, f'r{count} ::= "a"']))
     assert lark.count("\nT") == count + 2
     assert len(to_lark("root ::= " + '"a" ' * 30_000)) < 10 * 30_000
+
+
+@pytest.mark.parametrize("text", ["\n" * 500_000, " \n" * 500_000, "start[\n" * 100_000, "start" + " " * 500_000])
+def test_which_kind_a_long_grammar_is_is_seen_in_one_pass(text: str) -> None:
+    """A pass from each line to the end would take hours."""
+    assert is_gbnf(text)
+    assert not is_gbnf(f"{text}\nstart: /a/")
+
+
+def test_a_long_class_is_translated_in_one_pass() -> None:
+    assert len(to_lark(f"root ::= [{'a' * 200_000}]")) > 200_000
+    with pytest.raises(GbnfError, match="] is missing"):
+        to_lark(f"root ::= [{'a' * 200_000}")

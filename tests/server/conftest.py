@@ -20,7 +20,7 @@ from polarlm.server.running.listening import tcp_socket, unix_socket
 from polarlm.server.socket.socket_server import SocketServer
 from tests import call_templates
 from tests.server.fill_model import with_fills
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving, join, serving
 from tests.server.lines import PATIENCE
 from tests.tiny import assert_idle, load_tiny
 from tests.tool_model import tool_engine
@@ -65,7 +65,7 @@ class Running:
         self.config = ServerConfig(**settings)
         self.address = bound.getsockname()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
         self._thread.start()
         self.driver = Driver(engine, self.config)
         self.socket_server = SocketServer(self.driver, bound)
@@ -89,7 +89,7 @@ class Running:
 
         self.call(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        join(self._thread, self._loop)
         self._loop.close()
 
 

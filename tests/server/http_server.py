@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,10 @@ from polarlm.server.http.app import create_app
 from polarlm.server.mcp.servers import McpServers
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket
+from polarlm.server.running.sessions import SessionFolder
+from tests.server.lines import PATIENCE
 
+LAST_SECONDS = 10  # for connections that a failed test has left open, once the server is told to end
 KEY = "sk-of-this-server"
 
 
@@ -108,18 +113,19 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) 
 
     async def main() -> None:
         nonlocal server
-        driver = Driver(engine, config)
+        sessions = None if config.sessions is None else SessionFolder(config.sessions, 1 << 30)
+        driver = Driver(engine, config, sessions)
         await driver.start()
         mcp = McpServers(config)
         app = create_app(driver, config, mcp)
-        server = uvicorn.Server(uvicorn.Config(app, http="h11", log_level="critical", lifespan="off"))
+        server = uvicorn.Server(quiet_config(app))
         ready.append((driver, asyncio.get_running_loop()))
         started.set()
         await server.serve(sockets=[listener])
         await mcp.close()
         await driver.stop()
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()), name="http")
+    thread = threading.Thread(target=lambda: asyncio.run(main()), name="http", daemon=True)
     thread.start()
     assert started.wait(60)
     url, key = f"http://127.0.0.1:{port}", config.api_key or "any"
@@ -133,8 +139,26 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) 
     finally:
         gate.open()
         server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
+        join(thread, *(loop for _, loop in ready))
+
+
+def quiet_config(app: Any) -> uvicorn.Config:
+    """Of a server that logs nothing, and ends when it is told to, even if a test has left a stream open."""
+    return uvicorn.Config(app, http="h11", log_level="critical", lifespan="off", timeout_graceful_shutdown=LAST_SECONDS)
+
+
+def join(thread: threading.Thread, *loops: asyncio.AbstractEventLoop) -> None:
+    """Wait until the thread of a server that was told to end has ended; fail if it does not.
+
+    What all threads and the tasks of `loops` are doing is then on standard error, which pytest shows.
+    """
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        faulthandler.dump_traceback(sys.stderr)
+        for loop in loops:
+            for task in asyncio.all_tasks(loop):
+                task.print_stack()
+        raise AssertionError(f"The thread {thread.name} did not end within {PATIENCE:.0f} seconds")
 
 
 def eventually(holds: Callable[[], object]) -> None:

@@ -79,7 +79,7 @@ class Process:
 
     def __exit__(self, *error: object) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=PATIENCE)
 
     @property
     def address(self) -> tuple[str, int]:

@@ -32,6 +32,12 @@ def test_a_conversation_is_written_read_and_deleted(tiny: Engine, tmp_path: Path
         wrong: list[dict[str, Any]] = [{"head": 1}, {"messages": []}, {"messages": {"x": {}}}, {"messages": {M: 1}}]
         for fields in [*wrong, {"base": -1}, {"base": "1"}]:
             assert write(server, **fields).status_code == 400
+        for unreadable in ("NaN", "1e999", "[" * 1400 + "]" * 1400):  # by JSON.parse, or by us
+            content = f'{{"base": 1, "head": {{}}, "messages": {{"{M}": {{"text": {unreadable}}}}}}}'
+            sent = server.http.post(
+                f"/conversations/{A}", content=content, headers={"Content-Type": "application/json"}
+            )
+            assert sent.status_code == 400, sent.text
         for name in ("..", "a", "A" * 16, "..%2f..%2fetc", f"{A}/x"):
             assert write(server, name).status_code in (400, 404, 405)
         assert write(server, messages={M: {"text": "a" * 4000}}).status_code == 413

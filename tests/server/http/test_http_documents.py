@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import random
+import socket
 from collections.abc import Iterator
 
 import httpx
@@ -10,7 +13,8 @@ import pypdf
 import pytest
 
 from polarlm.engine import Engine
-from tests.server.http_server import KEY, Serving, serving
+from polarlm.server.http import documents
+from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.server.pdfs import made_pdf
 
 
@@ -54,3 +58,36 @@ def test_it_needs_the_key_the_type_and_a_bounded_size(guarded: Serving) -> None:
     assert send(guarded, data, kind="text/plain").status_code == 415  # which a form of another origin can send
     assert send(guarded, data + b" " * 32_000).status_code == 413
     assert send(guarded, data).status_code == 200
+
+
+@pytest.mark.slow
+def test_no_bytes_break_it(guarded: Serving) -> None:
+    rng, whole = random.Random(0), made_pdf("Hello, PDF")
+    for number in range(30):
+        data = bytearray(whole)
+        for _ in range(rng.randrange(1, 9)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        answer = send(guarded, bytes(data))
+        assert answer.status_code in (200, 400), f"{number}: {bytes(data)!r} → {answer.text}"
+    assert send(guarded, whole).json() == {"text": "Hello, PDF", "pages": 1}
+
+
+def test_a_client_that_leaves_ends_the_reading_of_its_file(guarded: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    async def endless(data: bytes, most: int) -> bytes:
+        told.append("began")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("ended")
+        return data
+
+    monkeypatch.setattr(documents, "_read", endless)
+    head = f"POST /documents/text HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(("127.0.0.1", guarded.port), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Type: application/pdf\r\nContent-Length: 4\r\n\r\n%PDF".encode())
+        eventually(lambda: told)
+        assert told == ["began"]
+    eventually(lambda: told == ["began", "ended"])

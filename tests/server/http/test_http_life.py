@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import anthropic
@@ -168,3 +170,50 @@ def test_a_stream_tells_how_far_its_prompt_is(server: Serving, path: str) -> Non
         assert json.dumps(events).count(WORDS) == 1
     whole = server.post(path, body | {"stream": False})
     assert (whole.status_code, "prompt_progress" in whole.text) == (200, False)
+
+
+def test_signs_of_life_never_come_between_other_pieces_or_after_the_last() -> None:
+    """Hundreds of streams at once, a sign due at every millisecond, and clients that leave at any time."""
+    wrong: list[str] = []
+
+    async def one(rng: random.Random) -> None:
+        sent: list[bool | None] = []  # of each message, whether it is the last of the body; None for the headers
+        under_way, gone = False, asyncio.Event()
+
+        async def events() -> AsyncGenerator[streams.Event, None]:
+            for number in range(rng.randrange(20)):
+                await asyncio.sleep(rng.choice((0, 0.001, 0.002, 0.005)))
+                yield {"number": number}
+
+        async def send(message: Any) -> None:
+            nonlocal under_way
+            last = None if message["type"] == "http.response.start" else not message["more_body"]
+            if under_way or True in sent or (last is None) == bool(sent):
+                wrong.append(f"{message} after {sent}, {under_way}")
+            sent.append(last)
+            under_way = True
+            try:
+                await asyncio.sleep(rng.choice((0, 0.001, 0.003)))
+            finally:
+                under_way = False
+
+        async def receive() -> Any:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        leaves = rng.random() < 0.5
+        if leaves:
+            asyncio.get_running_loop().call_later(0.05 * rng.random(), gone.set)
+        stream = streams.EventStream(streams.NOTHING, events(), streams.DATA, sign=lambda: streams.COMMENT)
+        stream.silent_seconds = 0.001
+        await asyncio.wait_for(stream({"type": "http"}, receive, send), 60)
+        if not leaves and sent[-1] is not True:
+            wrong.append(f"no end: {sent}")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(str(context)))
+        await asyncio.gather(*(one(random.Random(number)) for number in range(300)))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+    assert wrong == []

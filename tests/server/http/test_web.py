@@ -21,6 +21,7 @@ from polarlm.server.http import uvicorn_connection, uvicorn_server
 from polarlm.server.http.uvicorn_connection import WebConnection
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.running.listening import tcp_socket
+from tests.server.http_server import join
 from tests.server.lines import PATIENCE, eventually
 
 MOST = 3
@@ -44,7 +45,7 @@ class Serving:
     def __init__(self, app: Any) -> None:
         self.app = app
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread = threading.Thread(target=self.loop.run_forever, name="web", daemon=True)
         self.thread.start()
         self.bound = tcp_socket("127.0.0.1", 0)
         self.address = self.bound.getsockname()
@@ -68,7 +69,7 @@ class Serving:
     def stop(self) -> None:
         self.call(self.web.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
+        join(self.thread, self.loop)
         self.loop.close()
 
 

@@ -26,7 +26,7 @@ from polarlm.server.models.registry import Registry
 from polarlm.server.models.served import Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.listening import tcp_socket
-from tests.server.http_server import eventually
+from tests.server.http_server import eventually, join, quiet_config
 from tests.tiny import make_model
 
 QUICK: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "calibration": False, "threads": 1}
@@ -89,7 +89,7 @@ def front(place: Path, *, model: dict[str, Any] | None = None, **settings: Any) 
         proxy = Proxy(supervisor, config, error_shapes())
         mcp = McpServers(config)
         app = create_models_app(supervisor, proxy, config, mcp)
-        server = uvicorn.Server(uvicorn.Config(app, http="h11", log_level="critical", lifespan="off"))
+        server = uvicorn.Server(quiet_config(app))
         held.extend((supervisor, server, asyncio.get_running_loop()))
         ready.set()
         await server.serve(sockets=[listener])
@@ -97,7 +97,7 @@ def front(place: Path, *, model: dict[str, Any] | None = None, **settings: Any) 
         await supervisor.close()
         await proxy.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()), name="front")
+    thread = threading.Thread(target=lambda: asyncio.run(main()), name="front", daemon=True)
     thread.start()
     assert ready.wait(60)
     try:
@@ -105,5 +105,4 @@ def front(place: Path, *, model: dict[str, Any] | None = None, **settings: Any) 
             yield Front(held[0], http, url, held[2])
     finally:
         held[1].should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
+        join(thread, held[2])

@@ -19,6 +19,7 @@ from polarlm.server.models import proxy
 from polarlm.server.models.app import ASKED, POSTED, spelt
 from polarlm.server.models.served import FAILED, READY, UNLOADED
 from polarlm.server.running.driver import Driver
+from tests.encoders import make_folder
 from tests.server.http_server import eventually
 from tests.server.models.running import KEY, Front, common, front, two_models
 
@@ -144,8 +145,11 @@ def test_the_front_asks_for_the_key_and_knows_the_paths(running: Front) -> None:
     assert running.http.post("/v1/nothing", json={"model": "big"}).status_code == 404
     assert running.http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}).is_error
     assert running.http.post("/v1/completions", json={"model": 5}).json()["error"]["param"] == "model"
-    wrong = running.http.post("/api/chat", json={"model": "big", "keep_alive": "soon", "messages": []})
-    assert (wrong.status_code, wrong.json()["error"][:10]) == (400, "keep_alive")
+    for soon in ("soon", "9" * 100_000, f"{'9' * 100_000}h"):
+        wrong = running.http.post("/api/chat", json={"model": "big", "keep_alive": soon, "messages": []})
+        assert (wrong.status_code, wrong.json()["error"][:10]) == (400, "keep_alive")
+    odd = {"anthropic-version": "é".encode("latin-1"), "accept": b"\xff"}
+    assert running.http.post("/tokenize", json={"model": "big", "content": "a"}, headers=odd).status_code == 200
     refusal = running.http.post("/api/pull", json={"model": "user/repo"})
     assert (refusal.status_code, "--allow-pull" in refusal.json()["error"]) == (501, True)
     assert running.http.post("/api/pull", json={"model": "big", "stream": False}).json() == {"status": "success"}
@@ -209,6 +213,32 @@ def test_memory_for_one_model_is_had_by_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_encoder_is_loaded_where_memory_is_limited(tmp_path: Path) -> None:
+    """It has no KV store that could be made smaller."""
+    make_folder(tmp_path / "encoder", "bert_f32")
+    with front(tmp_path, models_memory="1M") as server:
+        answer = server.ask("encoder", "/v1/embeddings", prompt=None, input="the rain")
+        assert answer.status_code == 200, answer.text
+    with front(tmp_path, models_memory="100K") as server:  # less than its weights
+        answer = server.ask("encoder", "/v1/embeddings", prompt=None, input="the rain")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "out_of_memory")
+
+
+@pytest.mark.slow
+def test_no_store_is_larger_than_what_is_told_of_it(tmp_path: Path) -> None:
+    """The second one gets what the first one has left."""
+    with front(two_models(tmp_path), model={"kv_memory": "32M"}, models_memory="40M") as server:
+        for name in ("big", "small"):
+            assert said(server.ask(name))
+        needs = {name: server.served(name).need for name in ("big", "small")}
+        assert sum(need.bytes for need in needs.values() if need) <= 40 << 20
+        for name, told in needs.items():
+            stats = server.http.get("/stats", params={"model": name}).json()
+            assert told is not None
+            assert 0 < stats["blocks"] * stats["block_size"] * stats["bytes_per_token"] <= told.store
+
+
+@pytest.mark.slow
 def test_a_model_that_is_loaded_again_finds_what_its_disk_has(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     kept = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "blocks"), "block_size": 8}
@@ -234,6 +264,11 @@ def test_what_a_client_says_about_keeping_a_model_holds(tmp_path: Path) -> None:
         assert 590 < (entry.expires_at - entry.expires_at.now(entry.expires_at.tzinfo)).total_seconds() <= 600
         assert client.generate("big", keep_alive=0).done_reason == "unload"
         server.becomes("big", UNLOADED)
+        for long in (10**400, -(10**400), 1e300, "999999999999h"):
+            body = {"model": "big", "keep_alive": long, "stream": False}
+            assert server.http.post("/api/generate", json=body).status_code == 200
+            (entry,) = client.ps().models
+            assert str(entry.expires_at).startswith("9999")
         client.generate("small", "Hi", keep_alive=0, options={"num_predict": 2})
         server.becomes("small", UNLOADED)
         assert client.generate("small", keep_alive=0).done_reason == "unload"  # without loading it

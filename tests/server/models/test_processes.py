@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -19,9 +21,17 @@ from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from polarlm.server.__main__ import main
 from tests.compiled import share_kernels
 from tests.server.http_server import eventually
+from tests.server.lines import PATIENCE
 from tests.server.models.running import two_models
 from tests.server.process import ROOT
 
+# A server whose process may open few files, which it cannot change.
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+from polarlm.server.__main__ import main
+sys.exit(main())
+"""
 FLAGS = ("--device", "cpu", "--no-calibration", "--cache-type", "f16", "--port", "0")
 
 
@@ -66,7 +76,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield started
     finally:
         started.process.kill()
-        started.process.communicate()
+        started.process.communicate(timeout=PATIENCE)
         for child in started.children:
             if child.is_running():
                 child.kill()
@@ -109,6 +119,31 @@ def test_a_process_that_loads_notices_that_its_parent_was_killed(server: Server)
     server.children = parent.children()
     server.process.kill()
     eventually(server.no_process_is_left)
+
+
+@pytest.mark.slow
+def test_more_connections_than_files_are_a_line_in_the_log_at_most_once_a_second(tmp_path: Path) -> None:
+    pytest.importorskip("resource")
+    command = [sys.executable, "-c", LIMITED, "--models", str(two_models(tmp_path)), *FLAGS]
+    with (
+        (tmp_path / "stderr").open("w") as errors,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[-1]
+            began, address = time.monotonic(), (httpx.URL(url).host, httpx.URL(url).port)
+            with ExitStack() as connections:
+                for _ in range(100):
+                    connections.enter_context(socket.create_connection(address, timeout=PATIENCE))
+                eventually(lambda: "cannot be accepted now" in (tmp_path / "stderr").read_text())
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            said = (tmp_path / "stderr").read_text()
+            assert "this process may open 60 files" in said
+            assert "Traceback" not in said
+            assert said.count("cannot be accepted now") <= time.monotonic() - began + 2
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
+from typing import Any
 
 import ollama
 import pytest
 
+from polarlm.server.models import pulling
+from polarlm.server.models.registry import Registry
 from polarlm.server.models.served import READY
+from polarlm.server.running.refused import Refused
 from tests.model_loaders.hub_server import Hub, Repository
-from tests.server.models.running import KEY, front, two_models
+from tests.server.models.running import KEY, common, front, two_models
 
 REPO = "someone/tiny-GGUF"
 
@@ -50,3 +57,50 @@ def test_a_model_that_is_not_on_the_hub_is_a_sentence(cached: Hub, tmp_path: Pat
         assert (wrong.status_code, "does not name a model on the hub" in wrong.json()["error"]) == (400, True)
         whole = server.http.post("/api/pull", json={"model": "no/such", "stream": False})
         assert whole.status_code == 500
+
+
+def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[str] = []
+
+    class Download:
+        """As `ModelProcess`; ends when it is killed."""
+
+        fetching = (1, 2)
+
+        def __init__(self, model: Any) -> None:
+            self.name, self.killed = model.name, asyncio.Event()
+            running.append(self.name)
+
+        async def fetched(self) -> Path:
+            await self.killed.wait()
+            raise Refused("model_ended", "killed")
+
+        def kill(self) -> None:
+            running.remove(self.name)
+            self.killed.set()
+
+    async def start(model: Any, config: None, ended: Any) -> Download:
+        return Download(model)
+
+    monkeypatch.setattr(pulling.ModelProcess, "start", start)
+    monkeypatch.setattr(pulling, "_TOLD_SECONDS", 0.001)
+
+    async def main() -> None:
+        free, registry = asyncio.Semaphore(2), Registry(common(), None, (), ())
+        async with AsyncExitStack() as ends:
+            pulls: list[AsyncGenerator[dict[str, Any], None]] = []
+            for name in "abc":
+                pull = pulling.pulled(registry, pulling.hub_name(f"user/{name}:Q4_K_M"), free)
+                pulls.append(await ends.enter_async_context(aclosing(pull)))
+                assert await anext(pull) == {"status": "pulling manifest"}
+            for pull in pulls[:2]:
+                assert (await anext(pull))["completed"] == 1
+            third = asyncio.ensure_future(anext(pulls[2]))
+            await asyncio.sleep(0)
+            assert running == ["user/a:Q4_K_M", "user/b:Q4_K_M"]
+            await pulls[0].aclose()
+            assert (await third)["completed"] == 1
+            assert running == ["user/b:Q4_K_M", "user/c:Q4_K_M"]
+        assert running == []
+
+    asyncio.run(main())

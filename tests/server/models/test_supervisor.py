@@ -289,19 +289,35 @@ def test_a_client_that_goes_while_its_model_is_loaded_holds_nothing(run: Run) ->
     run(scenario)
 
 
+def test_a_process_may_end_before_the_request_that_it_was_started_for_reaches_it(run: Run) -> None:
+    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
+        served = supervisor.find("a")
+        await supervisor.ready(served)
+        machine.running[0].kill()
+        with pytest.raises(Refused, match="The process of a has ended"), supervisor.using(served, None):
+            pass
+        assert (served.state, served.active) == (FAILED, 0)
+        await use(supervisor, "a")
+        assert served.starts == 2
+
+    run(scenario)
+
+
 def test_closing_ends_those_who_wait_and_all_processes(run: Run) -> None:
     async def scenario(supervisor: Supervisor, machine: Machine) -> None:
         await use(supervisor, "a")
         machine.let.clear()
-        waits = asyncio.create_task(use(supervisor, "b"))
+        waits, later = (asyncio.create_task(use(supervisor, name)) for name in "bc")
         await until(lambda: supervisor.find("b").state == LOADING and len(machine.running) == 2)
         closing = asyncio.create_task(supervisor.close())
         await asyncio.sleep(0)
         machine.fails = Refused("model_ended", "killed")
         machine.let.set()
         await closing
-        with pytest.raises(Refused, match=r"killed|about to end"):
-            await waits
+        for waiting in (waits, later):
+            with pytest.raises(Refused, match=r"killed|about to end"):
+                await waiting
+        assert supervisor.find("c").starts == 0
         with pytest.raises(Refused, match="about to end"):
             await use(supervisor, "c")
 
