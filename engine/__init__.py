@@ -8,10 +8,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, TokenLogprob, Usage
+from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.storage.sessions import Session
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding, fold
+from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.mailbox import Mailbox
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.constraints import Constraint

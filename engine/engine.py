@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly, checks
 from polarlm.engine.model import score
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
+from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Known
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.outputs import Chunk, Embedding, Outbox, embedding
+from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt, pair_ids, yes_and_no
 from polarlm.engine.requests.request import Ticket
 from polarlm.model_loaders import Model

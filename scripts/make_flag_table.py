@@ -9,7 +9,8 @@ from pathlib import Path
 
 from polarlm.engine.chat.config import GROUPS
 from polarlm.engine.cli.flags import describe
-from polarlm.engine.config import EngineConfig, SamplingParams
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.params import SamplingParams
 from polarlm.server.config import ServerConfig
 from scripts.make_quality_table import with_tables
 

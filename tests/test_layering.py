@@ -37,12 +37,13 @@ BEHIND_THE_ENGINE = {
 }
 
 # Rooms of `engine`, and what of the others each may import. A name stands for the module and everything inside it.
-TOLD = {"config", "limits", "errors", "outputs"}  # what users say and hear
+TOLD = {"config", "params", "limits", "errors", "outputs"}  # what users say and hear
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "cli.progress": set(),
     "limits": {"errors"},
     "config": {"errors", "limits"},
+    "params": {"config", "limits"},
     "outputs": set(),
     "storage.files": set(),
     "storage.objects": set(),
@@ -185,7 +186,7 @@ APART = {
     },
     "engine.backends.cuda": {"engine.backends.numpy", "engine.backends.native", "engine.jit"},
     "engine.backends.native": {"engine.backends.cuda"},
-    "engine.codecs": {"engine.config", "engine.errors"},
+    "engine.codecs": {"engine.config", "engine.params", "engine.errors"},
     "engine.state.blocks": {"engine"},
     "engine.state.tables": {"engine.backends", "engine.codecs"},
 }
@@ -202,6 +203,7 @@ PURE: dict[str, set[str]] = {
     "engine.records": {"numpy"},
     "engine.sampling.repeats": {"numpy"},
     "engine.config": set(),
+    "engine.params": set(),
     "engine.errors": set(),
     "engine.limits": set(),
     "engine.state.blocks": set(),

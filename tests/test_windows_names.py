@@ -61,7 +61,7 @@ def test_an_advised_command_is_quoted_as_a_shell_of_the_system_reads_it(
 ) -> None:
     monkeypatch.setattr(fit.sys, "platform", system)
     advice = SimpleNamespace(settings={"ctx_size": 4096})
-    command = fit._command(advice, SimpleNamespace(device="auto", weights=MODEL, lora={}), "chat")  # type: ignore[arg-type]
+    command = fit._command(advice, SimpleNamespace(device="auto", tensor_split=None, weights=MODEL, lora={}), "chat")  # type: ignore[arg-type]
     assert command == f"polarlm chat --model {quote}{MODEL}{quote} --ctx-size 4096"
 
 

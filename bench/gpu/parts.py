@@ -22,8 +22,8 @@ from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
-from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.delta import DeltaShape
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, available, get

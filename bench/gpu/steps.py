@@ -15,9 +15,9 @@ from polarlm.bench.gpu.model import Cell, RandomModel
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.bench.gpu.weights import parameters
 from polarlm.engine.backends.cuda.device import Array
-from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, resolve
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults

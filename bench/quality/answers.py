@@ -16,8 +16,8 @@ import numpy as np
 from polarlm.bench.quality.divergence import Divergence, perplexity
 from polarlm.bench.quality.figures import Figures, error_of, figures
 from polarlm.bench.quality.states import exact_logprobs, exact_states, scored
-from polarlm.engine.config import SamplingParams
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 

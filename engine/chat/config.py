@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
-from polarlm.engine.config import EngineConfig, SamplingParams, setting
+from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.limits import SAMPLING, complaint
 from polarlm.engine.loading.checks import settle
+from polarlm.engine.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 from polarlm.engine.chat.console import Console, ctrl_c_asked
 from polarlm.engine.chat.line_editor import PROMPT, state_folder
-from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.outputs import Usage
+from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.sampling.channel_reader import ChannelReader, Inline
 from polarlm.engine.sampling.repeats import Repeats
 from polarlm.engine.storage.sessions import Progress

@@ -19,9 +19,10 @@ from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
 from polarlm.engine.cli.commands import BROKEN_PIPE, discard_output
 from polarlm.engine.cli.flags import FlagError, close_to, in_flags, use_utf8
-from polarlm.engine.config import EngineConfig, SamplingParams
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, no_answers
+from polarlm.engine.params import SamplingParams
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Protocol
 
-from polarlm.engine.config import EngineConfig, SamplingParams
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.draft_model import ModelDrafter
 
 NONE, DRAFT_MODEL = "none", "draft-simple"

@@ -9,9 +9,9 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine.config import PromptOptions, SamplingParams
 from polarlm.engine.errors import EngineError, counted, no_answers, shown
 from polarlm.engine.limits import RANK, check_roles
+from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.tokenizers import Tokenizer
 

@@ -5,8 +5,8 @@ A salt is the one that a request gives (`cache_salt`), joined with the adapter t
 
 from __future__ import annotations
 
-from polarlm.engine.config import PromptOptions
 from polarlm.engine.model.adapters import Adapters
+from polarlm.engine.params import PromptOptions
 
 _MARK = "\0"  # begins a salt with an adapter
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from polarlm.engine.config import SamplingParams
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
 from polarlm.engine.sampling.dry import Dry

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import ConstraintError, EngineError, shown
 from polarlm.engine.outputs import CompilationCounts
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling import gbnf, schemas
 from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, NeedsLonger
 from polarlm.engine.sampling.constraints import Constraint

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError, shown
 from polarlm.engine.outputs import TokenLogprob
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.model_loaders.config import GenerationDefaults
 

@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     reasons = {one["what"]: one["why"] for one in found["not_measured"]}
     assert reasons["attention, f16, 64 × 1"] == "its 8.0 KiB do not fit into the 7.0 KiB that are free"
     assert reasons["steps, bf16, 64 × 1"].startswith(
-        "no model of 1 layers (The model's weights take 0.0 GiB on the GPU"
+        "no model of 1 layers (The model's weights take 0.0 GiB on emulated GPU"
     )
     assert reasons["qkv × 1 rows, bf16"] == "there is no model"
 

@@ -586,7 +586,7 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
     class Gpu(NumpyOps):
         name = "Some GPU"
 
-    monkeypatch.setattr("polarlm.engine.backends.select._cuda", Gpu)
+    monkeypatch.setattr("polarlm.engine.backends.select._cuda", lambda numbers: Gpu())
     monkeypatch.setattr(speed, "about_gpu", lambda: {"name": "Some GPU", "driver": "1.2"})
     whole, out, _ = measure_with(*FOUR, "--device", "cuda")
     assert whole["machine"]["gpu"] == {"name": "Some GPU", "driver": "1.2"}

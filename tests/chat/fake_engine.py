@@ -19,10 +19,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from polarlm.engine.chat.terminal import main
-from polarlm.engine.config import EngineConfig, PromptOptions, SamplingParams
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.outputs import CacheStats, Chunk, Status, Threads, Usage
+from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.storage.sessions import Session
 from polarlm.model_loaders.chat.templates import ChatTemplate
 

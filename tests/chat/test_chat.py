@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine.chat.terminal import main
-from polarlm.engine.config import PromptOptions
 from polarlm.engine.errors import EngineError
+from polarlm.engine.params import PromptOptions
 
 from .fake_engine import FakeEngine
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from polarlm.engine.chat.config import GROUPS, ChatConfig, read_command_line, read_prompt
 from polarlm.engine.cli.flags import FlagError, describe, in_flags, parse, that
-from polarlm.engine.config import EngineConfig, SamplingParams, setting
+from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.errors import EngineError
+from polarlm.engine.params import SamplingParams
 
 # flag, word on the command line, group (0 engine, 1 sampling, 2 chat), field, value
 WITH_VALUE = [

@@ -18,8 +18,8 @@ from polarlm.engine.backends.cuda.device import Addresses, Carried, overlap
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
-from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy, test_model_emulated

@@ -19,12 +19,12 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
 from polarlm.engine.loading import assembly
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import TokenLogprob, fold
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import EmulatedDevice, open_device

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from polarlm.engine.config import SamplingParams
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import PENALTY_WINDOW
+from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, Sampling, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 
