@@ -165,7 +165,7 @@ def load_weights(
         inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
     host_bytes = 0 if of_host is None else of_host.bytes
     of_encoder = _encoder_inputs(read, top) if "embedding_norm" in top else None
-    dense = [read.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
+    dense = [of_last.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
     pair_head = None
     if config.scores_pairs:
         pair_head = (
