@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,19 +92,14 @@ def likelihoods(answer: Completion) -> np.ndarray:
 
 def together(engine: Engine, names: Sequence[str], prompt: Sequence[int] = PROMPT) -> list[list[int]]:
     """The tokens of answers to requests with these adapters, which are computed in the same steps."""
-    streams = [engine.stream(prompt, params(_MANY), PromptOptions(lora=name)) for name in names]
-    found: list[list[int]] = [[] for _ in names]
-    open_streams, most = dict(enumerate(streams)), 0
-    while open_streams:
+    outboxes: list[deque[Any]] = [deque() for _ in names]
+    for name, outbox in zip(names, outboxes, strict=True):
+        engine.submit(prompt, params(_MANY), PromptOptions(lora=name), into=outbox)
+    most = 0
+    while engine.work():
         most = max(most, engine.status().running)
-        for number, stream in list(open_streams.items()):
-            chunk = next(stream, None)
-            if chunk is None:
-                del open_streams[number]
-            else:
-                found[number] += chunk.token_ids
     assert most == len(names)
-    return found
+    return [[token for chunk in outbox for token in chunk.token_ids] for outbox in outboxes]
 
 
 @pytest.mark.parametrize("name", ["", *ADAPTERS])
