@@ -22,6 +22,7 @@ from polarlm.engine.loading.calibration import Progress, Statistics, full_precis
 from polarlm.engine.loading.encoding import WHOLE, Stored, stored_layers
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import variances
+from polarlm.engine.model.score import states
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
@@ -82,25 +83,21 @@ class _Pass(Transformer):
 
         inputs: of the first layer, for each block; None for the embeddings.
         """
-        size, sequence, found = self.store.shape.block_size, self.store.new_sequence(), []
-        for number, start in enumerate(range(0, len(ids), size)):
-            chunk, is_coded = ids[start : start + size], 2 * start >= len(ids)
-            if inputs is not None:
-                self.taps = partial(self._replace, inputs[number], start)
-            span = self.store.open(sequence, len(chunk), round_trip=is_coded, as_steps=not is_coded)
-            try:
-                hidden = self.forward([span], chunk)
-            except BaseException:
-                self.store.abort(span)
-                raise
-            self.store.commit(span)
-            found.append(np.array(self.ops.to_host(hidden)))
+        size = self.store.shape.block_size
+        if inputs is not None:
+            self.taps = partial(self._replace, inputs)
+        served = (len(ids) // size + 1) // 2 * size  # tokens of the blocks that are read as steps read them
+        sequence, found = self.store.new_sequence(), []
+        for part, is_coded in ((ids[:served], False), (ids[served:], True)):
+            for _, hidden in states(self, sequence, part, every_token_coded=is_coded):
+                found.append(np.array(self.ops.to_host(hidden)))
         return found
 
-    def _replace(self, inputs: np.ndarray, start: int, name: str, layer: int, position: int, x: Array) -> None:
-        """As taps of a block from `start` on: replace the input of the first layer."""
+    def _replace(self, inputs: Sequence[np.ndarray], name: str, layer: int, position: int, x: Array) -> None:
+        """As taps: replace the input of the first layer."""
         if (name, layer) == ("input", 0):
-            x[...] = self.ops.to_device(inputs[position - start :][: len(x)])
+            block, first = divmod(position, self.store.shape.block_size)
+            x[...] = self.ops.to_device(inputs[block][first:][: len(x)])
 
     def costs(self, exact: Sequence[np.ndarray], coded: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
         """Return the mean divergence of each of several texts' states from `exact`: (texts, 2), of blocks as served and
@@ -108,8 +105,8 @@ class _Pass(Transformer):
         each = np.empty((len(coded), len(exact)))
         for number, reference in enumerate(exact):
             logits = self.logits(self.ops.to_device(reference))
-            for text, states in enumerate(coded):
-                each[text, number] = divergence(logits, self.logits(self.ops.to_device(states[number])))
+            for text, own in enumerate(coded):
+                each[text, number] = divergence(logits, self.logits(self.ops.to_device(own[number])))
         half = (len(exact) + 1) // 2
         return np.stack([each[:, 1:half].mean(axis=1), each[:, half:].mean(axis=1)], axis=1)
 
