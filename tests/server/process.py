@@ -125,3 +125,20 @@ class Process:
     def log(self) -> list[dict[str, Any]]:
         """What was logged, behind the sentences of loading."""
         return [json.loads(line) for line in self.errors.read_text().splitlines() if line.startswith("{")]
+
+
+def started(models: Path, errors: Path, *flags: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    """A server of several models that listens, and its URL. errors: what it writes to standard error goes there."""
+    with errors.open("a") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "polarlm", "serve", "--models", str(models), *flags],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("Listening at "), errors.read_text()
+    return process, line.split()[-1]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +25,7 @@ from tests.compiled import share_kernels
 from tests.conftest import EMBEDDING_DECODERS
 from tests.encoders import make_folder
 from tests.server.lines import PATIENCE
-from tests.server.process import ROOT
+from tests.server.process import started
 from tests.tiny import make_model, tokenizer_json
 
 CHATTING = {"plain": "llama_gqa_linear", "hybrid": "qwen3_5_tied", "mixture": "qwen3_moe_normed"}
@@ -66,19 +63,7 @@ class Household:
         self.errors, self.temporary = folder / "stderr", folder / "temporary"
         self.temporary.mkdir(exist_ok=True)
         places = {CACHE_VARIABLE: str(share_kernels(folder / "cache")), "TMPDIR": str(self.temporary)}
-        with self.errors.open("a") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "polarlm", "serve", "--models", str(models), *FLAGS, *flags],
-                cwd=ROOT,
-                env={**os.environ, **places, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("Listening at "), self.errors.read_text()
-        self.url = line.split()[-1]
+        self.process, self.url = started(models, self.errors, *FLAGS, *flags, **places)
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
         self._seen: dict[int, psutil.Process] = {}
 

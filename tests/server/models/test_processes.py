@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -23,7 +22,7 @@ from tests.compiled import share_kernels
 from tests.server.http_server import eventually
 from tests.server.lines import PATIENCE
 from tests.server.models.running import two_models
-from tests.server.process import ROOT
+from tests.server.process import ROOT, started
 
 # A server whose process may open few files, which it cannot change.
 LIMITED = """
@@ -42,20 +41,8 @@ class Server:
         self.errors = folder / "stderr"
         (folder / "models").mkdir()
         place = two_models(folder / "models")
-        surroundings = {CACHE_VARIABLE: str(share_kernels(folder / "cache")), "OMP_NUM_THREADS": "1"}
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "polarlm", "serve", "--models", str(place), *FLAGS, *flags],
-                cwd=ROOT,
-                env={**os.environ, **surroundings},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("Listening at "), self.errors.read_text()
-        self.url = line.split()[-1]
+        cache = {CACHE_VARIABLE: str(share_kernels(folder / "cache"))}
+        self.process, self.url = started(place, self.errors, *FLAGS, *flags, **cache)
         self.ask("big")
         self.children = psutil.Process(self.process.pid).children()
         assert len(self.children) == 1
