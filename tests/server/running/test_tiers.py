@@ -94,16 +94,18 @@ def test_the_socket_tells_the_place_of_a_hit(tiny_path: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_killed_servers_leave_only_right_blocks(model: Path, tmp_path: Path) -> None:
-    """Each is killed while it writes, at another point; the next one's answers are those of a server without a disk."""
-    prompts = [{"role": "user", "content": f"{number} abcdefgh" * 6} for number in range(3)]
+    """The first one ends in order; each of the others is killed while it writes, at another point; the next one's
+    answers are those of a server without a disk."""
+    prompts = [{"role": "user", "content": f"{number} abcdefgh" * 6} for number in range(4)]
     with start(model, tmp_path / "plain", disk=False) as server:
         expected = [(chat(server.url, prompt, tokens=8), chat(server.url, prompt, tokens=8)) for prompt in prompts]
     for number, prompt in enumerate(prompts):
         with start(model, tmp_path / "kept") as server:
             before = written(tmp_path / "kept")
             assert said(chat(server.url, prompt, tokens=8)) == said(expected[number][0])
-            eventually(lambda least=before + 2 * number: written(tmp_path / "kept") >= least)
-            server.process.kill()
+            if number:
+                eventually(lambda least=before + 2 * (number - 1): written(tmp_path / "kept") >= least)
+            server.process.send_signal(signal.SIGKILL if number else signal.SIGTERM)
             server.process.wait(PATIENCE)
     assert not [file for file in (tmp_path / "kept" / "blocks").iterdir() if file.stat().st_mode & 0o077]
     hits = 0
@@ -116,4 +118,4 @@ def test_killed_servers_leave_only_right_blocks(model: Path, tmp_path: Path) -> 
             for same in answers:
                 if same["usage"]["prompt_tokens_details"]["cached_tokens"] == cached:
                     assert said(answer) == said(same)
-    assert hits
+    assert hits  # at least the first prompt's: a killed server may not have written a snapshot of recurrent layers
