@@ -8,7 +8,8 @@ import gguf
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from scripts.make_random_model import Shape, write
+from scripts.make_random_model import write
+from scripts.random_models.shapes import Shape
 
 TINY = Shape("llama", 2, 256, 512, 4, 2, 262, 512)
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")

@@ -37,7 +37,8 @@ from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.weight_formats import Matrix
 from polarlm.server.http.plain import metrics, stats
 from polarlm.server.running.counters import Totals
-from scripts.make_random_model import SHAPES, write
+from scripts.make_random_model import write
+from scripts.random_models.shapes import SHAPES
 from tests.call_templates import NO_TOOLS
 from tests.cuda.emulated import EmulatedDevice
 from tests.tiny import VOCABULARY, make_model

@@ -10,7 +10,8 @@ import gguf
 from tokenizers import pre_tokenizers
 
 from polarlm.engine import Engine
-from scripts.make_random_model import Shape, write
+from scripts.make_random_model import write
+from scripts.random_models.shapes import Shape
 
 _SHAPE = Shape("llama", 2, 64, 128, 2, 1, 300, 16384)
 _CONTROL = ("<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|eot_id|>")

@@ -14,7 +14,8 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine.jit.compile import images
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from scripts.make_random_model import Shape, write
+from scripts.make_random_model import write
+from scripts.random_models.shapes import Shape
 from tests.random_model import tokenizer_file
 from tests.test_bare_python import ROOT
 
