@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine.backends.delta import DeltaSlots, DeltaWeights, Mamba2Weights
-from polarlm.engine.state.delta import DeltaShape
+from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.model_loaders.config import Mamba2, Recurrent
 
 Weights = DeltaWeights | Mamba2Weights

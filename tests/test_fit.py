@@ -33,8 +33,8 @@ from polarlm.engine.loading.need import need
 from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.state.delta import DeltaState
 from polarlm.engine.state.plan import format_bytes, plan_for_tokens
+from polarlm.engine.state.recurrent.delta import DeltaState
 from polarlm.engine.state.store import KVStore
 from polarlm.fit import main as command
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer

@@ -25,7 +25,7 @@ from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform,
 from polarlm.engine.errors import EngineError
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
-from polarlm.engine.state.delta import DeltaShape
+from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, available, get
 from polarlm.model_loaders.config import (
     Experts,

@@ -17,8 +17,8 @@ from polarlm.bench.quality.figures import Figures, figures
 from polarlm.bench.quality.states import divergence, hidden_of
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.snapshot_codes import EXACT, SnapshotCodes, narrowed
-from polarlm.engine.state.delta import DeltaShape, DeltaState
 from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaState
 from polarlm.engine.state.store import SequenceKV
 
 DISTANCES = (1, 16, 64, 256)  # tokens after a snapshot

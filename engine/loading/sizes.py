@@ -18,7 +18,6 @@ from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.delta import DeltaShape
 from polarlm.engine.state.plan import (
     StorePlan,
     format_bytes,
@@ -27,6 +26,7 @@ from polarlm.engine.state.plan import (
     plan_for_tokens,
     with_kept,
 )
+from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape, SharedShape
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families

@@ -139,7 +139,7 @@ class Runner:
             del self.requests[request.sequence]
             self._release(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, *, continues: bool = False) -> None:
         """Abort the request's spans and release its K/V to the prefix cache; discard them if they are damaged."""
         self._steps.leave(request)
         if request.drafts is not None:
@@ -154,14 +154,14 @@ class Runner:
         elif request.options.pooling is not None:  # no conversation continues an embedded text
             self._store.release(kv)
         else:
-            self.release(request.sequence.ids, kv, request.salt)
+            self.release(request.sequence.ids, kv, request.salt, continues=continues)
 
     def _preempt(self) -> bool:
         """Preempt the youngest request: it gives up its blocks and waits. False if only one request computes."""
         youngest = self._scheduler.preempt()
         if youngest is not None:
             self._save(self.requests[youngest])
-            self._release(self.requests[youngest])
+            self._release(self.requests[youngest], continues=True)
         return youngest is not None
 
     def _save(self, request: Request) -> None:
@@ -186,12 +186,12 @@ class Runner:
         request.saved = None
         return kv
 
-    def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
+    def release(self, ids: Sequence[int], kv: SequenceKV, salt: str, *, continues: bool = False) -> None:
         """Release the sequence with tokens ids[:kv.length] to the prefix cache. Unless empty, it becomes `newest`."""
         if kv.length:
             self.newest = StoredSequence(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
         length, root, hashes = kv.length, kv.root, kv.hashes
-        self._prefixes.release(kv, ids)
+        self._prefixes.release(kv, ids, continues=continues)
         if self._tiers is not None:
             self._tiers.released(root, hashes, ids[:length])
 
@@ -209,7 +209,7 @@ class Runner:
             if request.prefill is None and request.kv.length < request.sequence.computable:
                 request.prefill = self._begin(request)
         except OutOfBlocks:
-            self._release(request)
+            self._release(request, continues=True)
             if self._scheduler.requeue(request.sequence):
                 return
             if request.reads_prompt and not request.sequence.generated:
@@ -231,7 +231,7 @@ class Runner:
         kv = self._prefixes.match_prefix(ids, request.salt)
         if request.reproduces(kv.length):
             return kv
-        self._prefixes.release(kv, ids)
+        self._prefixes.release(kv, ids, continues=True)
         return self._prefixes.match_prefix(ids[: request.cached], request.salt)
 
     def _begin(self, request: Request) -> Prefill:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.conv_inputs import ConvInputs, ConvShape, PromptInputs
+from polarlm.engine.state.recurrent.conv_inputs import ConvInputs, ConvShape, PromptInputs
 from polarlm.engine.state.tables import BlockTable
 
 N, CHANNELS = 4, 2

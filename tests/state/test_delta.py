@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.delta import DeltaShape, DeltaState, DeltaTable
-from polarlm.engine.state.delta_slots import PromptRows, ends_to_keep
 from polarlm.engine.state.layer_state import BlockArrays
+from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaState, DeltaTable
+from polarlm.engine.state.recurrent.delta_slots import PromptRows, ends_to_keep
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.recurrence import Weights, make_rows, make_weights, recurrence
 

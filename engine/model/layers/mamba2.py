@@ -8,8 +8,8 @@ from typing import Any
 from polarlm.engine.backends.delta import DeltaSlots, Mamba2Weights
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of, projected
-from polarlm.engine.state.delta import DeltaShape
-from polarlm.engine.state.delta_slots import PromptRows
+from polarlm.engine.state.recurrent.delta import DeltaShape
+from polarlm.engine.state.recurrent.delta_slots import PromptRows
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of, projected
-from polarlm.engine.state.conv_inputs import ConvShape, PromptInputs
+from polarlm.engine.state.recurrent.conv_inputs import ConvShape, PromptInputs
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 

@@ -1,0 +1,1 @@
+"""State of recurrent layers: slots, snapshots, and the inputs of short convolutions."""
