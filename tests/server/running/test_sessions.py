@@ -434,7 +434,7 @@ def test_a_session_that_is_being_saved_is_saved_before_the_server_ends(tiny_path
 @pytest.mark.slow
 def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    with start(tiny_path, tmp_path, "--request-seconds", "2", prelude=WAITING, GO=str(go)) as process:
+    with start(tiny_path, tmp_path, "--request-seconds", "10", prelude=WAITING, GO=str(go)) as process:
         turn(process, [USER])
         asking, told = save_that_waits(process, go)
         others = [threading.Thread(target=ask, args=(process, "/sessions", "GET")) for _ in range(6)]
