@@ -313,6 +313,7 @@ def plain(tiny_path: Path) -> Iterator[httpx.Client]:
         yield running.http
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_responses_are_those_of_a_server_without_ray(cluster: Cluster, plain: httpx.Client, name: str) -> None:
     method, path, body = REQUESTS[name]
@@ -328,6 +329,7 @@ def test_responses_are_those_of_a_server_without_ray(cluster: Cluster, plain: ht
         assert here.content == there.content
 
 
+@pytest.mark.slow
 def test_streams_arrive_token_by_token(cluster: Cluster) -> None:
     """The first text arrives before a step is complete."""
     replica = cluster.ask(MESSAGES[0]["content"]).headers["x-replica"]
@@ -350,7 +352,7 @@ def text_in(event: dict[str, Any]) -> str:
     return event["choices"][0]["delta"].get("content") or ""
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_cancels_its_request(cluster: Cluster, stream: bool) -> None:
     """The answer may end before: then another client tries."""
@@ -380,6 +382,7 @@ def test_a_client_that_disconnects_cancels_its_request(cluster: Cluster, stream:
 # -- replicas that come and go -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_replicas_work_at_once(cluster: Cluster) -> None:
     """One answer may end before the other begins: then others are asked for."""
     assert any(work_at_once(cluster) for _ in range(5))
@@ -432,6 +435,7 @@ def test_conversations_of_a_replica_that_dies_go_on_at_another(cluster: Cluster)
     eventually(lambda: dying not in (found := cluster.conversations()) and len(found) == 2)
 
 
+@pytest.mark.slow
 def test_what_a_replica_has_written_is_read_by_the_one_that_goes_on(cluster: Cluster) -> None:
     question = "a long question about many things, " * 3
     before = cluster.written_at_rest()
