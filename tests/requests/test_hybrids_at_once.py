@@ -67,7 +67,7 @@ def test_they_get_what_they_get_alone(load: Load, monkeypatch: pytest.MonkeyPatc
 
     async def all_clients() -> None:
         async with AsyncEngine(engine) as both:
-            while len(held) < 2 or (held[-1] - held[-2] >= MORE_MEMORY and len(held) < 5):  # others may take memory, too
+            while len(held) < 2 or (held[-1] - held[-2] >= MORE_MEMORY and len(held) < 5):  # others may take some
                 await asyncio.gather(*(client(both, number) for number in range(CLIENTS)))
                 held.append(psutil.Process().memory_info().rss)
             await asyncio.to_thread(assert_idle, engine)
