@@ -59,6 +59,8 @@ ray: $(VENV)/.installed-ray  ## serve two replicas with Ray Serve (CONFIG=FILE t
 # One process for each core, with one BLAS thread: two threads each on two cores are many times slower than one.
 test: export OMP_NUM_THREADS = 1
 test: export OPENBLAS_NUM_THREADS = 1
+# Also where Python is told to write no bytecode: without that of the tests, each process compiles their assertions anew.
+test: export PYTHONDONTWRITEBYTECODE =
 # Types are checked while the tests run, which leave a core idle now and then: before them that would take most of a minute
 # the first time. They are told at the end.
 test: $(VENV)/.installed-dev style  ## run the checks that take minutes: style, types, tests

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 KERNELS = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
 # Each level has a set for the tests of the language and one for the engine's kernels: more than a user's cache keeps.
 SETS = 32
+
+
+def end_of_compilation() -> None:
+    """Return when the kernels are compiled that earlier tests have asked for: that takes memory and processor time."""
+    for thread in threading.enumerate():
+        if thread.name == "compiler":
+            thread.join()
 
 
 def share_kernels(cache: Path) -> Path:

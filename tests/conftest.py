@@ -24,6 +24,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 from tests.compiled import KERNELS, SETS
 from tests.cuda.kept import keeping
+from tests.patience import TIMES
 
 if TYPE_CHECKING:
     from tests.model_loaders.hub_server import Hub
@@ -112,6 +113,15 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             patch.setattr(
                 object_cache, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else KERNELS
             )
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_given_up() -> Iterator[None]:
+    """Engines are patient (`tests.patience`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for time in TIMES:
+            patch.setattr(*time)
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,24 @@ async def idle(engine: Engine) -> None:
 def job(number: int) -> tuple[list[int], SamplingParams]:
     prompt = np.random.default_rng(number).integers(5, 96, 3 + 11 * number).tolist()
     return prompt, SamplingParams(temperature=1.5, seed=number, max_tokens=10 + number, ignore_eos=True)
+
+
+@contextmanager
+def few_units(engine: Engine) -> Iterator[None]:
+    """While it holds, the engine computes a few units of work, so that an answer has begun and does not end."""
+    work, left, goes_on = engine.work, iter(range(12)), threading.Event()
+
+    def waits() -> bool:
+        if next(left, None) is None:
+            assert goes_on.wait(PATIENCE)
+        return work()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "work", waits)
+        try:
+            yield
+        finally:
+            goes_on.set()
 
 
 def test_every_coroutine_gets_the_answer_of_a_thread(engine: Engine) -> None:
@@ -91,12 +109,13 @@ def test_cancelling_a_task_cancels_its_request_and_no_other(engine: Engine) -> N
             async for _ in asynchronous.stream([7, 8, 9], LONG):
                 begun.set()
 
-        task = asyncio.create_task(endless())
-        await begun.wait()
-        other = asyncio.create_task(asynchronous.generate(*job(3)))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with few_units(engine):
+            task = asyncio.create_task(endless())
+            await begun.wait()
+            other = asyncio.create_task(asynchronous.generate(*job(3)))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         answer = await other
         await idle(engine)
         return answer
@@ -168,8 +187,14 @@ def test_closing_ends_what_runs(engine: Engine) -> None:
     async def main() -> None:
         asynchronous = AsyncEngine(engine)
         stream = asynchronous.stream([7, 8, 9], LONG)
-        await anext(stream)
-        await asynchronous.close()
+        with few_units(engine):
+            await anext(stream)
+            thread = asynchronous._thread
+            assert thread is not None
+            closing = asyncio.create_task(asynchronous.close())
+            while not thread._stopping:
+                await asyncio.sleep(0.01)
+        await closing
         with pytest.raises(EngineError, match="closed"):
             _ = [chunk async for chunk in stream]
         with pytest.raises(EngineError, match="closed"):

@@ -40,6 +40,7 @@ from polarlm.server.running.counters import Totals
 from scripts.make_random_model import write
 from scripts.random_models.shapes import SHAPES
 from tests.call_templates import NO_TOOLS
+from tests.compiled import end_of_compilation
 from tests.cuda.emulated import EmulatedDevice
 from tests.tiny import VOCABULARY, make_model
 from tests.tool_model import tool_model
@@ -154,6 +155,7 @@ def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, l
     one = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), kv_heads, head_dim, 8)
     shape, ones = CacheShape(64, (one,) * layers), np.ones((kv_heads, head_dim))
     statistics = {layer: neutral(kv_heads, head_dim, 64) for layer in range(layers)}
+    end_of_compilation()
     tracemalloc.start()
     stored_layers(WHOLE, shape, [Variances(ones, ones)] * layers, statistics)
     most = tracemalloc.get_traced_memory()[1]

@@ -150,7 +150,10 @@ echo '{{"part": "qkv", "weights": "bf16", "rows": 1, "kernel": "gemv"}}' > "$fil
 echo '{{"part": "out", "weights": "bf16", "rows": 1, "kernel": "gemv"}}' >> "$file"
 sh -c 'echo $$ > {tmp_path}/process; exec sleep {LONG}'
 """
-    found = counted(tmp_path, script, monkeypatch, seconds=2)
+    for seconds in (2, 20, 200):  # it may begin late
+        found = counted(tmp_path, script, monkeypatch, seconds=seconds)
+        if (tmp_path / "process").exists():
+            break
     assert (found.result, found.why) == (CUT_OFF, "1 launches counted")
     wait_for_end(int((tmp_path / "process").read_text()))
     shown = counters.table(tmp_path / "counters.csv", tmp_path / "launches.jsonl").splitlines()
@@ -185,7 +188,7 @@ def test_each_part_gets_its_share_of_what_is_left(tmp_path: Path, monkeypatch: p
     called, results = parts(monkeypatch, PASSED, CUT_OFF, PASSED), dict[str, Result]()
     gpu_hour.run_parts(hour(tmp_path), results)
     assert called == [
-        (name, pytest.approx(seconds, rel=0.01)) for name, seconds in zip("abc", (1200, 1800, 3600), strict=True)
+        (name, pytest.approx(seconds, rel=0.1)) for name, seconds in zip("abc", (1200, 1800, 3600), strict=True)
     ]
     assert state(tmp_path) == {"a": PASSED, "b": CUT_OFF, "c": PASSED}
     assert gpu_hour.results_of(tmp_path, "Fake GPU") == results

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 
@@ -43,21 +44,29 @@ def aliases(module: ast.Module) -> set[str]:
     return found
 
 
-def unexplained(source: str, of_module: Mapping[str, set[str]]) -> list[str]:
+def decorated(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    """Functions with two or more decorators, of a module and its classes."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from decorated(node.body)
+        elif isinstance(node, ast.FunctionDef) and len(node.decorator_list) > 1:
+            yield node
+
+
+def unexplained(source: str, module: ast.Module, of_module: Mapping[str, set[str]]) -> list[str]:
     """Names of the functions with two or more decorators that parametrize, and no "# Product: …" directly above the
     first. of_module: a module's name → its aliases."""
-    lines, module, found = source.splitlines(), ast.parse(source), []
+    lines, found = source.splitlines(), []
     known = aliases(module)
-    for node in ast.walk(module):
+    for node in module.body:
         if isinstance(node, ast.ImportFrom):
             own = of_module.get(node.module or "", set())
             known.update(name.asname or name.name for name in node.names if name.name in own)
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            above = lines[node.decorator_list[0].lineno - 2].strip() if node.decorator_list else ""
-            count = sum(parametrizes(one) or ast.unparse(one) in known for one in node.decorator_list)
-            if count >= 2 and not above.startswith("# Product: "):
-                found.append(node.name)
+    for test in decorated(module.body):
+        above = lines[test.decorator_list[0].lineno - 2].strip()
+        count = sum(parametrizes(one) or ast.unparse(one) in known for one in test.decorator_list)
+        if count >= 2 and not above.startswith("# Product: "):
+            found.append(test.name)
     return found
 
 
@@ -71,13 +80,21 @@ def test_a_test_that_runs_a_product_says_what_it_finds() -> None:
     ):
         twice = f'{first}\n@pytest.mark.parametrize("b", [2])\n{test}'
         of_module = {"tests.all": {"every_one"}}
-        assert unexplained(f"{before}\n\n{twice}", of_module) == ["f"]
-        assert unexplained(f"{before}\n# Product: a and b meet.\n{twice}", of_module) == []
-        assert unexplained(f"{before}\n\n{first}\n{test}", of_module) == []
+        for source, names in (
+            (f"{before}\n\n{twice}", ["f"]),
+            (f"{before}\n# Product: a and b meet.\n{twice}", []),
+            (f"{before}\n\n{first}\n{test}", []),
+        ):
+            assert unexplained(source, ast.parse(source), of_module) == names
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(TESTS.rglob("*.py"))}
+    gc.disable()  # it would go through the trees of all files again and again
+    try:
+        modules = {path: ast.parse(source) for path, source in sources.items()}
+    finally:
+        gc.enable()
     of_module = {
-        ".".join(path.relative_to(TESTS.parent).with_suffix("").parts): aliases(ast.parse(source))
-        for path, source in sources.items()
+        ".".join(path.relative_to(TESTS.parent).with_suffix("").parts): aliases(module)
+        for path, module in modules.items()
     }
-    for path, source in sources.items():
-        assert unexplained(source, of_module) == [], path.relative_to(TESTS)
+    for path, module in modules.items():
+        assert unexplained(sources[path], module, of_module) == [], path.relative_to(TESTS)

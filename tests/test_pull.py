@@ -92,8 +92,8 @@ def test_a_process_that_is_stopped_is_gone_on_with_by_another(
         assert hub.trouble.held.wait(120)
         (partial,) = _when_it_has_bytes(tmp_path)
         first.send_signal(signal.SIGINT)
-        hub.trouble.hold.pop(name).set()
         _, said = first.communicate(timeout=120)
+        hub.trouble.hold.pop(name).set()
     assert first.returncode == 130
     assert said.splitlines()[-2:] == ["The next attempt continues from what has been downloaded.", "Stopped"]
     begun = partial.stat().st_size

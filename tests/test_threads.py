@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
@@ -186,26 +187,27 @@ def test_score_waits_for_the_streams_before_it(shared_engine: Engine) -> None:
     assert same(fold(chunks), shared_engine.generate(*job(5)))
 
 
-@pytest.mark.slow
-def test_a_long_answer_does_not_starve_other_threads(tiny_path: Path) -> None:
-    """A thread that needs the engine for a moment gets it between two tokens of another, however fast they come."""
-    with Engine.load(tiny_path, device="cpu", ctx_size=2000, block_size=8) as engine:
-        begun, seen = threading.Event(), []
+def test_a_long_answer_does_not_starve_other_threads(shared_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that asks for the engine during a step of another one's answer has it before the next step."""
+    step, order = shared_engine._model.step, list[str]()
+    asks, times = threading.Semaphore(0), 20
 
-        def read() -> Completion:
-            def chunks():
-                for chunk in engine.stream([5, 6, 7], SamplingParams(ignore_eos=True)):
-                    begun.set()
-                    yield chunk
+    def stepping(*arguments):
+        if len(order) < 2 * times:
+            asks.release()
+            deadline = time.monotonic() + PATIENCE
+            while not shared_engine._lock._queue:
+                assert time.monotonic() < deadline, "the other thread does not ask"
+                time.sleep(0.001)
+        order.append("step")
+        return step(*arguments)
 
-            return fold(chunks())
+    def look() -> None:
+        for _ in range(times):
+            assert asks.acquire(timeout=PATIENCE)
+            with shared_engine._exclusive():
+                order.append("look")
 
-        def look() -> None:
-            begun.wait(PATIENCE)
-            for _ in range(20):
-                engine.cache_stats()
-            status = engine.status()
-            seen.append(status.running + status.waiting)
-
-        in_threads(read, look)
-        assert seen == [1]
+    monkeypatch.setattr(shared_engine._model, "step", stepping)
+    in_threads(lambda: shared_engine.generate([5, 6, 7], SamplingParams(max_tokens=2 * times, ignore_eos=True)), look)
+    assert order[: 2 * times] == ["step", "look"] * times

@@ -124,7 +124,7 @@ def matrices_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def assert_idle(engine: Engine) -> None:
     """Assert that no request runs or waits, and that every block is free."""
     if engine._tiers is not None:  # whose thread takes the lock to copy blocks
-        assert engine._tiers._writer.flush(10)
+        assert engine._tiers._writer.flush(60)
     with engine._lock._changed:  # a server's thread may still end its last unit
         assert engine._lock._changed.wait_for(lambda: not engine._lock.is_wanted, 60)
     assert not engine._runner.requests

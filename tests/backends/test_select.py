@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from polarlm.engine.backends import select as module
+from polarlm.engine.backends.cuda import device as devices
 from polarlm.engine.backends.select import cards_of, driver_version, select
 from polarlm.engine.errors import EngineError
 from tests.cuda.several_cards import Card
@@ -28,6 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         if opens is not None:
             device.open_device = opens
         monkeypatch.setitem(sys.modules, "polarlm.engine.backends.cuda.device.cupy_device", device)
+        monkeypatch.setattr(devices, "cupy_device", device, raising=False)  # there, if another test has imported it
 
     return has
 

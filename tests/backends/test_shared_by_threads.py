@@ -38,7 +38,7 @@ def test_threads_that_ask_at_the_same_time_get_the_same(
         """One that is complete when all threads have begun to make theirs."""
         made = original(*args)
         with suppress(threading.BrokenBarrierError):  # if only one is made
-            meeting.wait(5)
+            meeting.wait(0.5)
         return made
 
     monkeypatch.setattr(module, kind, slow)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from polarlm.bench.speed.child import Child, Failed, memory
+from tests.compiled import end_of_compilation
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "tests.bench.contestant"
@@ -114,18 +115,23 @@ child.call("wait", {str(pipe)!r})
         parent.kill()
         parent.wait()
         parent.stdout.close()
-        _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
+        _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=120)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the parts are counted on Linux only")
 def test_memory_is_that_of_the_process() -> None:
-    before = memory(os.getpid())
-    held = bytearray(os.urandom(1 << 20)) * 40
-    during = memory(os.getpid())
-    assert during["private"] - before["private"] == pytest.approx(len(held), abs=4 << 20)
-    del held
-    after = memory(os.getpid())
+    end_of_compilation()
+    for _ in range(5):  # other threads may take and free memory
+        before = memory(os.getpid())
+        held = bytearray(os.urandom(1 << 20)) * 40
+        during = memory(os.getpid())
+        del held
+        after = memory(os.getpid())
+        grown = during["private"] - before["private"]
+        if abs(grown - (40 << 20)) < 4 << 20 and during["now"] > after["now"]:
+            break
+    assert grown == pytest.approx(40 << 20, abs=4 << 20)
     assert during["now"] > after["now"]
     assert after["peak"] > during["now"] - (1 << 20)  # the system counts in batches
     assert after["private"] + after["file"] <= after["now"] + (1 << 20)

@@ -20,7 +20,7 @@ from polarlm.engine.chat.line_editor import _history_file, state_folder
 
 FAKE_CHAT = Path(__file__).with_name("fake_engine.py")
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[A"
-HANG = 30.0  # seconds after which a chat that says nothing counts as hung
+HANG = 120.0  # seconds after which a chat that says nothing counts as hung
 
 
 class Terminal:

@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 
-LONG = 30  # seconds, never waited for in full
+LONG = 120  # seconds, never waited for in full
 
 
 class Compiler:

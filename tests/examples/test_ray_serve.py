@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +48,9 @@ def slow_replica(hangs: Path) -> type:
     class SlowReplica(EngineReplica):
         async def __init__(self, settings: dict[str, Any]) -> None:
             from polarlm.engine.model.forward import Transformer
+            from tests.patience import be_patient
 
+            be_patient()
             step = Transformer.step
 
             def slow(*arguments: Any) -> Any:
@@ -77,9 +79,9 @@ class Cluster:
         return sum(file.is_file() and not file.name.startswith(".") for file in self.disk.rglob("*"))
 
     def written_at_rest(self) -> int:
-        """The same, when they write no more."""
-        counts = list(range(5))
-        while len(set(counts[-5:])) > 1:
+        """The same, when they write no more: a writer pauses for half a second at most."""
+        counts = list(range(15))
+        while len(set(counts[-15:])) > 1:
             time.sleep(0.1)
             counts.append(self.written())
         return counts[-1]
@@ -194,7 +196,8 @@ def test_requests_without_a_conversation_are_shared_out_equally(cluster: Cluster
 
     with ThreadPoolExecutor(12) as pool:
         replicas = list(pool.map(ask, range(12)))
-    assert sorted(replicas.count(name) for name in set(replicas)) == [6, 6]
+    assert min(replicas.count(name) for name in {*replicas}) >= 5  # one may come when others have ended
+    assert len({*replicas}) == 2
 
 
 class Name(NamedTuple):
@@ -310,6 +313,7 @@ def plain(tiny_path: Path) -> Iterator[httpx.Client]:
         yield running.http
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_responses_are_those_of_a_server_without_ray(cluster: Cluster, plain: httpx.Client, name: str) -> None:
     method, path, body = REQUESTS[name]
@@ -325,35 +329,67 @@ def test_responses_are_those_of_a_server_without_ray(cluster: Cluster, plain: ht
         assert here.content == there.content
 
 
+@pytest.mark.slow
 def test_streams_arrive_token_by_token(cluster: Cluster) -> None:
+    """The first text arrives before a step is complete."""
+    replica = cluster.ask(MESSAGES[0]["content"]).headers["x-replica"]
     body = {"messages": MESSAGES, "max_tokens": 40, "stream": True, **ALWAYS}
-    with cluster.http.stream("POST", "/v1/chat/completions", json=body) as response:
-        times = [time.monotonic() for _ in events(response)]
-    assert times[-1] - times[0] > 0.8 * 38 * STEP_SECONDS  # a text may need two tokens
-    assert len({round(at / STEP_SECONDS) for at in times}) > 10
+    cluster.hangs.write_text(replica)
+    try:
+        with cluster.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.headers["x-replica"] == replica
+            parts = events(response)
+            begun = text_in(next(parts))
+            while not begun:
+                begun = text_in(next(parts))
+            cluster.hangs.unlink()
+            assert len(list(parts)) > 10
+    finally:
+        cluster.hangs.unlink(missing_ok=True)
 
 
-@pytest.mark.slow(keep=1)
+def text_in(event: dict[str, Any]) -> str:
+    return event["choices"][0]["delta"].get("content") or ""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_cancels_its_request(cluster: Cluster, stream: bool) -> None:
-    question = f"is {stream} known"
+    """The answer may end before: then another client tries."""
+    question, outcome = f"is {stream} known", ""
     replica = cluster.ask(question, max_tokens=1).headers["x-replica"]
-    before = cluster.outcomes(replica, "cancelled")
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 150, "stream": stream, **ALWAYS}
-    with httpx.Client(base_url=cluster.http.base_url, timeout=PATIENCE if stream else 1) as client:
-        if stream:
-            with client.stream("POST", "/v1/chat/completions", json=body) as response:
-                next(events(response))
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/chat/completions", json=body)
-    eventually(lambda: cluster.outcomes(replica, "cancelled") == before + 1)
+    for _ in range(5):
+        before = {name: cluster.outcomes(replica, name) for name in ("cancelled", "length")}
+        with httpx.Client(base_url=cluster.http.base_url, timeout=PATIENCE if stream else 1) as client:
+            if stream:
+                with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                    next(events(response))
+            else:
+                with suppress(httpx.ReadTimeout):
+                    client.post("/v1/chat/completions", json=body)
+
+        def ended(before: dict[str, float] = before) -> list[str]:
+            return [name for name, count in before.items() if cluster.outcomes(replica, name) > count]
+
+        eventually(ended)
+        (outcome,) = ended()
+        if outcome == "cancelled":
+            break
+    assert outcome == "cancelled"
 
 
 # -- replicas that come and go -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_replicas_work_at_once(cluster: Cluster) -> None:
+    """One answer may end before the other begins: then others are asked for."""
+    assert any(work_at_once(cluster) for _ in range(5))
+
+
+def work_at_once(cluster: Cluster) -> bool:
+    """Whether the replicas compute an answer each at the same time."""
     streams = []
     with ExitStack() as open_streams:
         for question in cluster.conversations().values():
@@ -363,8 +399,7 @@ def test_both_replicas_work_at_once(cluster: Cluster) -> None:
         assert len({replica for replica, _ in streams}) == 2
         begun = [next(stream) for _, stream in streams]
         assert not any(event["choices"][0]["finish_reason"] for event in begun)
-        running = {replica: cluster_running(cluster, replica) for replica, _ in streams}
-        assert list(running.values()) == [1, 1]
+        return [cluster_running(cluster, replica) for replica, _ in streams] == [1, 1]
 
 
 def cluster_running(cluster: Cluster, replica: str) -> int:
@@ -391,18 +426,21 @@ def test_conversations_of_a_replica_that_dies_go_on_at_another(cluster: Cluster)
             assert response.headers["x-replica"] == dying
             stream = events(response)
             next(stream)
+            cluster.hangs.write_text(dying)  # so that it does not end before it dies
             kill(dying)
+            cluster.hangs.unlink()
             with pytest.raises((httpx.RemoteProtocolError, AssertionError)):  # a stream that has begun is lost
                 list(stream)
         assert waiting.result().headers["x-replica"] == other  # a response that has not is not
     eventually(lambda: dying not in (found := cluster.conversations()) and len(found) == 2)
 
 
+@pytest.mark.slow
 def test_what_a_replica_has_written_is_read_by_the_one_that_goes_on(cluster: Cluster) -> None:
     question = "a long question about many things, " * 3
     before = cluster.written_at_rest()
     first = cluster.ask(question)
-    eventually(lambda: cluster.written() == before + 2)  # a block, and what is left of the prompt
+    eventually(lambda: cluster.written() >= before + 2)  # a block, and what is left of the prompt
     kill(first.headers["x-replica"])
     second = cluster.ask(question, first.json()["choices"][0]["message"]["content"], "go on")
     assert second.headers["x-replica"] != first.headers["x-replica"]
@@ -426,7 +464,7 @@ def test_a_hybrid_goes_on_at_another_replica(cluster: Cluster, tmp_path: Path) -
         plain = Cluster(running.http, {}, cluster.disk, cluster.hangs)
         no_control = {str(token): -100 for token in range(5)}  # which no text becomes
         answers = [one.ask(question, max_tokens=70, logit_bias=no_control) for one in (cluster, plain)]
-        eventually(lambda: cluster.written() == before + 6)  # 3 blocks, a snapshot, the current block, the answer's ids
+        eventually(lambda: cluster.written() >= before + 6)  # 3 blocks, a snapshot, the current block, the answer's ids
         replica, own = answers[0].headers["x-replica"], text_of(answers[0])
         assert own == text_of(answers[1])
         kill(replica)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from tests.compiled import end_of_compilation
 from tests.jit.levels import declared, loaded
 from tests.requests.test_forks import begun_in_child
 
@@ -114,6 +115,7 @@ def assert_fair(turn: Callable[[int], Turn]) -> None:
 
 @needs_two_cpus
 def test_two_callers_of_a_process_have_fair_shares() -> None:
+    end_of_compilation()
     own, players = Workers(), (Player(), Player())
     own.start(2)
 
@@ -130,6 +132,7 @@ def test_two_callers_of_a_process_have_fair_shares() -> None:
 @needs_two_cpus
 @needs_processes
 def test_two_processes_have_fair_shares_of_two_cpus() -> None:
+    end_of_compilation()
     player = Player()
     cpus = sorted(allowed_cpus())[:2]
 

@@ -28,7 +28,7 @@ from polarlm.engine.jit.lang.values import I64, Value
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, Workers, workers
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60  # seconds until a test that hangs fails
+PATIENCE = 120  # seconds until a test that hangs fails
 POLLS = 20_000_000_000  # of a kernel that waits, half a minute or so: no failure hangs, and a busy machine has time
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
@@ -222,9 +222,13 @@ def test_idle_workers_sleep_and_wake_up_for_the_next_tape(own: Workers) -> None:
     for _ in range(5):
         assert meeting.takes_place(own, 4)
         until(lambda: sleeping(own) == [1, 2, 3])
-    before = time.process_time()
-    time.sleep(0.1)
-    assert time.process_time() - before < 0.05
+
+    def cost_nothing() -> bool:
+        before = time.process_time()
+        time.sleep(0.1)
+        return time.process_time() - before < 0.05
+
+    until(cost_nothing)  # threads of earlier tests may still be at work
 
 
 def test_workers_sleep_while_tapes_of_fewer_threads_run(own: Workers) -> None:
@@ -395,7 +399,7 @@ def test_the_interpreter_ends_while_workers_and_other_threads_run() -> None:
         threading.Thread(target=forever, daemon=True).start()
         counted = Counted(1, 100)
         counted.run(3, times=20)
-        assert begun.wait(60)
+        assert begun.wait(120)
         counted.check(20)
         print("done")
     """

@@ -25,6 +25,7 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import WeightFormat, find, get, writable
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.files.weights import WeightSource
+from tests.compiled import end_of_compilation
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model, read
@@ -195,6 +196,7 @@ def test_conversion_needs_one_slab_beside_the_result(name: str, tmp_path: Path) 
     source = one_gguf_tensor(tmp_path / "x", "F16", values.view(np.uint8), True)
     matrix = FileMatrix(source, "x", get(name))
     got = np.empty((rows, get(name).size(columns)), np.uint8)
+    end_of_compilation()
     tracemalloc.start()
     for part, raw in matrix.slabs(100 * get(name).size(columns)):
         got[part] = raw

@@ -20,6 +20,7 @@ from polarlm.engine.weight_formats import Linear, find, get
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.tensors import StoredWeights
+from tests.compiled import end_of_compilation
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model
@@ -121,6 +122,7 @@ def test_blocks_are_dequantized_in_slabs(dtype: str, mmap: bool, tmp_path: Path)
     weights = one_gguf_tensor(tmp_path / "x", dtype, np.zeros((rows, columns // block * nbytes), np.uint8), mmap)
     matrix = FileMatrix(weights, "x", get(dtype.lower()))
     out = np.empty(matrix.shape, np.float32)
+    end_of_compilation()
     tracemalloc.start()
     matrix.dequantize(out)
     peak = tracemalloc.get_traced_memory()[1]

@@ -26,6 +26,7 @@ from polarlm.model_loaders.files.safetensors_source import read_header
 from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.files.tensor_table import RowParts
 from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
+from tests.compiled import end_of_compilation
 from tests.model_loaders.checkpoints import (
     MODELS,
     NAMES,
@@ -245,6 +246,7 @@ def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, mmap: b
         tmp_path / "x.gguf", dtype, np.zeros((rows, columns // block * block_bytes), np.uint8), mmap
     )
     out = np.empty((rows, columns), np.float32)
+    end_of_compilation()
     tracemalloc.start()
     weights.read_into("x", out)
     peak = tracemalloc.get_traced_memory()[1]
@@ -379,6 +381,7 @@ def test_a_vocabulary_takes_little_more_than_its_bytes(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_array("tokens", [f"token{i}" for i in range(50_000)])
     finish(writer)
+    end_of_compilation()
     tracemalloc.start()
     try:
         file = GgufFile(path)

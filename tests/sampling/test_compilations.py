@@ -60,7 +60,7 @@ def asked(made: Pretended, *keys: tuple[str, str], gone: Callable[[], bool] = la
 
 
 def until(holds: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(12_000):
         if holds():
             return
         threading.Event().wait(0.01)

@@ -14,9 +14,10 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
-from polarlm.server.http import streams
+from polarlm.server.http import streams, uvicorn_connection
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket, unix_socket
+from polarlm.server.socket import connection
 from polarlm.server.socket.socket_server import SocketServer
 from tests import call_templates
 from tests.server.fill_model import with_fills
@@ -27,10 +28,15 @@ from tests.tool_model import tool_engine
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_signs_of_life() -> Iterator[None]:
-    """Streams are what is asked for, however slow a busy machine is: tests of the signs of life set their own time."""
+def nobody_is_in_a_hurry() -> Iterator[None]:
+    """Streams are what is asked for, and clients may take their time, however slow a busy machine is.
+
+    Tests of the signs of life and of limits set their own times.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "SILENT_SECONDS", 3600.0)
+        patch.setattr(connection, "KEY_SECONDS", 3600.0)
+        patch.setattr(uvicorn_connection, "HEAD_SECONDS", 3600.0)
         yield
 
 
@@ -45,11 +51,14 @@ def engine(tiny_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def slow_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A long answer is still under way when something happens to it, and what happens ends it before its time."""
+    """A long answer is still under way when something happens to it, and what happens ends it before its time.
+
+    Only the first steps are fast, so that a test may be late.
+    """
     step, steps = engine._model.step, []
 
     def slow(*arguments: Any) -> Any:
-        steps.append(threading.Event().wait(0.1))
+        steps.append(threading.Event().wait(0.1 if len(steps) < 20 else 1))
         return step(*arguments)
 
     monkeypatch.setattr(engine._model, "step", slow)

@@ -51,6 +51,11 @@ class Gate:
     def let(self, units: int) -> None:
         self._units.release(units)
 
+    def let_another(self) -> None:
+        """One more unit, unless there is one left."""
+        if not self._units._value:  # type: ignore[attr-defined]
+            self.let(1)
+
     def open(self) -> None:
         self._open = True
 

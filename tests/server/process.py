@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +20,38 @@ from tests.server.lines import PATIENCE, Client
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Steps take their time, and one raises as soon as there is a file named in TROUBLE.
+# Steps take their time, and one raises as soon as there is a file named in TROUBLE. While there is one with ".held" at
+# the end of its name, only as many units of work are computed as it says. Prompts and steps take turns.
 TROUBLED = """
 import os, sys, time
+from polarlm.engine import Engine
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.requests.scheduler import Scheduler
 from polarlm.server.__main__ import main
-step = Transformer.step
+step, work, record, done = Transformer.step, Engine.work, Scheduler.record_time, 0
+def allowed():
+    try:
+        with open(os.environ["TROUBLE"] + ".held") as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return None
+def held(engine):
+    global done
+    while (most := allowed()) is not None and done >= most:
+        time.sleep(0.005)
+    done = 0 if most is None else done + 1
+    return work(engine)
 def troubled(*arguments):
     time.sleep(float(os.environ.get("STEP_SECONDS", "0.02")))
     if os.path.exists(os.environ["TROUBLE"]):
         os.unlink(os.environ["TROUBLE"])
         raise ArithmeticError("secret detail")
     return step(*arguments)
-Transformer.step = troubled
+Transformer.step, Engine.work = troubled, held
+Scheduler.record_time = lambda scheduler, unit, seconds: record(scheduler, unit, 1)
 sys.exit(main())
 """
+SOME = 36  # units of work in which some prompts are computed and tokens generated, and no long answer ends
 SMALL_BLOCKS = """
 from functools import partial
 from polarlm.engine import Engine
@@ -112,6 +131,27 @@ class Process:
         """Bytes of memory that the process has."""
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(self.process.pid)], capture_output=True, check=True)
         return int(told.stdout) * 1024
+
+    def metric(self, name: str) -> float:
+        """A number of /metrics; 0 if there is none of this name."""
+        found = re.search(rf"(?m)^polarlm_{re.escape(name)} (\S+)", self.get("/metrics"))
+        return float(found[1]) if found else 0.0
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[int], None]]:
+        """While it holds, an idle server with troubled=True computes only as many units as the yielded function has let
+        it in all, and answers whatever needs no computing."""
+        file = self.trouble.with_name(self.trouble.name + ".held")
+
+        def let(units: int) -> None:
+            file.with_suffix(".new").write_text(str(units))
+            file.with_suffix(".new").replace(file)
+
+        let(0)
+        try:
+            yield let
+        finally:
+            file.unlink()
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -10,6 +10,7 @@ import pytest
 
 from polarlm.engine import SamplingParams
 from polarlm.engine.requests import request
+from polarlm.engine.storage.tiers import tiers
 from polarlm.engine.storage.tiers.patience import Patience
 from tests.tiers.test_engine import ids, load
 from tests.tiny import make_model
@@ -60,6 +61,7 @@ def test_an_engine_measures_its_prefills_and_waits_for_what_the_store_lacks(
 ) -> None:
     """Its clock goes a second further each time that it is looked at."""
     ticks = itertools.count()
+    monkeypatch.setattr(tiers, "Patience", Patience)
     monkeypatch.setattr(request, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     with load(make_model(tmp_path), tmp_path / "blocks") as engine:
         assert engine._tiers is not None

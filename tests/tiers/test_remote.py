@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine import EngineError
-from polarlm.engine.storage.tiers import patience
 from polarlm.engine.storage.tiers import remote as remote_module
 from polarlm.engine.storage.tiers.remote import Remote
 from tests.tiers.test_engine import PARAMS, PROMPT, N, load, next_turn
@@ -241,7 +240,6 @@ def test_trouble_there_is_a_miss_here(
 ) -> None:
     """Answers are as without it, and the own disk goes on to work."""
     monkeypatch.setattr(remote_module, "_SECONDS", 0.2)
-    monkeypatch.setattr(patience, "_FIRST", 5.0)
     released = threading.Event()
     with running(Store()) as store:
         with load(model, None, cache_remote=store.url) as engine:

@@ -20,6 +20,7 @@ from polarlm.engine.storage.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers import tier_store
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
+from tests.server.lines import eventually
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
 from tests.tiers.killed_writer import name
@@ -49,7 +50,7 @@ def test_what_was_written_is_read(place: TierStore) -> None:
 def test_a_full_place_forgets_what_was_used_longest_ago(place: TierStore) -> None:
     for number in range(10):
         put(place, number)
-        time.sleep(0.002)  # times of modification differ
+        time.sleep(0.02)  # times of modification differ, also where the system's clock has ticks of 10 ms
     place.used([name(0), name(1)])
     put(place, 10)
     kept = [number for number in range(11) if place.has(name(number))]
@@ -288,7 +289,7 @@ def test_a_killed_process_leaves_whole_objects_only(tmp_path: Path) -> None:
         )
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(0.003 * attempt)
+        eventually(lambda least=5 * attempt: len(objects_in(tmp_path)) >= least)
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()

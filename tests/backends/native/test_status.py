@@ -104,6 +104,6 @@ def test_work_in_numpy_takes_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(counting, "cpu_quota", lambda root: None)
     before, meeting = cores().number, threading.Barrier(2)
     try:
-        assert sorted(NativeOps(2).parallel_map(lambda i: meeting.wait(30), 2)) == [0, 1]
+        assert sorted(NativeOps(2).parallel_map(lambda i: meeting.wait(120), 2)) == [0, 1]
     finally:
         cores().use(before)

@@ -182,7 +182,7 @@ def test_kernels_are_compiled_while_weights_are_read(
 ) -> None:
     is_read, slabs = threading.Event(), FileMatrix.slabs
     monkeypatch.setattr(FileMatrix, "slabs", lambda matrix, nbytes: is_read.set() or slabs(matrix, nbytes))
-    compiles(lambda name: is_read.wait(30))
+    compiles(lambda name: is_read.wait(120))
     with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
         assert engine.status().backend == "native"  # the wait for the event has not run out
 
@@ -192,7 +192,7 @@ def test_an_engine_is_loaded_when_the_kernels_of_a_first_answer_are_compiled(
 ) -> None:
     """Those that read codes in a prompt come later: a first answer needs none of them."""
     is_loaded = threading.Event()
-    compiles(lambda name: not name.startswith("decode_") or is_loaded.wait(30))
+    compiles(lambda name: not name.startswith("decode_") or is_loaded.wait(120))
     with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "cache_type": "ring4"}) as engine:
         assert engine.generate(PROMPT[:40], SOME).finish_reason == "length"
         is_loaded.set()

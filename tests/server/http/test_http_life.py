@@ -108,7 +108,7 @@ def test_a_stream_that_falls_silent_later_shows_life_too(server: Serving) -> Non
     with server.http.stream("POST", "/v1/completions", json=BODIES["/v1/completions"] | {"stream": True}) as answer:
         frames = answer.iter_lines()
         while not next(frames).startswith("data: "):
-            server.gate.let(1)
+            server.gate.let_another()
         assert ":" in frames  # after what the gate has let through
         server.gate.open()
         assert list(frames)[-2] == "data: [DONE]"

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from polarlm.engine import Engine
 from polarlm.server.http.plain import tokens as tokens_of_texts
 from tests.server.http_server import KEY, Serving, eventually, serving
+from tests.server.lines import PATIENCE
 from tests.tiny import CHARACTERS, VOCABULARY
 
 
@@ -115,7 +116,7 @@ def test_texts_wait_in_a_queue_of_their_own_that_is_bounded(tiny: Engine, monkey
 
     def slow(*arguments: Any, **more: Any) -> list[int]:
         begun.release()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         return tokenize(*arguments, **more)
 
     with serving(tiny, max_queue=1) as server:
@@ -125,7 +126,7 @@ def test_texts_wait_in_a_queue_of_their_own_that_is_bounded(tiny: Engine, monkey
                 connections.enter_context(server.send("/tokenize", {"content": "the"}))
             eventually(lambda: server.driver.snapshot().active == 5)
             for _ in range(4):
-                assert begun.acquire(timeout=60)
+                assert begun.acquire(timeout=PATIENCE)
             response = server.post("/detokenize", {"tokens": [5]})
             assert (response.status_code, response.json()["error"]["code"]) == (429, "busy")
             go_on.set()
@@ -139,7 +140,7 @@ def test_texts_that_take_long_hold_up_no_answer(tiny: Engine, monkeypatch: pytes
     go_on = threading.Event()
 
     def slow(*arguments: Any, **more: Any) -> list[int]:
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         return []
 
     with serving(tiny) as server, ExitStack() as connections:
@@ -149,8 +150,8 @@ def test_texts_that_take_long_hold_up_no_answer(tiny: Engine, monkeypatch: pytes
             connections.enter_context(server.send("/tokenize", {"content": "the"}))
         eventually(lambda: server.driver.snapshot().active == 8)
         body = {"prompt": [5, 6], "max_tokens": 1}
-        assert server.http.post("/v1/completions", json=body, timeout=20).status_code == 200
-        assert server.http.get("/stats", timeout=20).status_code == 200
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        assert server.http.get("/stats").status_code == 200
 
 
 @pytest.mark.parametrize("content", [None, 5, ["the"], {"text": "the"}, True])
@@ -307,7 +308,7 @@ def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None
         assert loaded[names[2]] == loaded["polarlm_kv_blocks_used"] / loaded["polarlm_kv_blocks"] > 0
 
         def all_are_computed() -> bool:
-            server.gate.let(1)
+            server.gate.let_another()
             return [metrics(server)[name] for name in names[:2]] == [0, 3]
 
         eventually(all_are_computed)

@@ -251,7 +251,7 @@ def test_a_client_that_does_not_read_is_cut_off(tiny: Engine, monkeypatch: pytes
         with server.send("/v1/completions", {**ENDLESS, "stream": True, "n": 8}, receive_buffer=4096):
             eventually(lambda: sum(server.outcomes().values()) == 8)
             assert server.outcomes()["cancelled"] > 0
-            assert not server.busy
+            eventually(lambda: not server.busy)
             server.gate.open()
             assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
 
@@ -342,7 +342,7 @@ def test_a_client_may_leave_at_the_very_moment_something_is_sent() -> None:
         each = events()
         stream = streams.EventStream(await anext(each), each, streams.DATA)
         asyncio.get_running_loop().call_later(0.05, now.set)
-        await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
+        await asyncio.wait_for(stream({"type": "http"}, receive, send), 60)
         assert closed.is_set()
 
     asyncio.run(main())

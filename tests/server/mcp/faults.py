@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.server.lines import PATIENCE
 
 FAULTY = Path(__file__).with_name("faulty.py")
@@ -35,9 +35,7 @@ def mcp_file(folder: Path, web: int = 9) -> Path:
 @contextmanager
 def over_http() -> Iterator[int]:
     """Runs the server over HTTP; gives the port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen(
         [sys.executable, str(FAULTY), "http", str(port)], stderr=subprocess.PIPE, text=True
     ) as process:

@@ -34,8 +34,8 @@ def test_tools_that_no_model_can_call_are_told_and_wrong_answers_are_errors() ->
             assert "same name" in troubles["a_b"]
             assert "nested" in troubles["deep"]
             for tool in ("structured", "unreadable", "a b", "list", "deep"):
-                assert (await session.call(tool, {}, 20))["is_error"], tool
-            assert await session.call("good", {}, 20) == {"text": "well", "is_error": False}
+                assert (await session.call(tool, {}, 120))["is_error"], tool
+            assert await session.call("good", {}, 120) == {"text": "well", "is_error": False}
             assert session.state == READY
         finally:
             await session.close()

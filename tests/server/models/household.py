@@ -25,6 +25,7 @@ from tests.compiled import share_kernels
 from tests.conftest import EMBEDDING_DECODERS
 from tests.encoders import make_folder
 from tests.server.lines import PATIENCE
+from tests.server.models.running import PATIENT
 from tests.server.process import started
 from tests.tiny import make_model, tokenizer_json
 
@@ -63,6 +64,7 @@ class Household:
         self.errors, self.temporary = folder / "stderr", folder / "temporary"
         self.temporary.mkdir(exist_ok=True)
         places = {CACHE_VARIABLE: str(share_kernels(folder / "cache")), "TMPDIR": str(self.temporary)}
+        places["PYTHONPATH"] = str(PATIENT)
         self.process, self.url = started(models, self.errors, *FLAGS, *flags, **places)
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
         self._seen: dict[int, psutil.Process] = {}

@@ -31,6 +31,7 @@ from tests.tiny import make_model
 
 QUICK: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "calibration": False, "threads": 1}
 KEY = "sk-of-the-front"
+PATIENT = Path(__file__).with_name("patient")  # in PYTHONPATH, it has processes of models wait for tiers
 
 
 def common(**settings: Any) -> EngineConfig:

@@ -89,7 +89,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             monkeypatch.setattr(module.ModelProcess, "start", start)
             config = ServerConfig(models=str(tmp_path), **settings)
             supervisor = Supervisor(Registry(common(), tmp_path, (), config.pin), config)
-            await asyncio.wait_for(scenario(supervisor, machine), 30)
+            await asyncio.wait_for(scenario(supervisor, machine), 120)
             await supervisor.close()
             assert not machine.running
 
@@ -214,9 +214,9 @@ def test_without_others_to_unload_a_model_tries_what_there_is(run: Run) -> None:
 def test_idle_models_are_unloaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(supervisor: Supervisor, machine: Machine) -> None:
         served = await use(supervisor, "a", supervisor.usual_keep(supervisor.find("a")))
+        assert served.expires is not None
         await use(supervisor, "b", None)  # as long as there is room
         await use(supervisor, "c", 0)
-        assert served.expires is not None
         async with busy(supervisor, served, 0.02):
             await asyncio.sleep(0.05)
             assert served.state == READY

@@ -30,7 +30,7 @@ from tests.server.page.visitor import (
     stats,
     text_of,
 )
-from tests.server.process import Process
+from tests.server.process import SOME, Process
 
 # -- a conversation --------------------------------------------------------------------------------------------
 
@@ -297,10 +297,12 @@ def test_a_busy_server_says_when_to_come_back_and_retry_does(
         choose(page, temperature=0, max_tokens=3)
         long = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
         other = threading.Thread(target=complete, args=(server, [{"role": "user", "content": "on"}]), kwargs=long)
-        other.start()
-        eventually(lambda: stats(server, 0)["running"] == 1)
-        send(page, "the rain")
-        page.until(lambda: page.text(".message .notice"))
+        with server.held() as let:
+            let(SOME)
+            other.start()
+            eventually(lambda: stats(server, 0)["running"] == 1)
+            send(page, "the rain")
+            page.until(lambda: page.text(".message .notice"))
         assert re.search(r"busy: .* about \d+ seconds?\.$", page.text(".message .notice"))
         other.join()
         press_button(page, "Retry")
@@ -316,9 +318,11 @@ def test_a_lost_connection_is_shown_and_can_be_retried(
         server = ends.enter_context(Process(tiny_path, tmp_path, troubled=True))
         page = visit(server)
         choose(page, temperature=0)
-        send(page, LONG)
-        page.until(lambda: len(text_of(page)) > 2)
-        server.process.kill()
+        with server.held() as let:
+            let(SOME)
+            send(page, LONG)
+            page.until(lambda: len(text_of(page)) > 2)
+            server.process.kill()
         page.until(lambda: page.text(".message .notice"))
         assert page.text(".message .notice") == "The connection to the server was lost before the answer was complete."
         assert len(answer(page)) > 2

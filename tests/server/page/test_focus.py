@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.page.browser import Browser
-from tests.server.page.visitor import done, kept, press_button, says, send, send_and_wait, text_of
+from tests.server.page.visitor import done, go_on, kept, press_button, says, send, send_and_wait, text_of
 
 UP = "\ue013"
 FOCUSED = "const at = document.activeElement; return at.id || at.getAttribute('aria-label') || at.textContent"
@@ -72,20 +72,22 @@ def test_a_name_that_is_being_typed_stays_when_another_tab_changes_the_conversat
 @pytest.mark.parametrize("which", ["second", "first"])
 def test_the_focus_stays_in_the_list_of_conversations_when_an_answer_ends(page: Browser, which: str) -> None:
     two_chats(page)
-    says(page, ["half", {"wait": 500}, " an answer"])
+    says(page, ["half", {"held": True}, " an answer"])
     send(page, "on")
     page.until(lambda: text_of(page) == "half")
     page.run("[...document.querySelectorAll('.chat')].find((made) => made.textContent === arguments[0]).focus()", which)
+    go_on(page)
     page.until(lambda: done(page))
     assert page.run(FOCUSED) == which
 
 
 @pytest.mark.slow
 def test_the_focus_stays_below_a_message_when_an_answer_ends(page: Browser) -> None:
-    says(page, ["half", {"wait": 500}, " an answer"])
+    says(page, ["half", {"held": True}, " an answer"])
     send(page, "on")
     page.until(lambda: text_of(page) == "half")
     page.run("document.querySelector('.user .foot [aria-label]').focus()")
+    go_on(page)
     page.until(lambda: done(page))
     assert page.run(FOCUSED) == "Copy message"
 
@@ -104,13 +106,14 @@ def test_the_focus_is_below_an_answer_that_was_saved(page: Browser) -> None:
 @pytest.mark.slow
 def test_an_answer_that_is_edited_cannot_be_saved_while_another_one_comes(page: Browser) -> None:
     """It would take the place of all that comes behind it, of the other one too."""
-    says(page, ["one"], ["half", {"wait": 500}, " an answer"])
+    says(page, ["one"], ["half", {"held": True}, " an answer"])
     send_and_wait(page, "first")
     press_button(page, "Edit")
     page.type(".edit textarea", "!")
     send(page, "second")
     page.until(lambda: text_of(page) == "half")
     page.run("document.querySelector('.edit .row button:nth-child(2)').click()")
+    go_on(page)
     page.until(lambda: done(page))
     assert text_of(page) == "half an answer"
     assert page.run("return document.querySelector('.edit textarea').value") == "one!"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.page.browser import Browser
-from tests.server.page.visitor import asked, done, says, send, send_and_wait
+from tests.server.page.visitor import asked, done, go_on, says, send, send_and_wait
 
 LISTEN = """
     window.heard = [];
@@ -67,10 +67,11 @@ def test_how_far_the_prompt_is_can_be_seen_and_is_not_spoken_each_time(page: Bro
         for part in range(10)
     ]
     page.run(LISTEN)
-    says(page, [*progress, {"wait": 300}, "one", {"wait": 300}])
+    says(page, [*progress, {"held": True}, "one", {"wait": 300}])
     send(page, "count")
     page.until(lambda: page.text("#progress") == "576 of 640 tokens")
     assert asked(page)["return_progress"] is True
+    go_on(page)
     page.until(lambda: done(page))
     assert page.text("#progress") == ""
     assert sorted(heard(page)) == ["Answered.", "Answering …", "Reading the prompt …", "one"]

@@ -13,6 +13,7 @@ from tests.server.page.browser import ENTER, Browser
 from tests.server.page.visitor import (
     choose,
     done,
+    go_on,
     kept,
     press_button,
     says,
@@ -24,7 +25,7 @@ from tests.server.page.visitor import (
     titles,
 )
 
-SLOW: list[Any] = ["half ", {"wait": 1500}, "of it"]
+SLOW: list[Any] = ["half ", {"held": True}, "of it"]
 
 
 @pytest.fixture
@@ -108,6 +109,7 @@ def test_a_message_edited_in_one_tab_while_the_other_answers_is_a_version(page: 
     press_button(page, "Edit", 0)
     page.type(".edit textarea", " edited" + ENTER)
     page.until(lambda: done(page) and text_of(page) == "another")
+    go_on(other)
     other.until(lambda: done(other))
     ways = [["first", "one", "from B", "half of it"], ["first edited", "another"]]
     page.until(lambda: paths(page) == ways)
@@ -144,12 +146,13 @@ def test_an_answer_that_the_other_tab_goes_on_with_stays_one(page: Browser, othe
 
 @pytest.mark.slow
 def test_a_tab_that_watches_shows_the_other_ones_answer(page: Browser, other: Browser) -> None:
-    says(page, ["**from", {"wait": 2500}, "** A"])
+    says(page, ["**from", {"wait": 2500}, {"held": True}, "** A"])
     page.type("#message", "typed")
     other.type("#message", "typed")
     page.type("#message", ENTER)
     other.until(lambda: shown(other)[-2:] == ["typed", "**from"])
     assert other.text(".notice")  # that it is not all of it
+    go_on(page)
     page.until(lambda: done(page))
     other.until(lambda: other.text(".message:last-child .answer") == "from A")
     assert other.run("return message.value") == "typed"
@@ -167,6 +170,7 @@ def test_a_name_given_while_the_other_tab_answers_stays(page: Browser, other: Br
     page.click("[data-does=rename]")
     page.until(lambda: page.run("return document.activeElement.tagName") == "INPUT")
     page.type("#list input", "Weather" + ENTER)
+    go_on(other)
     other.until(lambda: done(other))
     other.until(lambda: "of it" in json.dumps(kept(other)))
     assert [chat["title"] for chat in kept(other)] == ["Weather"]
@@ -180,6 +184,7 @@ def test_settings_chosen_while_the_other_tab_answers_stay(page: Browser, other: 
     send(other, "from B")
     other.until(lambda: text_of(other) == "half ")
     choose(page, system="be brief")
+    go_on(other)
     other.until(lambda: done(other))
     other.until(lambda: "of it" in json.dumps(kept(other)))
     assert [chat["settings"] for chat in kept(other)] == [{"system": "be brief"}]
@@ -193,6 +198,7 @@ def test_a_conversation_deleted_while_the_other_tab_answers_stays_deleted(page: 
     other.until(lambda: text_of(other) == "half ")
     other.type("#message", "typed")
     page.click("[data-does=remove]")
+    go_on(other)
     other.until(lambda: done(other) and text_of(other) == "half of it")  # who reads it reads it to its end
     other.until(lambda: "deleted in another tab" in other.text("#unkept"))
     choose(other, system="be brief")
@@ -213,6 +219,7 @@ def test_a_deletion_taken_back_has_what_the_other_tab_was_answered_meanwhile(pag
     send(other, "from B")
     other.until(lambda: text_of(other) == "half ")
     page.click("[data-does=remove]")
+    go_on(other)
     other.until(lambda: done(other) and "deleted in another tab" in other.text("#unkept"))
     page.click("#restore")
     page.until(lambda: paths(page) == [["first", "one", "from B", "half of it"]])

@@ -13,6 +13,7 @@ from tests.server.page.visitor import (
     asked,
     choose,
     done,
+    go_on,
     press_button,
     roles,
     says,
@@ -151,13 +152,14 @@ def test_a_schema_is_an_object(page: Browser) -> None:
 
 @pytest.mark.slow
 def test_reasoning_is_folded_with_its_time(page: Browser) -> None:
-    thought = [{"reasoning_content": "Let me "}, {"reasoning_content": "think."}, {"wait": 300}]
+    thought = [{"reasoning_content": "Let me "}, {"reasoning_content": "think."}, {"wait": 300}, {"held": True}]
     says(page, [*thought, "Yes", {"wait": 300}, "."], ["No."])
     send(page, "sure?")
     page.until(lambda: page.text(".thinking summary").startswith("Thinking …"))
+    go_on(page)
     page.until(lambda: done(page))
     seconds = float(page.text(".thinking summary").removeprefix("Thought for ").removesuffix(" s"))
-    assert 0.3 <= seconds < 15
+    assert seconds >= 0.3
     assert not page.run("return document.querySelector('.thinking').open")
     assert (page.text(".thoughts"), answer(page)) == ("Let me think.", "Yes.")
     send_and_wait(page, "really?")

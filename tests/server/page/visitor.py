@@ -116,12 +116,13 @@ def says(page: Browser, *answers: list[Piece]) -> None:
     """What the answers from now on are, piece by piece, until the page turns away from them; the last one stays.
 
     A piece is text, or a dict: the delta of an event, {"event": …}, {"status": …, "error": …}, {"wait": milliseconds},
-    or {"lost": True}. `asked(page)` are the bodies of the requests.
+    {"held": True}, which waits for `go_on(page)`, or {"lost": True}. `asked(page)` are the bodies of the requests.
     """
     script = """
         const [answers] = arguments, real = window.real ??= window.fetch;
         const event = (value) => `data: ${JSON.stringify(value)}\\n\\n`;
         window.asked = [];
+        window.goesOn = false;
         window.fetch = async (path, options) => {
             if (!path.endsWith("completions")) return real(path, options);
             const pieces = answers[Math.min(window.asked.length, answers.length - 1)];
@@ -140,10 +141,14 @@ def says(page: Browser, *answers: list[Piece]) -> None:
                     await null;
                     const piece = pieces[sent++];
                     if (piece?.wait) await new Promise((done) => setTimeout(done, piece.wait));
+                    while (piece?.held && !window.goesOn && !options.signal.aborted) {
+                        await new Promise((done) => setTimeout(done, 20));
+                    }
                     if (options.signal.aborted) return undefined;
                     if (piece?.lost) return stream.error(new TypeError("lost"));
                     if (piece?.event) return stream.enqueue(encoder.encode(event(piece.event)));
-                    const delta = typeof piece === "string" ? {content: piece} : piece?.wait ? {} : piece ?? {};
+                    const empty = piece === undefined || piece.wait || piece.held;
+                    const delta = typeof piece === "string" ? {content: piece} : empty ? {} : piece;
                     const finish_reason = piece === undefined ? (calls ? "tool_calls" : "stop") : null;
                     stream.enqueue(encoder.encode(event({choices: [{delta, finish_reason}]})));
                     if (piece !== undefined) return;
@@ -155,6 +160,11 @@ def says(page: Browser, *answers: list[Piece]) -> None:
         };
     """
     page.run(script, list(answers))
+
+
+def go_on(page: Browser) -> None:
+    """Let the answers of `says` go on that are held."""
+    page.run("window.goesOn = true")
 
 
 def asked(page: Browser, which: int = -1) -> dict[str, Any]:

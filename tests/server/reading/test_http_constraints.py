@@ -16,6 +16,7 @@ from polarlm.engine import Engine
 from polarlm.engine.sampling.compilations import MOST_WAITING, TURNS
 from tests.sampling.test_hostile_grammars import HOSTILE
 from tests.server.http_server import Serving, eventually, serving
+from tests.server.lines import PATIENCE
 from tests.tiny import assert_idle
 
 WORD = "[a-f]{4,9}"
@@ -96,7 +97,7 @@ def held(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
 
     def late(*request: Any) -> Any:
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(PATIENCE)
         return ask(*request)
 
     with monkeypatch.context() as patch:
@@ -118,7 +119,7 @@ def compilations(server: Serving) -> dict[str, float]:
 def test_what_clients_that_hung_up_asked_for_is_not_compiled(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as client, held(server, monkeypatch) as begun:
         first = client.submit(complete, server, guided_regex="a{5}first")
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE)
         before = compilations(server)
         bodies = [{"prompt": "a", "guided_regex": f"[a-f]{{3}}{number}"} for number in range(12)]
         connections = [server.send("/v1/completions", body) for body in bodies]
@@ -140,7 +141,7 @@ def test_of_too_many_new_constraints_the_last_ones_are_to_come_again(
 ) -> None:
     with ThreadPoolExecutor(1 + MOST_WAITING) as clients, held(server, monkeypatch) as begun:
         answers = [clients.submit(complete, server, guided_regex="[a-f]{3}, first")]
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE)
         patterns = [f"[a-f]{{3}}, {number}" for number in range(MOST_WAITING)]
         answers += [clients.submit(complete, server, guided_regex=pattern) for pattern in patterns]
         eventually(lambda: compilations(server)["waiting"] == 1 + MOST_WAITING)
@@ -162,9 +163,10 @@ def test_a_request_whose_time_ends_while_its_constraint_is_compiled_is_told_so(
 ) -> None:
     with (
         Engine.load(tiny_path, device="cpu", cache_type="f16", calibration=False, block_size=8) as engine,
-        serving(engine, request_seconds=1) as server,
+        serving(engine) as server,
     ):
-        assert complete(server, guided_regex="known").status_code == 200
+        assert complete(server, guided_regex="known").status_code == 200  # the process has started
+        object.__setattr__(server.driver.config, "request_seconds", 1)
         with held(server, monkeypatch):
             response = complete(server, guided_regex="[a-f]{3}, late")
     assert response.status_code == 504
@@ -182,7 +184,7 @@ def test_hostile_constraints_at_once_hold_up_nobody_else(server: Serving, monkey
     with ThreadPoolExecutor(len(bodies)) as clients:
         with held(server, monkeypatch) as begun:
             attacks = [clients.submit(complete, server, **body) for body in bodies]
-            assert begun.wait(60)
+            assert begun.wait(PATIENCE)
             eventually(lambda: server.driver.snapshot().active == len(bodies))
             for _ in range(3):
                 assert complete(server, max_tokens=2).status_code == 200

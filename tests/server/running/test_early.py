@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.running.early import EarlyClients
 from polarlm.server.running.listening import tcp_socket
+from tests.server.lines import eventually
 
 
 @pytest.fixture
@@ -72,8 +72,7 @@ def test_those_that_wait_are_served_when_it_has_loaded(bound: socket.socket) -> 
 
     with EarlyClients(bound) as early:
         first, silent = ask(bound, b"GET /a"), socket.create_connection(bound.getsockname(), timeout=60)
-        while len(early._kept) < 2:
-            pass
+        eventually(lambda: len(early._kept) == 2)
         silent.sendall(b"GET /b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         found = asyncio.run(serve(early))
     for answer, path in zip(found, (b"/a", b"/b", b"/c"), strict=True):
@@ -86,9 +85,6 @@ def test_who_hangs_up_is_forgotten_and_the_rest_is_closed_at_the_end(bound: sock
         stays = ask(bound, b"GET /")
         socket.create_connection(bound.getsockname()).close()
         assert read(ask(bound, b"GET /ping")).startswith(b"HTTP/1.1 503 ")  # those before it have been looked at
-        end = time.monotonic() + 10
-        while len(early._kept) > 1 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert len(early._kept) == 1
+        eventually(lambda: len(early._kept) == 1)
     with pytest.raises(ConnectionResetError):  # what it has sent was never read
         read(stays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from collections.abc import Iterator
@@ -280,7 +281,7 @@ def test_a_replay_of_many_messages_has_an_end(tiny_path: Path, monkeypatch: pyte
             events._send([])
         events.watch(engine)
         with zmq.Context.instance().socket(zmq.DEALER) as ask:
-            ask.rcvtimeo, ask.linger = 2_000, 0
+            ask.rcvtimeo, ask.linger = SECONDS, 0
             ask.connect(replay)
             ask.send_multipart((b"", bytes(8)))
             numbers = []
@@ -315,9 +316,11 @@ def test_a_server_publishes_until_its_end(tiny_path: Path, tmp_path: Path) -> No
         Process(tiny_path, tmp_path, "--kv-events", address, prelude=blocks) as server,
     ):
         body = {"prompt": list(range(10, 60)), "max_tokens": 1}
-        for seed in range(3):
-            body["prompt"] = [seed + 5, *range(10, 60)]
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+        for seed in itertools.count():
+            if seed >= 3 and subscriber.socket.poll(10):  # it may join late
+                break
+            body["prompt"] = [seed % 80 + 5, *range(10, 60)]
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=180).raise_for_status()
         subscriber.next = int.from_bytes(subscriber.socket.recv_multipart()[1], "big") + 1
         server.process.terminate()
         while subscriber.cleared == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from polarlm.server.__main__ import main
 from polarlm.server.config import KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.running.listening import tcp_socket, unix_socket
 from tests.server.lines import PATIENCE, Client, eventually
-from tests.server.process import Process
+from tests.server.process import SOME, Process
 from tests.server.socket.test_socket import GREEDY, LONG, fuzzed
 
 # -- the command line ------------------------------------------------------------------------------------------
@@ -242,14 +243,19 @@ def test_a_model_without_a_template_says_so_at_the_start(victim: Process) -> Non
 
 @pytest.mark.slow
 def test_clients_that_are_gone(victim: Process) -> None:
-    clients = [victim.client() for _ in range(12)]
-    for client in clients:
-        client.send(id=1, **LONG)
-    clients[0].receive()
-    for client in clients:
-        client.close()
-    eventually(victim.is_idle)
-    assert 'outcome="cancelled"} 12.0' in victim.get("/metrics")
+    def cancelled() -> float:
+        return victim.metric('requests_total{outcome="cancelled"}')
+
+    before = cancelled()
+    with victim.held() as let:
+        let(SOME)
+        clients = [victim.client() for _ in range(12)]
+        for client in clients:
+            client.send(id=1, **LONG)
+        clients[0].receive()
+        for client in clients:
+            client.close()
+        eventually(lambda: cancelled() == before + 12)
 
 
 def test_garbage(victim: Process) -> None:
@@ -272,16 +278,18 @@ def test_half_open_connections(victim: Process) -> None:
 
 def test_an_exception_in_a_step(victim: Process) -> None:
     with victim.client() as client:
-        client.send(id=1, **LONG)
-        client.receive()
-        victim.trouble.touch()
+        with victim.held() as let:
+            let(SOME)
+            client.send(id=1, **LONG)
+            client.receive()
+            victim.trouble.touch()
         assert client.rest_of(1)[1]["error"]["code"] == "internal"
         assert not victim.trouble.exists()
     assert any("secret detail" in line.get("traceback", "") for line in victim.log())
 
 
 def loaded(process: Process) -> list[Any]:
-    """Clients with requests that run, each with one more that the server has in its queue."""
+    """Clients with requests that run on a held server, each with one more that the server has in its queue."""
     clients = [process.client() for _ in range(4)]
     for client in clients:
         client.send(id="runs", **{**LONG, "max_tokens": 80})
@@ -298,8 +306,10 @@ def loaded(process: Process) -> list[Any]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load(tiny_path: Path, tmp_path: Path, number: signal.Signals) -> None:
     with Process(tiny_path, tmp_path, "--socket-port", "0", "--parallel", "4", troubled=True) as process:
-        clients = loaded(process)
-        process.signal(number)
+        with process.held() as let:
+            let(SOME)
+            clients = loaded(process)
+            process.signal(number)
         ends: list[dict[str, str]] = []
         for client in clients:
             messages = list(client.rest())
@@ -309,30 +319,46 @@ def test_a_signal_under_load(tiny_path: Path, tmp_path: Path, number: signal.Sig
         assert process.wait() == 0
 
 
+def running(client: Client, let: Callable[[int], None]) -> None:
+    """Send a request that runs, and ends when the server is no longer held."""
+    let(SOME)
+    client.send(id="runs", **{**LONG, "max_tokens": 80})
+    client.receive()
+
+
+def until_closing(client: Client) -> None:
+    """Send requests until one is refused because the server is about to end."""
+    for number in itertools.count():
+        client.send(id=number, prompt="a", max_tokens=1)
+        client.send_raw(b"?\n")  # what it answers to this comes when it has the request
+        while (message := client.receive())["id"] is not None:
+            if message.get("error", {}).get("code") == "closing":
+                return
+
+
 @pytest.mark.slow
 def test_no_new_requests_after_a_signal(tiny_path: Path, tmp_path: Path) -> None:
     with Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process, process.client() as client:
-        client.send(id="runs", **{**LONG, "max_tokens": 80})
-        client.receive()
-        process.signal(signal.SIGTERM)
-        code = ""
-        while code != "closing":  # from the signal on
-            _, last = client.ask(id="new", prompt="a", max_tokens=1)
-            code = last.get("error", {}).get("code", "")
-        with pytest.raises(OSError):
-            process.client()
+        with process.held() as let:
+            running(client, let)
+            process.signal(signal.SIGTERM)
+            until_closing(client)
+            with pytest.raises(OSError):
+                process.client()
         assert client.rest_of("runs")[1]["finish_reason"] == "length"
         assert process.wait() == 0
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tiny_path: Path, tmp_path: Path) -> None:
-    with Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process, process.client() as client:
-        client.send(id="runs", **LONG)
-        client.receive()
+    with (
+        Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process,
+        process.client() as client,
+        process.held() as let,
+    ):
+        running(client, let)
         process.signal(signal.SIGTERM)
-        while "error" not in client.ask(id="new", prompt="a", max_tokens=1)[1]:
-            pass
+        until_closing(client)
         process.signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
 

@@ -12,10 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from polarlm.engine.outputs import BOUNDS, Chunk, Times, Usage
-from polarlm.engine.storage.tiers import circuit_breaker, patience
+from polarlm.engine.storage.tiers import circuit_breaker
 from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.running.counters import Totals
 from tests.server.http_server import Serving, eventually, serving
+from tests.server.lines import PATIENCE
 from tests.tiny import PLAIN, forget, load_tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -174,8 +175,9 @@ def test_errors_and_timeouts_are_counted_by_place(server: Serving, monkeypatch: 
         flush(server)
     hangs = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(patience, "_FIRST", 0.0)
-        patch.setattr(Folder, "has", lambda *_: hangs.wait(60) and False)
+        assert server.engine._tiers is not None
+        patch.setattr(server.engine._tiers._patience, "seconds", lambda tokens: 0.05)
+        patch.setattr(Folder, "has", lambda *_: hangs.wait(PATIENCE) and False)
         ask(server, prompt="in the end the rain then ran on " * 2)
         eventually(lambda: metrics(server)[names[2]] == 1)
         hangs.set()

@@ -434,7 +434,7 @@ def test_a_session_that_is_being_saved_is_saved_before_the_server_ends(tiny_path
 @pytest.mark.slow
 def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    with start(tiny_path, tmp_path, "--request-seconds", "2", prelude=WAITING, GO=str(go)) as process:
+    with start(tiny_path, tmp_path, "--request-seconds", "10", prelude=WAITING, GO=str(go)) as process:
         turn(process, [USER])
         asking, told = save_that_waits(process, go)
         others = [threading.Thread(target=ask, args=(process, "/sessions", "GET")) for _ in range(6)]
@@ -473,9 +473,9 @@ def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path
 def test_the_end_of_a_server_does_not_wait_for_a_disk_that_hangs(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     impatient = """
-from polarlm.server import __main__ as program
+from polarlm.server import serving
 from polarlm.server.running import driver
-program._DRAIN_SECONDS = driver._LAST_SECONDS = 0.3
+serving._DRAIN_SECONDS = driver._LAST_SECONDS = 0.3
 """
     with start(tiny_path, tmp_path, prelude=WAITING + impatient, GO=str(go)) as process:
         turn(process, [USER])

@@ -15,7 +15,7 @@ from tests.server.lines import PATIENCE, Client, eventually
 from tests.server.process import SMALL_BLOCKS, Process
 from tests.tiny import make_model
 
-PRELUDE = SMALL_BLOCKS.format(kept=4)
+PRELUDE = SMALL_BLOCKS.format(kept=4) + "from tests.patience import be_patient; be_patient()\n"
 USER, AGAIN = ({"role": "user", "content": content} for content in ("hello, how are you", "and then"))
 
 
@@ -58,14 +58,13 @@ def test_the_next_turn_after_a_restart_needs_no_prefill(model: Path, tmp_path: P
     with start(model, tmp_path / "plain", disk=False) as server:
         first = chat(server.url, USER)
         expected = chat(server.url, USER, said(first), AGAIN)
-    with start(model, tmp_path / "kept") as server:
-        assert said(chat(server.url, USER)) == said(first)
-        if how == signal.SIGKILL:
-            stored = first["usage"]["total_tokens"] - 1
-            blocks = stored // 8 + bool(stored % 8) + 1  # and the ids of the answer
-            eventually(lambda: written(tmp_path / "kept") >= blocks)
-        server.process.send_signal(how)
-        server.process.wait(PATIENCE)
+    for folder, ends in (("counted", signal.SIGTERM), ("kept", how)):
+        with start(model, tmp_path / folder) as server:
+            assert said(chat(server.url, USER)) == said(first)
+            if ends == signal.SIGKILL:  # when it has written as much as the one that ended in order
+                eventually(lambda: written(tmp_path / "kept") == written(tmp_path / "counted"))
+            server.process.send_signal(ends)
+            server.process.wait(PATIENCE)
     with start(model, tmp_path / "kept") as server:
         second = chat(server.url, USER, said(first), AGAIN)
         assert said(second) == said(expected)

@@ -28,6 +28,7 @@ from polarlm.server.socket import connection
 from polarlm.server.socket.lines import Lines
 from tests.pairs import each
 from tests.server.conftest import Running
+from tests.server.http_server import Gate
 from tests.server.lines import PATIENCE, Client, eventually
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "socket-protocol.md"
@@ -250,7 +251,7 @@ def test_too_many_connections(start: Start) -> None:
                     third.receive()
 
         def has_room() -> bool:
-            with Client(server.address) as fourth:
+            with Client(server.address) as fourth, suppress(EOFError, ConnectionError):
                 return "error" not in fourth.ask(id=1, prompt="a", max_tokens=1)[1]
 
         eventually(has_room)
@@ -290,9 +291,24 @@ def test_an_idle_connection_is_closed(server: Running, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("slow_steps")
 def test_a_client_that_waits_for_an_answer_is_not_idle(server: Running, monkeypatch) -> None:
-    monkeypatch.setattr(connection, "IDLE_SECONDS", 1.0)  # long enough for a request to arrive on a busy machine
+    for seconds, tokens in ((0.5, 10), (10, 40)):  # a request may take a while to arrive; its steps take longer
+        monkeypatch.setattr(connection, "IDLE_SECONDS", seconds)
+        with Client(server.address) as client, suppress(EOFError, ConnectionError):
+            assert client.ask(id=1, prompt="a", max_tokens=tokens, **GREEDY)[1]["done"]
+            break
+    else:
+        pytest.fail("a client that waits was hung up on")
+
+
+def test_a_client_is_idle_when_it_has_its_answers(server: Running, monkeypatch) -> None:
+    gate = Gate(server.engine)
+    gate.close()
     with Client(server.address) as client:
-        assert client.ask(id=1, prompt="a", max_tokens=14, **GREEDY)[1]["done"]  # of 0.1 seconds each
+        client.send(id=1, prompt="a", max_tokens=3, **GREEDY)
+        eventually(lambda: server.engine.status().waiting)
+        monkeypatch.setattr(connection, "IDLE_SECONDS", 0.1)
+        gate.open()
+        assert client.rest_of(1)[1]["done"]
         assert client.receive()["error"]["code"] == "timeout"
         with pytest.raises(EOFError):
             client.receive()

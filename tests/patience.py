@@ -1,0 +1,35 @@
+"""Times after which engines give something up, as tests have them: a busy machine may stop any thread for seconds.
+
+Tests of what is given up set their own times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polarlm.engine.storage.tiers import remote, tiers
+from polarlm.model_loaders import limited_process
+
+SECONDS = 120.0
+
+
+class Patient(tiers.Patience):
+    """Waits for tiers however short a prompt is."""
+
+    def seconds(self, tokens: int) -> float:
+        return SECONDS
+
+
+TIMES: list[tuple[Any, str, Any]] = [  # modules, names in them, and their values
+    (tiers, "Patience", Patient),
+    (tiers, "_FOR_NAMES", SECONDS),
+    (tiers, "_LAST_PATIENCE", SECONDS),
+    (remote, "_SECONDS", SECONDS),
+    (limited_process, "_ANSWER_SECONDS", SECONDS),
+]
+
+
+def be_patient() -> None:
+    """Set these times in this process."""
+    for time in TIMES:
+        setattr(*time)
