@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -41,6 +42,8 @@ class LayerCache:
     k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
     mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
     full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks.
+    finer: the cache of blocks with more bits, if there are two kinds; it has the same slots, and its blocks are in the
+    same memory.
     """
 
     stored_as: ClassVar[str] = transfer.FIELDS
@@ -51,11 +54,23 @@ class LayerCache:
     mean: Mapping[str, np.ndarray]
     full_k: np.ndarray
     full_v: np.ndarray
+    finer: LayerCache | None = field(default=None, kw_only=True)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a quantized block of one KV head, without block means."""
+        arrays = [*self.k.values(), *self.v.values()]
+        return sum(array.itemsize * math.prod(array.shape[2:]) for array in arrays)
+
+    def move(self, target: int, source: int) -> None:
+        """Copy a quantized block to another."""
+        for array in (*self.k.values(), *self.v.values(), *self.mean.values()):
+            array[:, target] = array[:, source]
 
     def take(self, blocks: np.ndarray) -> Sides:
         """A copy of the quantized blocks with these ids, in the representation of `stored_as`."""
         arrays = self.k, self.v, self.mean
-        return Sides(*({name: array.take(blocks, axis=1) for name, array in side.items()} for side in arrays))
+        return Sides(*({name: _taken(array, blocks) for name, array in side.items()} for side in arrays))
 
     def put(self, blocks: Sequence[int], sides: Sides) -> None:
         """Overwrite the quantized blocks with these ids by `sides`, as `take` returns them."""
@@ -96,6 +111,14 @@ class LayerCache:
             for x in self.full(places[0])
         )
         return k, v
+
+
+Cached = TypeVar("Cached", bound=LayerCache)  # of one type for both kinds of blocks
+
+
+def _taken(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """array[:, blocks], contiguous. `np.take` would copy all of an array of which a finer kind has a part."""
+    return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
 
 
 def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -217,11 +240,11 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
     if span.sink is not None and oldest < block_size:
         yield _full_tile(0, cache.full(KVLocation(None, span.sink)), slice(None))
 
-    ids = np.asarray(span.table, np.intp)
-    skipped = max(0, (oldest - span.table_start) // block_size)
-    for first in range(skipped, len(ids), _BLOCK_TILE):
-        part = ids[first : first + _BLOCK_TILE]
-        yield _Tile(span.table_start + first * block_size, *read_blocks(cache, part))
+    for stored, ids in blocks_of(cache, span):
+        skipped = max(0, (oldest - span.table_start) // block_size)
+        for first in range(skipped, len(ids), _BLOCK_TILE):
+            part = ids[first : first + _BLOCK_TILE]
+            yield _Tile(span.table_start + first * block_size, *read_blocks(stored, part))
 
     size, current = last + 1 - span.current_start, cache.full(span.current)
     end = min(size, current[0].shape[1])
@@ -230,6 +253,15 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
         yield _full_tile(span.current_start + first, current, slice(first, min(first + _KEY_TILE, end)))
     for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
         yield _full_tile(span.current_start + first, cache.full(KVLocation(None, slot)), slice(0, size - first))
+
+
+def blocks_of(cache: Cached, span: SpanView) -> list[tuple[Cached, np.ndarray]]:
+    """The quantized blocks of a sequence: of each kind its cache, and the ids of the blocks."""
+    ids = np.asarray(span.table, np.intp)
+    if span.finer is None:
+        return [(cache, ids)]
+    assert cache.finer is not None
+    return [(cast(Cached, cache.finer), np.asarray(span.finer, np.intp)), (cache, ids)]
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:

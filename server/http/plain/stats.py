@@ -50,6 +50,7 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
         "blocks_used": now.blocks_used,
         "blocks_kept": now.blocks_kept,
         "blocks_free": now.blocks_free,
+        "blocks_by_type": now.types,
         "snapshots": None if now.snapshots is None else asdict(now.snapshots),
         "running": now.running,
         "waiting": now.waiting,
