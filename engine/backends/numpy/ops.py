@@ -16,10 +16,11 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, ScoreRule, Sides, attend_alone, rounded
+from polarlm.engine.backends.numpy.attention import ScoreRule, attend_alone
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoders import EncoderOps
 from polarlm.engine.backends.numpy.experts import ExpertOps
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
 from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side, store_fields
 from polarlm.engine.backends.numpy.kv.stored_blocks import decode_blocks, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps

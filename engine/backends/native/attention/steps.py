@@ -15,7 +15,8 @@ from polarlm.engine.backends.native.kernels.attention.partials import MergeArgum
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.attention import Buffer, LayerCache, ScoreRule
+from polarlm.engine.backends.numpy.attention import ScoreRule
+from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.weight_formats import Linear
 

@@ -14,7 +14,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kv.cache_tiles import tiles
 from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
-from polarlm.engine.backends.numpy.attention import Fields, LayerCache, Sides
+from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.run.workers import aligned

@@ -11,7 +11,7 @@ from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArgu
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.kv.encoders import Encoder, by_head
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import NotFinite

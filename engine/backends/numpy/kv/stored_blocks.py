@@ -9,7 +9,8 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, Sides, read_blocks
+from polarlm.engine.backends.numpy.attention import read_blocks
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.codecs import Field
 from polarlm.engine.jit.run.zeros import zeros
 
