@@ -193,6 +193,7 @@ class Status:
     tiers: tuple[TierStatus, ...] = ()  # the fastest first
     experts: ExpertStatus | None = None  # None if all experts are in memory, or there are none
     snapshots: SnapshotStatus | None = None  # None for a model without recurrent layers
+    types: dict[str, int] | None = None  # used and kept blocks by cache type; None if all blocks have the same
 
 
 @dataclass(frozen=True)

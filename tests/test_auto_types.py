@@ -218,7 +218,7 @@ def test_a_layer_whose_attention_has_no_output_costs_nothing(tiny_path: Path, mo
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"cache_type": "auto"}, "give the bits per value, as in auto:3.5"),
+        ({"cache_type": "auto:"}, "give the bits per value, as in auto:3.5"),
         ({"cache_type": "auto:many"}, "give the bits per value, as in auto:3.5"),
         ({"cache_type": "auto:5", "cache_type_v": "ring3"}, "leave cache_type_v out"),
         ({"cache_type": "auto:5", "calibration": False}, "which calibration=False leaves out"),

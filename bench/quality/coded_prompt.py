@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.sizes import cache_shape, store_plan

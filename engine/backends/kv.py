@@ -26,6 +26,7 @@ class CacheFormat:
 
     metric_k, metric_v: with None, every value is rounded to the nearest code.
     mean_bits: bits per channel of the block mean that is subtracted from keys, 8 or 16; 0 leaves keys uncentred.
+    finer: the format of blocks that have more bits and the same transforms, if the cache has both kinds in one memory.
     """
 
     codec_k: Codec
@@ -36,6 +37,7 @@ class CacheFormat:
     block_size: int
     kv_heads: int
     head_dim: int
+    finer: CacheFormat | None = None
 
 
 class KVLocation(NamedTuple):
@@ -88,3 +90,6 @@ class SpanView:
     table: Sequence[int]  # block table: ids of the quantized blocks
     table_start: int  # position of the first token of table[0]
     following: Sequence[int] = ()  # slots of the blocks after `current` that a step's rows extend into
+    # Ids of the blocks with more bits, in a cache that has both kinds. Then there is no window, and `table` and `finer`
+    # have the sequence's blocks in any order: every row sees all of them.
+    finer: Sequence[int] | None = None

@@ -5,7 +5,7 @@ Letters and types as in `engine.backends.ops`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from polarlm.engine.backends.kv import (
@@ -26,8 +26,12 @@ Array = Any
 class KVOps(Protocol):
     """The part of `Ops` that reads and writes K/V."""
 
+    @property
+    def decode_blocks(self) -> Callable[[Cache, Sequence[int]], Buffer] | None:
+        """(cache, quantized blocks) → a buffer, as a prompt has, of what they decode to, in order; None on a GPU."""
+
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        """Bytes of a quantized block, and of a full-precision slot, all KV heads.
+        """Bytes of a quantized block (not of the finer kind), and of a full-precision slot, all KV heads.
 
         Raises ValueError for a codec that the backend does not support.
         """
@@ -35,6 +39,9 @@ class KVOps(Protocol):
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
         """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share.
 
+        If the format has a finer one, the cache's attribute `finer` is a cache of that format with the same slots. Its
+        blocks are in the same memory, from the beginning on: those of both kinds that are in use must not overlap. A
+        block of either kind begins at its id times `code_bytes` of its cache, and `move(target, source)` copies one.
         Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity becomes NaN.
         """
 

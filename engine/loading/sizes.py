@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from polarlm import model_loaders
@@ -25,6 +25,7 @@ from polarlm.engine.state.plan import (
     plan_for_memory,
     plan_for_tokens,
     with_kept,
+    with_more_tokens,
 )
 from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape, SharedShape
@@ -96,6 +97,7 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         even = allocation.types(budget, attentions, len(model.layers), config.block_size, None, mean_bits)
         config = replace(config, cache_type=even)
     layers: list[LayerShape | SharedShape | OwnShape] = []
+    finer = cache_types.finer_codecs(config)
     for layer, (codec_k, codec_v) in zip(model.layers, cache_types.layer_codecs(config, head_dims), strict=True):
         mixer = layer.mixer
         if not isinstance(mixer, Attention):
@@ -106,12 +108,24 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
             continue
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
-        layers.append(LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window))
+        layers.append(LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window, finer))
+    if finer is not None:
+        _check_by_room(ops, layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
     except ValueError as error:
         raise EngineError(str(error)) from None
+
+
+def _check_by_room(ops: Ops, layers: Sequence[LayerShape | SharedShape | OwnShape]) -> None:
+    """Raises EngineError for layers whose blocks cannot have bits by the room that there is."""
+    if ops.decode_blocks is None:
+        raise cache_types.not_by_room("it runs on the CPU only (--device cpu)")
+    if any(layer.window is not None for layer in layers):
+        raise cache_types.not_by_room("this model has layers with a sliding window, which it does not serve yet")
+    if not all(isinstance(layer, LayerShape) for layer in layers) or len({layer.group for layer in layers}) > 1:
+        raise cache_types.not_by_room("this model has layers of several kinds, which it does not serve yet")
 
 
 def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
@@ -223,6 +237,8 @@ def store_plan(
         return plan_for_memory(shape, room, tokens, sequences, other_bytes)
     if config.kept_sequences:
         plan = with_kept(plan, min(plan.bytes + plan.bytes // _SHARE_OF_KEPT, room - other_bytes(tokens)), 0)
+    if shape.finest is not shape:  # it has the memory of a store whose blocks have the most bits
+        plan = with_more_tokens(plan, store_plan(config, ops, model, shape.finest, room, more).bytes)
     return plan
 
 

@@ -81,7 +81,11 @@ class Prefill:
         ropes, of_rows = self.ropes.tables(positions(spans)), row_adapters(spans)
         units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
         split = partial(self.ops.split_rows, among_experts=any(isinstance(layer.ffn, Experts) for layer in self.layers))
-        parts = [[self._part(spans, rows, first_output) for rows in split(unit)] for unit in units]
+
+        def cut() -> list[list[_Part]]:
+            return [[self._part(spans, rows, first_output) for rows in split(unit)] for unit in units]
+
+        parts, changes = cut(), self.store.changes
         done, last = 0, (len(self.layers) - 1, units[-1])
         for number, (ops, layers) in enumerate(self.stages):
             if number:
@@ -92,13 +96,15 @@ class Prefill:
                 for span in spans:
                     self.store.begin_layer(layer, span)
                 rope = self.ropes.of_layer(layer, own)
-                for unit, unit_parts in zip(units, parts, strict=True):
-                    self._layer(layer, x, inputs, rope, unit_parts, spans if unit is units[-1] else (), adapters)
+                for at, unit in enumerate(units):
+                    self._layer(layer, x, inputs, rope, parts[at], spans if unit is units[-1] else (), adapters)
                     rows = unit.stop - unit.start
                     done += rows
                     if by_layer or done + rows > step or (layer, unit) == last:
                         yield done
                         done = 0
+                        if self.store.changes != changes:  # blocks that earlier turns left have been moved meanwhile
+                            parts, changes = cut(), self.store.changes
         return x
 
     def _part(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Part:

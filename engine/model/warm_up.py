@@ -17,6 +17,8 @@ _MANY_ROWS = 96  # rows of a prompt: enough to be multiplied by a GPU's library
 def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
     """Return the smallest store for a warm-up. most_rows: the most rows of `warm_up_rows`."""
     of_sequence = 2 * _ROWS + 1 + _many_rows(shape) + shape.block_size
+    if shape.finest is not shape:  # there is room for blocks with more bits
+        of_sequence *= 2
     return plan_for_tokens(shape, of_sequence + 1 + most_rows, 1 + most_rows)
 
 
@@ -41,12 +43,15 @@ def warm_up(model: Transformer, short: Sequence[int]) -> SequenceKV:
 
 
 def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
-    """Run a prompt that completes blocks and one that reads them, after `warm_up`.
+    """Run a prompt that completes blocks and one that reads them, after `warm_up`, and again once one is coded again.
 
     Recurrent layers have a kernel for a step that completes a block; for these one is run as well.
     """
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
+    if model.store.finer is not None:
+        model.store.finer.code_again()
+        _prompt(model, sequence, _ROWS)
     if not any(group.is_sparse for group in model.store.groups):
         return
     if more := -(sequence.length + 1) % model.store.shape.block_size:

@@ -16,6 +16,8 @@ from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.cache_types import COARSER, FINER
+from polarlm.engine.state.finer.coding_again import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import export, restore
@@ -46,6 +48,7 @@ class Runner:
         self._scheduler, self._tiers, self._draft = scheduler, tiers, drafting.model
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
+        self._coding = CodingAgain(self._store.finer)
         self._steps = Steps(model, prefixes, scheduler, self._preempt, drafting.seconds)
 
     def submit(self, request: Request) -> None:
@@ -81,6 +84,7 @@ class Runner:
             for request in requests:
                 request.clock.lap()
             self.sweep()
+        self._coding.between_units(self._scheduler.usual_step)
 
     @staticmethod
     def _affected(requests: Sequence[Request], is_prefill: bool) -> list[Request]:
@@ -111,8 +115,15 @@ class Runner:
             backend=self._model.ops.backend,
             tiers=() if self._tiers is None else self._tiers.status(),
             experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
+            types=self._blocks_by_type(),
             snapshots=SnapshotStatus(room, room - unused, found, self._store.plan.snapshot_bytes) if sparse else None,
         )
+
+    def _blocks_by_type(self) -> dict[str, int] | None:
+        """Return how many blocks have which of the types that a block can have; None if all are alike."""
+        finer = self._store.finer
+        counts = None if finer is None else finer.blocks.places.counts()
+        return None if counts is None else dict(zip((FINER, COARSER), counts, strict=True))
 
     def cache_stats(self) -> CacheStats:
         """Return the memory of the newest sequence in the KV store."""
@@ -206,7 +217,10 @@ class Runner:
                 request.kv = self._restored(request) or self._match_prefix(request)
                 request.kv.adapter = request.adapter
                 request.record_prefix_hit(request.kv.length)
-            if request.prefill is None and request.kv.length < request.sequence.computable:
+            missing = request.sequence.computable - request.kv.length
+            if request.prefill is None and missing > 0:
+                if self._coding.must_wait(missing):
+                    return
                 request.prefill = self._begin(request)
         except OutOfBlocks:
             self._release(request, continues=True)

@@ -94,6 +94,11 @@ class Scheduler:
         return int(self._prefilling is not None)
 
     @property
+    def usual_step(self) -> float | None:
+        """The seconds of a usual step; None if no sequence runs or none has taken a step yet."""
+        return median(self._steps) if self._running and self._steps else None
+
+    @property
     def has_prefill(self) -> bool:
         """Whether a prompt is being computed, or the next one may be."""
         return self._prefilling is not None or self._next_waiting() is not None

@@ -12,6 +12,10 @@ class OutOfBlocks(Exception):
     """No free block is left."""
 
 
+class CodeAgain(OutOfBlocks):
+    """No free block is left until others are coded again with fewer bits."""
+
+
 class BlockAllocator:
     """Allocates the ids 0 … size-1, each with a reference count, so that sequences can share blocks.
 

@@ -20,6 +20,8 @@ PRESETS = {
 }
 
 AUTO = "auto:"  # and bits per value: each layer's types are chosen by what their errors cost
+BY_ROOM = "auto"  # blocks have the first of these presets while there is room, and are coded again as the second
+FINER, COARSER = "quality", "compact"
 
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
@@ -27,7 +29,7 @@ _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 def auto_bits(cache_type: str) -> float | None:
     """Return the bits per value of a cache_type such as "auto:3.5"; None for types that are named. Raises EngineError
     for anything but a number there."""
-    if cache_type != AUTO.removesuffix(":") and not cache_type.startswith(AUTO):
+    if not cache_type.startswith(AUTO):
         return None
     bits = cache_type.removeprefix(AUTO)
     if not re.fullmatch(r"\d{1,2}(\.\d{1,6})?", bits):
@@ -40,7 +42,8 @@ def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
 
     Raises EngineError for a cache_type that is neither one type nor two.
     """
-    k, v = PRESETS.get(config.cache_type) or _both(config.cache_type)
+    named = COARSER if config.cache_type == BY_ROOM else config.cache_type
+    k, v = PRESETS.get(named) or _both(named)
     return (
         ("cache_type", k) if config.cache_type_k is None else ("cache_type_k", config.cache_type_k),
         ("cache_type", v) if config.cache_type_v is None else ("cache_type_v", config.cache_type_v),
@@ -68,14 +71,42 @@ def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[
     return list(zip(*sides, strict=True))
 
 
+def finer_codecs(config: EngineConfig) -> tuple[codecs.Codec, codecs.Codec] | None:
+    """Return the codecs of keys and of values of blocks that there is room for; None if all blocks are alike."""
+    if config.cache_type != BY_ROOM:
+        return None
+    k, v = PRESETS[FINER]
+    return codecs.get(k), codecs.get(v)
+
+
 def check_names(config: EngineConfig) -> None:
     """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
+    if config.cache_type == BY_ROOM:
+        _check_by_room(config)
     if auto_bits(config.cache_type) is not None:
         _check_auto(config)
         return
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
+
+
+def _check_by_room(config: EngineConfig) -> None:
+    for name in ("cache_type_k", "cache_type_v"):
+        if getattr(config, name) is not None:
+            problem = f"it has types of its own for keys and for values; leave {name} out, or name both types"
+            raise _refusal("cache_type", BY_ROOM, problem)
+    for name in ("cache_disk", "cache_remote", "cache_ram", "tensor_split"):
+        if getattr(config, name) is not None:
+            problem = f"its blocks do not leave the store yet; leave {name} out, or choose {FINER} or {COARSER}"
+            raise _refusal("cache_type", BY_ROOM, problem)
+    if config.device.startswith("cuda"):
+        raise not_by_room("it runs on the CPU only")
+
+
+def not_by_room(why: str) -> EngineError:
+    """Return the error for blocks whose bits follow the room where they cannot."""
+    return _refusal("cache_type", BY_ROOM, f"{why}; choose {FINER} or {COARSER}")
 
 
 def _check_auto(config: EngineConfig) -> None:
@@ -121,6 +152,9 @@ def in_words(config: EngineConfig, shape: CacheShape) -> str:
 
     "auto:3.5 (keys ring3 ×12, ring3.5 ×18; values ring3 ×20, ring4 ×10)"
     """
+    if config.cache_type == BY_ROOM:
+        finer, coarser = ("/".join(PRESETS[name]) for name in (FINER, COARSER))
+        return f"{BY_ROOM} ({finer}, and {coarser} as the store fills)"
     if auto_bits(config.cache_type) is None:
         return "/".join(dict.fromkeys(stored(config, shape)))
     sides = []
@@ -179,7 +213,8 @@ def _unknown(setting: str, name: str) -> EngineError:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (
-            f"there is no such type; choose {', '.join(PRESETS)}, {AUTO}BITS, one of {types}, or two as KEYS/VALUES; "
+            f"there is no such type; choose {', '.join(PRESETS)}, {BY_ROOM}, {AUTO}BITS, one of {types}, or two as "
+            "KEYS/VALUES; "
             "cache_type_k and cache_type_v set keys and values by themselves"
         )
     else:

@@ -101,25 +101,32 @@ class KVBlocks(TableGroup):
         base = start // n  # number of the buffer's first block
         if growth.quantized:
             sources = [KVLocation(buffer, number - base) for number in growth.quantized]
-            encode(self._ops, [FilledBlocks([cache], list(growth.quantized.values()), sources)])
+            encode(self._ops, self._filled([layer], list(growth.quantized.values()), sources))
         for number, slot in growth.slots.items():
             tokens = min(n, start + count - number * n)
             self._ops.copy_full(cache, KVLocation(None, slot), KVLocation(buffer, number - base), tokens)
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Encode and decode the K/V in a growth's buffer, except a sequence's first block, which is never encoded."""
+        self._round_trip(self._caches[layer], growth, start, count)
+
+    def _round_trip(self, cache: Cache, growth: Growth, start: int, count: int) -> None:
         if start >= self.block_size:
             with _damage_as_error():
                 tokens = start % self.block_size + count
-                self._ops.round_trip(self._caches[layer], KVLocation(growth.buffer, 0), tokens)
+                self._ops.round_trip(cache, KVLocation(growth.buffer, 0), tokens)
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> FilledBlocks | None:
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> list[FilledBlocks]:
         """Return the blocks that steps have filled, for `encode`."""
         pairs = [pair for growth, length in growths for pair in self.filled(growth, length)]
         if not pairs:
-            return None
-        blocks, sources = [block for block, _ in pairs], [KVLocation(None, slot) for _, slot in pairs]
-        return FilledBlocks([self._caches[layer] for layer in self.layers], blocks, sources)
+            return []
+        return self._filled(self.layers, [block for block, _ in pairs], [KVLocation(None, slot) for _, slot in pairs])
+
+    def _filled(
+        self, layers: Sequence[int], blocks: Sequence[int], sources: Sequence[KVLocation]
+    ) -> list[FilledBlocks]:
+        return [FilledBlocks([self._caches[layer] for layer in layers], blocks, sources)]
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         for cache in self._caches.values():

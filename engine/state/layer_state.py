@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -70,8 +71,8 @@ class LayerState(Protocol):
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Encode and decode, in place, what a sealed layer attends to."""
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> FilledBlocks | None:
-        """Return the blocks that steps have filled, to be encoded before these are committed; None if there are none.
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> Sequence[FilledBlocks]:
+        """Return the blocks that steps have filled, to be encoded before these are committed.
 
         growths: those of the steps, each with the length that its sequence will have.
         """
@@ -137,3 +138,12 @@ def copies_of_full(groups: Sequence[LayerState], slots: Sequence[int], count: in
             allocator.release(slot)
         raise
     return copies
+
+
+def in_words(layers: Sequence[int], count: int) -> str:
+    """Return the name of `layers`, in ascending order, of a model with `count` layers, such as "layers 0 to 3, 7"."""
+    if len(layers) == count:
+        return "all layers"
+    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+    numbers = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(numbers)}"

@@ -144,11 +144,23 @@ def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     return larger(bisect_right(range(1, most), memory, key=lambda kept: larger(kept).bytes))
 
 
+def with_more_tokens(plan: StorePlan, memory: int) -> StorePlan:
+    """Return `plan` with quantized blocks for more tokens, as many as fit into `memory` bytes."""
+
+    def larger(tokens: int) -> StorePlan:
+        blocks = _quantized_blocks(plan.shape, plan.tokens, plan.full_slots, plan.more_slots, tokens)
+        return replace(plan, quantized_blocks=blocks, more_tokens=tokens)
+
+    most = memory * plan.shape.block_size
+    longer = range(plan.more_tokens + 1, most)
+    return larger(plan.more_tokens + bisect_right(longer, memory, key=lambda tokens: larger(tokens).bytes))
+
+
 def f16_tokens(plan: StorePlan) -> int:
     """Return how many tokens, up to the plan's, an f16 cache would hold in the memory of `plan`."""
     half = get(FULL)
     layers = (
-        replace(layer, codec_k=half, codec_v=half, mean_bits=0) if isinstance(layer, LayerShape) else layer
+        replace(layer, codec_k=half, codec_v=half, mean_bits=0, finer=None) if isinstance(layer, LayerShape) else layer
         for layer in plan.shape.layers
     )
     f16, slots, more = replace(plan.shape, layers=tuple(layers), stored={}), plan.full_slots, plan.more_slots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -115,6 +115,10 @@ class LayerShape(TokenBlocks):
     head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
+    finer: tuple[Codec, Codec] | None = None  # of keys and of values, with more bits, for blocks while there is room
+
+    def more_blocks(self, full_slots: int, more: int) -> int:
+        return int(self.finer is not None)  # for the block that is being coded again
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         """Raises ValueError for a representation that the layer does not have."""
@@ -126,6 +130,10 @@ class LayerShape(TokenBlocks):
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of this layer's cache, for the ops."""
+        finer = None
+        if self.finer is not None:
+            k, v = self.finer
+            finer = replace(self, codec_k=k, codec_v=v, finer=None).format(block_size, metric_k, metric_v)
         return CacheFormat(
             codec_k=self.codec_k,
             codec_v=self.codec_v,
@@ -135,6 +143,7 @@ class LayerShape(TokenBlocks):
             block_size=block_size,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            finer=finer,
         )
 
     @property
@@ -198,6 +207,19 @@ class CacheShape:
     def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of the cache of a layer with K/V, for the ops."""
         return self.kv_layers[layer].format(self.block_size, metric_k, metric_v)
+
+    @property
+    def finest(self) -> CacheShape:
+        """The shape if all blocks have the most bits that they can have, without a backend's padding of these."""
+        if not any(layer.finer for layer in self.kv_layers.values()):
+            return self
+        own = (
+            replace(layer, codec_k=layer.finer[0], codec_v=layer.finer[1], finer=None)
+            if isinstance(layer, LayerShape) and layer.finer
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(own), stored={})
 
     @property
     def widest(self) -> CacheFormat:

@@ -21,20 +21,21 @@ Layers with the same window share block tables. Blocks that no later token of a 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, Spans, SpanView
+from polarlm.engine.backends.kv import Cache, FilledBlocks, Spans, SpanView
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.state.blocks import CodeAgain
+from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
-from polarlm.engine.state.layer_state import Buffers, LayerState
+from polarlm.engine.state.layer_state import Buffers, LayerState, in_words
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import LayerShape, SharedShape
 from polarlm.engine.state.tables import BlockTable, Growth
@@ -111,6 +112,8 @@ class KVStore:
         self._source = [plan.shape.source(layer) for layer in range(len(plan.shape.layers))]
         self.conditioning = [conditioning[source] for source in self._source]
         self.groups: list[LayerState] = []
+        self.finer: FinerBlocks | None = None
+        """The group with two kinds of blocks: then it is the only one."""
         self._group_of: dict[int, int] = {}
         caches: list[Cache] = []
         for (_, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
@@ -127,7 +130,11 @@ class KVStore:
                 format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
                 caches.append(ops.of_layer(layer).cache(format, *blocks, caches[:]))
             own = caches[-len(layers) :]
-            self.groups.append(KVBlocks(ops, plan.shape, layers, shape.window, own, blocks, is_shared=is_shared))
+            if shape.finer is None:
+                self.groups.append(KVBlocks(ops, plan.shape, layers, shape.window, own, blocks, is_shared=is_shared))
+            else:
+                self.finer = FinerBlocks(ops, plan.shape, layers, own, blocks)
+                self.groups.append(self.finer)
 
     def cache(self, layer: int) -> Cache:
         """Return the cache of one layer, for the ops."""
@@ -141,7 +148,7 @@ class KVStore:
                 layers.setdefault(reason, []).append(layer)
         all_layers = len(self.shape.layers)
         return [
-            f"NumPy computes {what} in {_in_words(own, all_layers)}, more slowly: {why}"
+            f"NumPy computes {what} in {in_words(own, all_layers)}, more slowly: {why}"
             for (what, why), own in layers.items()
         ]
 
@@ -213,14 +220,17 @@ class KVStore:
 
     def _reserve(self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
-        try:
-            for group, table in zip(self.groups, sequence.tables, strict=True):
-                growth.append(grow(group, table))
-        except BaseException:  # OutOfBlocks, or no memory for a buffer
-            for group, grown in zip(self.groups, growth, strict=False):
-                group.abort(grown)
-            raise
-        return growth
+        while True:
+            try:
+                for group, table in zip(self.groups[len(growth) :], sequence.tables[len(growth) :], strict=True):
+                    growth.append(grow(group, table))
+                return growth
+            except BaseException as error:  # OutOfBlocks, or no memory for a buffer
+                if isinstance(error, CodeAgain) and self.finer is not None and self.finer.code_again():
+                    continue
+                for group, grown in zip(self.groups, growth, strict=False):
+                    group.abort(grown)
+                raise
 
     def spans(self, spans: Sequence[Span], rows: slice) -> list[Spans]:
         """Return the parts of `spans` that are in `rows` of all their rows, for the ops: one value for each group."""
@@ -296,11 +306,9 @@ class KVStore:
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
         """Encode the blocks that steps have filled, all at once, and return errors as `commit_steps` does."""
-        found = (
-            group.filled_blocks([(step.span.growth[index], step.length) for step in steps])
-            for index, group in enumerate(self.groups)
-        )
-        filled = [one for one in found if one is not None]
+        filled: list[FilledBlocks] = []
+        for index, group in enumerate(self.groups):
+            filled += group.filled_blocks([(step.span.growth[index], step.length) for step in steps])
         if not filled:
             return {}
         try:
@@ -319,15 +327,11 @@ class KVStore:
 
     # -- memory ------------------------------------------------------------------------------------------------
 
+    @property
+    def changes(self) -> int:
+        """How many times blocks have been moved: `spans` and `view` of before are not valid any more."""
+        return 0 if self.finer is None else self.finer.changes
+
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Return the bytes of the blocks and slots that a sequence holds, shared ones included."""
         return sum(group.bytes(table) for group, table in zip(self.groups, sequence.tables, strict=True))
-
-
-def _in_words(layers: Sequence[int], count: int) -> str:
-    """Return the name of `layers`, in ascending order, of a model with `count` layers, such as "layers 0 to 3, 7"."""
-    if len(layers) == count:
-        return "all layers"
-    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
-    numbers = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"layer{'s' * (len(layers) > 1)} {', '.join(numbers)}"

@@ -48,7 +48,8 @@ function meter() {
     $(id).value = value;
   }
   $("requests").textContent = `${stats.running} running, ${stats.waiting} waiting`;
-  $("in-use").textContent = `${number(stats.blocks_used)} of ${number(stats.blocks)} blocks in use, ${number(stats.blocks_kept)} kept`;
+  $("in-use").textContent = `${number(stats.blocks_used)} of ${number(stats.blocks)} blocks in use, ${number(stats.blocks_kept)} kept` +
+    Object.entries(stats.blocks_by_type ?? {}).map(([type, count]) => `, ${number(count)} as ${type}`).join("");
   drawBlocks(blocksOf(used.tokens, used.cached, stats), stats);
 }
 

@@ -114,8 +114,8 @@ class Sums(TableGroup):
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: sums are exact."""
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> None:
-        return None
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> tuple[()]:
+        return ()
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
         pending, n = growth.buffer, self.block_size

@@ -51,6 +51,7 @@ class CudaOps:
     keeps_tiles = False
     cache_experts = None
     of_encoders = None
+    decode_blocks = None
     stored_as = transfer.RECORDS
 
     def __init__(self, device: Device, host: Ops | None = None):

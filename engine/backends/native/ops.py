@@ -107,6 +107,7 @@ class NativeOps:
         attention = AttentionOps(launch, plain)
         self.spans = attention.spans
         self.attention = attention.attention
+        self.decode_blocks = attention.decode_blocks
         encoding = EncodingOps(launch, plain)
         self.round_trip = encoding.round_trip
         self.encode_blocks = encoding.encode_blocks

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from polarlm.engine.backends import transfer
-from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
+from polarlm.engine.backends.kv import KVLocation, SpanView
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Cached, LayerCache
 from polarlm.engine.backends.numpy.rows import softcap
-from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.quantization.conditioning import read_mean
 
 # Most query rows per KV head that attend together.
@@ -21,93 +19,6 @@ _QUERY_TILE = 768
 # Most full-precision keys, and quantized blocks, in a tile.
 _KEY_TILE = 1024
 _BLOCK_TILE = 64
-
-Fields = dict[str, np.ndarray]
-Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D) float32 or float16
-
-
-class Sides(NamedTuple):
-    """The fields of quantized blocks, each (K, blocks, …): of keys, of values, and of the keys' block means."""
-
-    k: Fields
-    v: Fields
-    mean: Fields
-
-
-@dataclass
-class LayerCache:
-    """The stored K/V of one layer.
-
-    k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
-    mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
-    full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks.
-    """
-
-    stored_as: ClassVar[str] = transfer.FIELDS
-
-    format: CacheFormat
-    k: Mapping[str, np.ndarray]
-    v: Mapping[str, np.ndarray]
-    mean: Mapping[str, np.ndarray]
-    full_k: np.ndarray
-    full_v: np.ndarray
-
-    def take(self, blocks: np.ndarray) -> Sides:
-        """A copy of the quantized blocks with these ids, in the representation of `stored_as`."""
-        arrays = self.k, self.v, self.mean
-        return Sides(*({name: array.take(blocks, axis=1) for name, array in side.items()} for side in arrays))
-
-    def put(self, blocks: Sequence[int], sides: Sides) -> None:
-        """Overwrite the quantized blocks with these ids by `sides`, as `take` returns them."""
-        for side, given in zip((self.k, self.v, self.mean), sides, strict=True):
-            for name, array in side.items():
-                array[:, blocks] = given[name]
-
-    def read(self, blocks: np.ndarray) -> Sides:
-        """The fields of the quantized blocks with these ids."""
-        return self.take(blocks)
-
-    def write(self, blocks: Sequence[int], sides: Sides) -> None:
-        """Overwrite the quantized blocks with these ids by fields, as `read` returns them."""
-        self.put(blocks, sides)
-
-    def full(self, place: KVLocation) -> Buffer:
-        """Views k, v (K, S, D) of `place`: the N tokens of a slot, float16, or a buffer's tokens from that block on."""
-        if place.buffer is None:
-            return self.full_k[place.block], self.full_v[place.block]
-        first = place.block * self.format.block_size
-        return place.buffer[0][:, first:], place.buffer[1][:, first:]
-
-    def store(self, place: KVLocation, kv: Buffer, first: int = 0) -> None:
-        """Write k, v (K, T, D) to the tokens from `first` on at `place`, rounded to its dtype; see `rounded`."""
-        for full, x in zip(self.full(place), kv, strict=True):
-            full[:, first : first + x.shape[1]] = rounded(x, full.dtype)
-
-    def complete(self, places: Sequence[KVLocation]) -> Buffer:
-        """k, v (K, B, N, D) float32 of B complete blocks, in full-precision slots or consecutive in a buffer."""
-        if places[0].buffer is None:
-            slots = [place.block for place in places]
-            k, v = (full[slots].swapaxes(0, 1).astype(np.float32) for full in (self.full_k, self.full_v))
-            return k, v
-        format, count = self.format, len(places)
-        shape = format.kv_heads, count, format.block_size, format.head_dim
-        k, v = (
-            x[:, : count * format.block_size].reshape(shape).astype(np.float32, copy=False)
-            for x in self.full(places[0])
-        )
-        return k, v
-
-
-def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """x as it is stored in `dtype`: in float16 rounded to nearest and clipped to ±65504, as on a GPU.
-
-    Numbers that are not finite become NaN, which the checks of logits and codecs find.
-    """
-    if dtype in (np.float32, x.dtype):
-        return x
-    halves = np.clip(x, -HALF_MAX, HALF_MAX).astype(dtype)
-    halves[~np.isfinite(x)] = np.nan
-    return halves
 
 
 class ScoreRule(NamedTuple):
@@ -217,11 +128,11 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
     if span.sink is not None and oldest < block_size:
         yield _full_tile(0, cache.full(KVLocation(None, span.sink)), slice(None))
 
-    ids = np.asarray(span.table, np.intp)
-    skipped = max(0, (oldest - span.table_start) // block_size)
-    for first in range(skipped, len(ids), _BLOCK_TILE):
-        part = ids[first : first + _BLOCK_TILE]
-        yield _Tile(span.table_start + first * block_size, *read_blocks(cache, part))
+    for stored, ids in blocks_of(cache, span):
+        skipped = max(0, (oldest - span.table_start) // block_size)
+        for first in range(skipped, len(ids), _BLOCK_TILE):
+            part = ids[first : first + _BLOCK_TILE]
+            yield _Tile(span.table_start + first * block_size, *read_blocks(stored, part))
 
     size, current = last + 1 - span.current_start, cache.full(span.current)
     end = min(size, current[0].shape[1])
@@ -230,6 +141,15 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
         yield _full_tile(span.current_start + first, current, slice(first, min(first + _KEY_TILE, end)))
     for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
         yield _full_tile(span.current_start + first, cache.full(KVLocation(None, slot)), slice(0, size - first))
+
+
+def blocks_of(cache: Cached, span: SpanView) -> list[tuple[Cached, np.ndarray]]:
+    """The quantized blocks of a sequence: of each kind its cache, and the ids of the blocks."""
+    ids = np.asarray(span.table, np.intp)
+    if span.finer is None:
+        return [(cache, ids)]
+    assert cache.finer is not None
+    return [(cast(Cached, cache.finer), np.asarray(span.finer, np.intp)), (cache, ids)]
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:

@@ -16,15 +16,16 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import Buffer, Fields, LayerCache, ScoreRule, Sides, attend_alone, rounded
+from polarlm.engine.backends.numpy.attention import ScoreRule, attend_alone
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoders import EncoderOps
-from polarlm.engine.backends.numpy.encoding import alike, encode_side, store_fields
 from polarlm.engine.backends.numpy.experts import ExpertOps
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
+from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side, store_fields
+from polarlm.engine.backends.numpy.kv.stored_blocks import decode_blocks, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
 from polarlm.engine.backends.ops import KeptTiles, Load, Result
-from polarlm.engine.jit.run.zeros import zeros
 from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
@@ -66,6 +67,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return self._cores.parallel_map(work, count)
 
     map_parts = parallel_map
+    decode_blocks = staticmethod(decode_blocks)
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)
@@ -224,12 +226,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """See `Ops.cache`. On systems with overcommit, pages that are never written take no memory."""
-        k, v, mean = (
-            {name: zeros((format.kv_heads, quantized, *field.shape), field.dtype) for name, field in fields.items()}
-            for fields in transfer.fields(format).values()
-        )
-        shape = (full, format.kv_heads, format.block_size, format.head_dim)
-        return LayerCache(format, k, v, mean, zeros(shape, np.float16), zeros(shape, np.float16))
+        own, finer = stored_blocks(format, quantized, transfer.FIELDS)
+        slots = full_slots(format, full)
+        both = None if format.finer is None or finer is None else LayerCache(format.finer, *finer, *slots)
+        return LayerCache(format, *own, *slots, finer=both)
 
     def in_numpy(self, cache: LayerCache) -> dict[str, str]:
         return {}

@@ -214,8 +214,8 @@ class ConvInputs(TableGroup):
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: inputs are not coded."""
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> None:
-        return None
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> tuple[()]:
+        return ()
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
         if growth.buffer is None:

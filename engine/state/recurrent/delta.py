@@ -229,8 +229,8 @@ class DeltaState:
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: what the next tokens read is exact."""
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> None:
-        return None
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> tuple[()]:
+        return ()
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
         """Take the growth's slot, which advances if a step has completed its block, and its snapshots."""

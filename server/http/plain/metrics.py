@@ -63,6 +63,12 @@ class _Numbers(Collector):
             ("snapshot_bytes", "Bytes of the computer's memory that there are for snapshots", state.bytes),
         ):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
+        by_type = GaugeMetricFamily(
+            "polarlm_kv_blocks_of_type", "Used and kept blocks by cache type, with --cache-type auto", labels=["type"]
+        )
+        for name, count in (now.types or {}).items():
+            by_type.add_metric([name], count)
+        yield by_type
 
 
 class _Times(Collector):

@@ -31,6 +31,13 @@ def _window(cache: CacheShape) -> int | None:
     return None if None in windows else max((window for window in windows if window is not None), default=None)
 
 
+def _mean_over_blocks(now: Status, finer: float, other: float) -> float:
+    """Return the mean of a number that is `finer` for blocks with more bits and `other` for others: these alone unless
+    blocks have two types. An empty store's next blocks have more bits."""
+    counts = (0, 1) if now.types is None else tuple(now.types.values()) if any(now.types.values()) else (1, 0)
+    return (counts[0] * finer + counts[1] * other) / sum(counts)
+
+
 def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
@@ -43,13 +50,14 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
         "cache_type_v": type_v,
         "block_size": cache.block_size,
         "window": _window(cache),
-        "bits_per_value": cache.bits_per_value,
-        "bytes_per_token": cache.bytes_per_token,
+        "bits_per_value": _mean_over_blocks(now, cache.finest.bits_per_value, cache.bits_per_value),
+        "bytes_per_token": _mean_over_blocks(now, cache.finest.bytes_per_token, cache.bytes_per_token),
         "f16_bytes_per_token": cache.f16_bytes_per_token,
         "blocks": now.blocks,
         "blocks_used": now.blocks_used,
         "blocks_kept": now.blocks_kept,
         "blocks_free": now.blocks_free,
+        "blocks_by_type": now.types,
         "snapshots": None if now.snapshots is None else asdict(now.snapshots),
         "running": now.running,
         "waiting": now.waiting,

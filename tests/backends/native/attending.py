@@ -9,7 +9,8 @@ import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
-from polarlm.engine.backends.numpy.attention import LayerCache, Sides, read_blocks
+from polarlm.engine.backends.numpy.attention import read_blocks
+from polarlm.engine.backends.numpy.kv.cache import LayerCache, Sides
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import centre
 from tests.backends.native.launching import launcher

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import HeadTransform
-from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step

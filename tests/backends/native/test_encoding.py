@@ -26,7 +26,7 @@ from polarlm.engine.backends.native.kernels.encode.unit import Encoding
 from polarlm.engine.backends.native.kv import encoding
 from polarlm.engine.backends.native.kv.cache import CacheOps, TileCache
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
-from polarlm.engine.backends.numpy.attention import LayerCache, Sides
+from polarlm.engine.backends.numpy.kv.cache import LayerCache, Sides
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
-from polarlm.engine.backends.numpy.attention import LayerCache, ScoreRule, attend
+from polarlm.engine.backends.numpy.attention import ScoreRule, attend
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard

@@ -32,16 +32,16 @@ def test_the_rows_of_a_sequence_go_to_its_current_block_and_those_that_follow() 
     assert table.arrays.row_sequences.tolist() == [0, 1, 1, 1, 1]
     assert table.arrays.full[0, :1].tolist() == [[5, 0]]
     assert table.arrays.full[1].tolist() == [[7, 0], [5, 64], [9, 80]]
-    assert SpanHeader(*table.arrays.headers[1].tolist()) == SpanHeader(1, 4, 78, 3, 16, 32, 2, 3)
+    assert SpanHeader(*table.arrays.headers[0, 1].tolist()) == SpanHeader(1, 4, 78, 3, 16, 32, 2, 3)
     assert table.arrays.table[1, :3].tolist() == [100, 101, 102]
-    assert table.arrays.units[: table.unit_count].tolist() == [[1, 1], [0, 0], [1, 0]]
+    assert table.arrays.units[0, : table.unit_counts[0]].tolist() == [[1, 1], [0, 0], [1, 0]]
 
 
 @pytest.mark.parametrize("blocks", [1, 31, 32, 33, 1000, 2048, 2049, 10_000])
 def test_chunks_cover_all_quantized_blocks(blocks: int) -> None:
     table = StepTable([view(0, 1, 16 * (blocks + 1), blocks)], 16)
-    header = SpanHeader(*table.arrays.headers[0].tolist())
-    chunks = sorted(chunk for _, chunk in table.arrays.units[: table.unit_count].tolist())
+    header = SpanHeader(*table.arrays.headers[0, 0].tolist())
+    chunks = sorted(chunk for _, chunk in table.arrays.units[0, : table.unit_counts[0]].tolist())
     assert chunks == list(range(header.chunks))
     assert (header.chunks - 2) * header.chunk_blocks < blocks <= (header.chunks - 1) * header.chunk_blocks
     assert header.chunks <= table.arrays.most_chunks
@@ -55,7 +55,7 @@ def test_tables_with_the_same_key_are_copied_into_each_other() -> None:
     assert target.arrays.table.ctypes.data == address
     assert (target.arrays.table == source.arrays.table).all()
     assert (target.arrays.headers == source.arrays.headers).all()
-    assert target.unit_count == source.unit_count
+    assert target.unit_counts == source.unit_counts
     assert list(target) == list(source)
 
 

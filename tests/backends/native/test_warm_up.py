@@ -87,6 +87,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
     [
         {"cache_type": "f16"},
         {"cache_type": "ring4/ring3.5", "calibration": True},
+        {"cache_type": "auto", "calibration": True},
         {"cache_type": "polarpair-m4n4/f16"},
         {"cache_type": "polarquant"},
         {"cache_type": "turbo4", "weight_type": "q8_0"},
@@ -103,6 +104,7 @@ def test_a_conversation_needs_no_other_kernels(
         watch.needed.clear()
         answer = engine.generate(PROMPT, SOME)
         assert len(answer.token_ids) == 20
+        assert engine._store.finer is None or engine._store.finer.code_again()
         engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
     assert watch.needed
     assert set(watch.needed) <= set(watch.announced)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation, SpanView
-from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import NotFinite
 from tests.state.fed import KV_HEADS, D, N, make_store

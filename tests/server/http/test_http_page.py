@@ -142,6 +142,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "blocks_used": 0,
         "blocks_kept": 0,
         "blocks_free": status.blocks,
+        "blocks_by_type": None,
         "running": 0,
         "waiting": 0,
         "drafted_tokens": 0,

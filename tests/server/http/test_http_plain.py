@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -216,7 +217,7 @@ def test_an_unexpected_error_is_generic_for_clients(server: Serving, monkeypatch
 
 
 def metrics(server: Serving) -> dict[str, float]:
-    """Every sample, as "name" or "name{outcome}"."""
+    """Every sample, as "name", or "name{outcome}" or "name{type}"."""
     response = server.http.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
@@ -224,7 +225,7 @@ def metrics(server: Serving) -> dict[str, float]:
     for family in text_string_to_metric_families(response.text):
         assert family.documentation
         for sample in family.samples:
-            outcome = sample.labels.get("outcome")
+            outcome = sample.labels.get("outcome", sample.labels.get("type"))
             found[sample.name if outcome is None else f"{sample.name}{{{outcome}}}"] = sample.value
     return found
 
@@ -384,3 +385,15 @@ def test_health_needs_no_key_with_v1_either(tiny: Engine) -> None:
 def test_probes_of_vllm_are_answered(shared: Serving) -> None:
     assert shared.http.get("/ping").status_code == 200
     assert shared.http.get("/version").json()["version"]
+
+
+def test_blocks_are_counted_by_type_where_there_are_two(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", block_size=16, cache_type="auto") as engine, serving(engine) as server:
+        server.post("/v1/completions", {"prompt": "the rain " * 8, "ignore_eos": True, "max_tokens": 40})
+        now, shape = server.http.get("/stats").json(), engine.cache_shape
+        assert now["bits_per_value"] == shape.finest.bits_per_value > shape.bits_per_value
+        counts = now["blocks_by_type"]
+        assert counts == {"quality": engine.status().blocks_kept, "compact": 0}
+        assert counts["quality"] > 0
+        now = metrics(server)
+        assert {name: now[f"polarlm_kv_blocks_of_type{{{name}}}"] for name in counts} == counts

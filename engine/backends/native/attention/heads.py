@@ -12,7 +12,7 @@ from polarlm.engine.backends.kv import HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.native.attention.spans import StepTable
 from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.attention import LayerCache
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
 
 Rope = tuple[np.ndarray, np.ndarray]  # cos and sin
 Norms = tuple[np.ndarray, np.ndarray, float] | None  # weights for queries and for keys, eps

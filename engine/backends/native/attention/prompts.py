@@ -19,7 +19,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import (
 )
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.attention import ScoreRule
+from polarlm.engine.backends.numpy.attention import ScoreRule, blocks_of
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
 from polarlm.engine.jit.run.buffers import MOST
@@ -71,9 +71,9 @@ class PromptOps:
         segments = list(_full(cache, span, oldest, span.position + len(q)))
         parts = _parts(cache, span, oldest)
         attend_to = self._launcher(q, out, cache.format.kv_heads, span.position, scale, rule, transform)
-        for number, (start, ids) in enumerate(parts):
+        for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decoded = _segment(self._decoded(cache, ids), start, len(ids) * cache.format.block_size)
+            decoded = _segment(self.decoded(stored, ids), start, len(ids) * cache.format.block_size)
             attend_to([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
         if not parts:
             attend_to(segments, is_first=True, is_last=True)
@@ -138,7 +138,7 @@ class PromptOps:
 
         return launch
 
-    def _decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
         format = cache.format
         kernel = decode(
@@ -154,10 +154,8 @@ class PromptOps:
             ids=ids,
             k=k,
             v=v,
-            blocks=keys.shape[1],
             count=len(ids),
-            key_stride=keys.strides[0],
-            value_stride=values.strides[0],
+            **cache.strides,
         )
         self._launch(kernel, format.kv_heads * len(ids), arguments)
         return k, v
@@ -170,15 +168,18 @@ class PromptOps:
         return tile
 
 
-def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[int, np.ndarray]]:
-    """The quantized blocks from the one with position `oldest` on, in parts: position of the first token, block ids."""
+def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[TileCache, int, np.ndarray]]:
+    """The quantized blocks from position `oldest` on, in parts: their cache, position of the first token, block ids."""
     format, size = cache.format, cache.format.block_size
     kept = MOST // (8 * format.kv_heads * format.head_dim)  # tokens whose memory still fits the buffer pool
     # A power of two is a multiple of the kernel's tile, so results are those of a single part.
     block_tile = max(1, min(_DECODED, 1 << (kept.bit_length() - 1)) // size)
-    ids = np.asarray(span.table, np.int64)
-    firsts = range(max(0, oldest - span.table_start) // size, len(ids), block_tile)
-    return [(span.table_start + first * size, ids[first : first + block_tile]) for first in firsts]
+    skipped = max(0, oldest - span.table_start) // size
+    return [
+        (stored, span.table_start + first * size, ids[first : first + block_tile].astype(np.int64))
+        for stored, ids in blocks_of(cache, span)
+        for first in range(skipped, len(ids), block_tile)
+    ]
 
 
 def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:

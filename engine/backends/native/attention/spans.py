@@ -60,8 +60,21 @@ class RowPlace(NamedTuple):
 HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, FullBlock, Unit, RowPlace))  # in int64
 
 
+class KindOfBlocks(NamedTuple):
+    """What attention over one kind of quantized blocks reads: arrays of `Arrays`. number: of the kind."""
+
+    number: int
+    headers: np.ndarray
+    units: np.ndarray
+
+
 class StepTable:
-    """The spans of a step's B sequences, and the arrays that kernels read. unit_count: chunks of all sequences."""
+    """The spans of a step's B sequences, and the arrays that kernels read.
+
+    unit_counts: chunks of all sequences, for each kind of blocks. With two kinds, the finer blocks of a sequence are
+    its first chunks after chunk 0, and its others the next ones. A kernel for one kind is given the chunks of that
+    kind, and a header in which the blocks of the table end with that kind's.
+    """
 
     def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
         """views: as for `engine.backends.ops.Ops.spans`; all of their new tokens go to full-precision slots."""
@@ -69,41 +82,48 @@ class StepTable:
         self._block_size = n = block_size
         self.rows = views[-1].rows.stop - views[0].rows.start
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
-        width = table_width(max(len(view.table) for view in views))
-        self.key = n, len(views), self.rows, self.most_rows, width
+        kinds = 1 if views[0].finer is None else 2
+        cuts = [_cut(view, n) for view in views]
+        width = table_width(max(cut.ends[-1] for cut in cuts))
+        self.key = n, len(views), self.rows, self.most_rows, width, kinds
         """Tables with equal keys have the same shapes: `copy_from` works between them."""
         most_full = FULL * _most_full(n)
-        headers: list[int] = []
+        headers: list[list[int]] = [[] for _ in range(kinds)]
+        units: list[list[int]] = [[] for _ in range(kinds)]
         ids: list[int] = []
         full: list[int] = []
         sequences: list[int] = []
         places: list[int] = []
-        units: list[int] = []
-        for number, view in enumerate(views):
-            rows, quantized = view.rows.stop - view.rows.start, len(view.table)
-            chunk_blocks = max(_least_blocks(n), -(-quantized // MOST_CHUNKS))
-            chunks = 1 + -(-quantized // chunk_blocks)
+        for number, (view, cut) in enumerate(zip(views, cuts, strict=True)):
+            rows, chunks = view.rows.stop - view.rows.start, 1 + -(-cut.ends[-1] // cut.chunk_blocks)
             slots = [view.current.block, *view.following]
             own_full = [] if view.sink is None else [view.sink, 0]
             for i, slot in enumerate(slots):
                 own_full += slot, view.current_start + n * i
-            own = view.position, quantized, view.table_start, chunk_blocks, chunks, len(own_full) // FULL
-            headers += SpanHeader(len(sequences), rows, *own)
-            ids += view.table
-            ids += [0] * (width - quantized)
+            first_chunk = 1
+            for kind, end in enumerate(cut.ends):
+                own = view.position, end, view.table_start, cut.chunk_blocks, chunks, len(own_full) // FULL
+                headers[kind] += SpanHeader(len(sequences), rows, *own)
+                after = 1 + -(-end // cut.chunk_blocks)
+                for chunk in range(first_chunk, after):
+                    units[kind] += number, chunk
+                first_chunk = max(first_chunk, after)
+            ids += cut.ids
+            ids += [0] * (width - len(cut.ids))
             full += own_full
             full += [0] * (most_full - len(own_full))
             sequences += [number] * rows
             first = view.position - view.current_start
             for i in range(first, first + rows):
                 places += slots[i // n], i % n
-            for chunk in range(1, chunks):
-                units += number, chunk
         # The short units, those of chunk 0, come last: whatever starts last decides how long other threads wait.
         for number in range(len(views)):
-            units += number, 0
-        self.unit_count = len(units) // UNIT
-        self._words = array("q", [*headers, *ids, *full, *sequences, *places, *units])
+            units[0] += number, 0
+        self.unit_counts = [len(one) // UNIT for one in units]
+        words = [ids, full, sequences, places, *headers]
+        for one in units[:-1]:
+            words += one, [0] * (len(views) * most_chunks(n, width, kinds) * UNIT - len(one))
+        self._words = array("q", itertools.chain(*words, units[-1]))
 
     @cached_property
     def arrays(self) -> Arrays:
@@ -116,7 +136,13 @@ class StepTable:
         """Overwrite this table with the contents of another that has the same `key`."""
         assert self.key == other.key
         self.arrays.memory[: len(other._words)] = other._words
-        self.unit_count, self.views = other.unit_count, other.views
+        self.unit_counts, self.views = other.unit_counts, other.views
+
+    @cached_property
+    def kinds(self) -> list[KindOfBlocks]:
+        """What attention over each kind of blocks reads; the finer one comes first."""
+        pairs = zip(self.arrays.headers, self.arrays.units, strict=True)
+        return [KindOfBlocks(number, *pair) for number, pair in enumerate(pairs)]
 
     def __len__(self) -> int:
         return len(self.views)
@@ -128,44 +154,70 @@ class StepTable:
         return self.views[number]
 
 
+class _Cut(NamedTuple):
+    """The quantized blocks of a sequence, cut into chunks of `chunk_blocks`.
+
+    ids: of the blocks. The first kind is filled up with zeros, so that chunks have blocks of one kind. ends: the index
+    after the last block of each kind.
+    """
+
+    ids: Sequence[int]
+    ends: list[int]
+    chunk_blocks: int
+
+
+def _cut(view: SpanView, block_size: int) -> _Cut:
+    finer = view.finer or ()
+    chunk_blocks = max(_least_blocks(block_size), -(-(len(finer) + len(view.table)) // MOST_CHUNKS))
+    if view.finer is None:
+        return _Cut(view.table, [len(view.table)], chunk_blocks)
+    filled = [*finer, *[0] * (-len(finer) % chunk_blocks * bool(view.table))]
+    return _Cut([*filled, *view.table], [len(finer), len(filled) + len(view.table)], chunk_blocks)
+
+
 class Arrays(NamedTuple):
     """The arrays of B sequences with T rows, int64: views of `memory`.
 
-    headers (B, HEADER): a `SpanHeader` each. table (B, W): the block table, ids of quantized blocks. full (B, F, FULL):
-    the full-precision blocks, in order of position. row_sequences (T,): the sequence of each row. places (T, PLACE): a
-    `RowPlace` each. units (B · most_chunks, UNIT): a `Unit` for each chunk of all sequences, then zeros.
+    table (B, W): the block table, ids of quantized blocks. full (B, F, FULL): the full-precision blocks, in order of
+    position. row_sequences (T,): the sequence of each row. places (T, PLACE): a `RowPlace` each. headers (kinds of
+    blocks, B, HEADER): a `SpanHeader` each. units (kinds, B · most_chunks, UNIT): a `Unit` for each chunk of all
+    sequences, then zeros.
     """
 
     memory: np.ndarray
-    headers: np.ndarray
     table: np.ndarray
     full: np.ndarray
     row_sequences: np.ndarray
     places: np.ndarray
+    headers: np.ndarray
     units: np.ndarray
 
     @property
     def most_chunks(self) -> int:
         """The most chunks of a sequence."""
-        return len(self.units) // len(self.headers)
+        return self.units.shape[1] // self.headers.shape[1]
 
     @staticmethod
-    def of_key(block_size: int, count: int, rows: int, _most_rows: int, width: int) -> Arrays:
+    def of_key(block_size: int, count: int, rows: int, _most_rows: int, width: int, kinds: int) -> Arrays:
         """Zeros for a `StepTable.key`: `count` sequences, `rows` rows in all, up to `width` quantized blocks each."""
-        most_chunks = 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
         shapes: tuple[tuple[int, ...], ...] = (
-            (count, HEADER),
             (count, width),
             (count, _most_full(block_size), FULL),
             (rows,),
             (rows, PLACE),
-            (count * most_chunks, UNIT),
+            (kinds, count, HEADER),
+            (kinds, count * most_chunks(block_size, width, kinds), UNIT),
         )
         sizes = [math.prod(shape) for shape in shapes]
         memory = aligned(8 * sum(sizes)).view(np.int64)
         ends = itertools.accumulate(sizes)
         parts = [memory[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
         return Arrays(memory, *parts)
+
+
+def most_chunks(block_size: int, width: int, kinds: int) -> int:
+    """The most chunks of a sequence of `width` quantized blocks: chunk 0, and one more where the second kind begins."""
+    return kinds + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
 
 
 def _most_full(block_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from polarlm.engine.backends.native.kernels.attention.partials import MergeArgum
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.attention import LayerCache, ScoreRule
+from polarlm.engine.backends.numpy.attention import ScoreRule
+from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.weight_formats import Linear
 
@@ -29,6 +31,11 @@ class AttentionOps:
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
         return StepTable(spans, block_size) if is_step(spans) else self._plain.spans(spans, block_size)
+
+    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
+        if isinstance(cache, TileCache):
+            return self._prompts.decoded(cache, np.asarray(blocks, np.int64))
+        return self._plain.decode_blocks(cache, blocks)
 
     def attention(
         self,
@@ -65,36 +72,35 @@ class AttentionOps:
         """Attention of q (T, H, D) → (T, H, D) float32: partial results of chunks of blocks, then their merge."""
         (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
         parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
-        keys, values = cache.memory
-        arguments = AttendArguments(
-            q=q,
-            parts=parts,
-            keys=keys,
-            values=values,
-            mean=cache.mean.get("mean"),
-            mean_scale=cache.mean.get("mean_scale"),
-            full_k=cache.full_k,
-            full_v=cache.full_v,
-            headers=arrays.headers,
-            table=arrays.table,
-            full=arrays.full,
-            units=arrays.units,
-            kv_heads=format.kv_heads,
-            blocks=keys.shape[1],
-            key_stride=keys.strides[0],
-            value_stride=values.strides[0],
-            width=arrays.table.shape[1],
-            most_full=arrays.full.shape[1],
-            most_chunks=arrays.most_chunks,
-            window=rule.window or NO_WINDOW,
-            scale=scale,
-            softcap=rule.softcap or 0.0,
-        )
         group = heads // format.kv_heads
         sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
         is_capped = rule.softcap is not None
-        kernel = attend(Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes, is_capped))
-        self._launch(kernel, lambda: table.unit_count * format.kv_heads, arguments, grain=1)
+        for stored, kind in zip(cache.kinds, table.kinds, strict=True):
+            keys, values = stored.memory
+            arguments = AttendArguments(
+                q=q,
+                parts=parts,
+                keys=keys,
+                values=values,
+                mean=stored.mean.get("mean"),
+                mean_scale=stored.mean.get("mean_scale"),
+                full_k=cache.full_k,
+                full_v=cache.full_v,
+                headers=kind.headers,
+                table=arrays.table,
+                full=arrays.full,
+                units=kind.units,
+                kv_heads=format.kv_heads,
+                width=arrays.table.shape[1],
+                most_full=arrays.full.shape[1],
+                most_chunks=arrays.most_chunks,
+                window=rule.window or NO_WINDOW,
+                scale=scale,
+                softcap=rule.softcap or 0.0,
+                **stored.strides,
+            )
+            kernel = attend(Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped))
+            self._launch(kernel, partial(_units, table, kind.number, format.kv_heads), arguments, grain=1)
 
         out = np.empty(q.shape, np.float32)
         back = NO_ROTATION if transform is None else transform.back
@@ -114,3 +120,7 @@ class AttentionOps:
         merged = merge(dim, back.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None)
         self._launch(merged, rows * heads, merging)
         return out
+
+
+def _units(table: StepTable, kind: int, kv_heads: int) -> int:
+    return table.unit_counts[kind] * kv_heads

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -13,10 +14,10 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kv.cache_tiles import tiles
 from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
-from polarlm.engine.backends.numpy.attention import Fields, LayerCache, Sides
+from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache, Sides
+from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.run.workers import aligned
-from polarlm.engine.jit.run.zeros import zeros
 
 _TILES = "tiles"
 
@@ -54,10 +55,28 @@ class TileCache(LayerCache):
         """The tiles of keys and of values: uint8 (K, quantized blocks, bytes of a tile) each."""
         return self.k[_TILES], self.v[_TILES]
 
+    @property
+    def kinds(self) -> list[TileCache]:
+        """The caches of all kinds of blocks: the finer ones first."""
+        return [self] if self.finer is None else [cast(TileCache, self.finer), self]
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """The arguments of kernels that say where blocks lie in `memory`, and how many means a head has."""
+        keys, values = self.memory
+        means = self.mean.get("mean", keys)
+        return {
+            "blocks": means.shape[1],
+            "key_stride": keys.strides[0],
+            "value_stride": values.strides[0],
+            "key_bytes": keys.strides[1],
+            "value_bytes": values.strides[1],
+        }
+
     def of_one_block(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""
-        k, v, mean = _blocks(self.format, (self.key_tiles, self.value_tiles), 1)
-        return replace(self, k=k, v=v, mean=mean)
+        (k, v, mean), _ = _blocks(replace(self.format, finer=None), 1)
+        return replace(self, k=k, v=v, mean=mean, finer=None)
 
 
 class CacheOps:
@@ -72,27 +91,34 @@ class CacheOps:
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """A `TileCache` where kernels can attend over it; else NumPy's cache, whose layer the ops leave to NumPy."""
-        if isinstance(both := tiles(format), str):
+        if isinstance(both := tiles(format), str) or (format.finer and isinstance(tiles(format.finer), str)):
             return self._plain.cache(format, quantized, full, beside)
-        slots = self._plain.cache(format, 0, full)
-        encoders = encoder(both[0], format, 0), encoder(both[1], format, 1)
-        return TileCache(format, *_blocks(format, both, quantized), slots.full_k, slots.full_v, *both, encoders)
+        slots = full_slots(format, full)
+        own, finer = _blocks(format, quantized)
+        if finer is None or format.finer is None:
+            return TileCache(format, *own, *slots, *both, _encoders(both, format))
+        of_finer = tiles(format.finer)
+        assert not isinstance(of_finer, str), of_finer
+        more = TileCache(format.finer, *finer, *slots, *of_finer, _encoders(of_finer, format.finer))
+        return TileCache(format, *own, *slots, *both, _encoders(both, format), finer=more)
 
     def in_numpy(self, cache: LayerCache) -> dict[str, str]:
         if isinstance(cache, TileCache):
             sides = zip(("keys", "values"), cache.encoders, strict=True)
             return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}
-        why = tiles(cache.format)
-        assert isinstance(why, str)
+        formats = [cache.format, *([cache.format.finer] if cache.format.finer else [])]
+        why = next(found for format in formats if isinstance(found := tiles(format), str))
         return {"attention and encoding": why}
 
 
-def _blocks(format: CacheFormat, both: tuple[KeyTiles, ValueTiles], count: int) -> Sides:
-    """Memory for `count` quantized blocks: tiles of keys and of values, and block means."""
-    heads = format.kv_heads
-    k, v = (aligned(heads * count * side.nbytes).reshape(heads, count, side.nbytes) for side in both)
-    means = {
-        name: zeros((heads, count, *field.shape), field.dtype)
-        for name, field in transfer.fields(format)["mean"].items()
-    }
-    return Sides({_TILES: k}, {_TILES: v}, means)
+def _encoders(both: tuple[KeyTiles, ValueTiles], format: CacheFormat) -> tuple[Encoder | str, Encoder | str]:
+    return encoder(both[0], format, 0), encoder(both[1], format, 1)
+
+
+def _blocks(format: CacheFormat, count: int) -> tuple[Sides, Sides | None]:
+    """Memory for `count` quantized blocks; see `stored_blocks`."""
+
+    def memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return aligned(math.prod(shape)).reshape(shape)
+
+    return stored_blocks(format, count, transfer.TILES, memory)

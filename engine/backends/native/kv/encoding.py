@@ -11,8 +11,8 @@ from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArgu
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.kv.encoders import Encoder, by_head
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.attention import LayerCache
-from polarlm.engine.backends.numpy.encoding import alike, encode_side
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
+from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.jit.compile.compiler import Kernel
@@ -96,7 +96,8 @@ def _addresses(layer: TileCache, blocks: Sequence[int], sources: Sequence[KVLoca
 
 def _by_block(array: np.ndarray, blocks: Sequence[int]) -> np.ndarray:
     """Addresses (K, B) int64 of `blocks` in array (K, all blocks, …)."""
-    return by_head(array, len(array))[:, None] + np.asarray(blocks, np.int64) * array.strides[1]
+    heads = np.arange(len(array), dtype=np.int64) * array.strides[0]
+    return array.ctypes.data + heads[:, None] + np.asarray(blocks, np.int64) * array.strides[1]
 
 
 def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> np.ndarray:

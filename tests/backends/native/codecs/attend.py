@@ -88,6 +88,8 @@ def decoded(
         count=len(ids),
         key_stride=keys.strides[0],
         value_stride=values.strides[0],
+        key_bytes=keys.strides[1],
+        value_bytes=values.strides[1],
     )
 
 

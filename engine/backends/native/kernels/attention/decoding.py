@@ -44,14 +44,16 @@ class DecodeArguments(NamedTuple):
     count: Int64
     key_stride: Int64
     value_stride: Int64
+    key_bytes: Int64
+    value_bytes: Int64
 
 
 @cache
 def decode(spec: Decoding) -> Kernel[DecodeArguments]:
     """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with block means; one unit per KV head, block.
 
-    keys, values: tiles (K, blocks), key_stride and value_stride bytes from head to head. mean, mean_scale
-    (K, blocks, …): the block means.
+    keys, values: tiles (K, blocks), key_stride and value_stride bytes from head to head, key_bytes and
+    value_bytes from block to block. mean, mean_scale (K, blocks, …): the block means.
     """
     n, dim = spec.block_size, spec.head_dim
     nbytes = 4 * n * dim
@@ -60,7 +62,7 @@ def decode(spec: Decoding) -> Kernel[DecodeArguments]:
         with e.loop(begin, end) as unit:
             head, block = unit // args.count, e.load(args.ids + unit % args.count * 8, I64)
             key, value = args.k + unit * nbytes, args.v + unit * nbytes
-            tile = args.keys + (head * args.key_stride + block * spec.keys.nbytes)
+            tile = args.keys + (head * args.key_stride + block * args.key_bytes)
             spec.keys.emit_decode(e, tile, key, scratch)
             if spec.mean_bits:
                 own = head * args.blocks + block
@@ -71,7 +73,7 @@ def decode(spec: Decoding) -> Kernel[DecodeArguments]:
                     for first, lanes in pieces(dim):
                         kind = vector(F32, lanes)
                         e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
-            tile = args.values + (head * args.value_stride + block * spec.values.nbytes)
+            tile = args.values + (head * args.value_stride + block * args.value_bytes)
             spec.values.emit_decode(e, tile, value, scratch)
 
     return Kernel(spec.name, emit, DecodeArguments, scratch=nbytes)

@@ -86,6 +86,8 @@ class AttendArguments(NamedTuple):
     blocks: Int64
     key_stride: Int64
     value_stride: Int64
+    key_bytes: Int64
+    value_bytes: Int64
     width: Int64
     most_full: Int64
     most_chunks: Int64
@@ -99,8 +101,9 @@ def attend(spec: Attention) -> Kernel[AttendArguments]:
     """Partial results of the chunks of sequences, one unit per chunk and KV head.
 
     q (T, H, D) float32. parts (T, H, most_chunks): partial results. keys, values: tiles (K, blocks), key_stride and
-    value_stride bytes from head to head. mean, mean_scale (K, blocks, …): the block means. full_k, full_v
-    (slots, K, N, D) float16. headers, table, full, units: `Arrays` of a `StepTable`; width and most_full: its W and F.
+    value_stride bytes from head to head, key_bytes and value_bytes from block to block. mean, mean_scale
+    (K, blocks, …): the block means. full_k, full_v (slots, K, N, D) float16. headers, table, full, units: `Arrays` of a
+    `StepTable`; width and most_full: its W and F.
     A row at position p sees positions > p − window. scale: multiplies the scores. softcap: c, by
     which scores s become c · tanh(s / c), if the kernel is specialized for one.
     """
@@ -218,7 +221,7 @@ class _Body:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
                 after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
-                own, ahead = values + block * spec.values.nbytes, values + after * spec.values.nbytes
+                own, ahead = values + block * args.value_bytes, values + after * args.value_bytes
                 spec.values.emit_values(e, own, ahead, weights, [query.weighted for query in queries])
 
     def _block_scores(
@@ -226,7 +229,7 @@ class _Body:
     ) -> None:
         """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`."""
         e, spec = self.e, self.spec
-        own, ahead = keys + block * spec.keys.nbytes, keys + after * spec.keys.nbytes
+        own, ahead = keys + block * self.args.key_bytes, keys + after * self.args.key_bytes
         spec.keys.emit_scores(e, own, ahead, [query.prepared for query in queries], scores)
         if not spec.mean_bits:
             return

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
-from polarlm.engine.backends.numpy.attention import Fields, LayerCache, Sides
+from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache, Sides
 from polarlm.engine.quantization.encode import encode_centred
 from polarlm.engine.quantization.metric import join_layers
 

@@ -1,0 +1,1 @@
+"""The K/V of layers in NumPy: memory for quantized blocks, and their encoding."""

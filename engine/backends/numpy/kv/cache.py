@@ -1,0 +1,123 @@
+"""The stored K/V of one layer in NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+
+from polarlm.engine.backends import transfer
+from polarlm.engine.backends.kv import CacheFormat, KVLocation
+from polarlm.engine.codecs.schema.arrays import HALF_MAX
+
+Fields = dict[str, np.ndarray]
+Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D) float32 or float16
+
+
+class Sides(NamedTuple):
+    """The fields of quantized blocks, each (K, blocks, …): of keys, of values, and of the keys' block means."""
+
+    k: Fields
+    v: Fields
+    mean: Fields
+
+
+@dataclass
+class LayerCache:
+    """The stored K/V of one layer.
+
+    k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
+    mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
+    full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks.
+    finer: the cache of blocks with more bits, if there are two kinds; it has the same slots, and its blocks are in the
+    same memory.
+    """
+
+    stored_as: ClassVar[str] = transfer.FIELDS
+
+    format: CacheFormat
+    k: Mapping[str, np.ndarray]
+    v: Mapping[str, np.ndarray]
+    mean: Mapping[str, np.ndarray]
+    full_k: np.ndarray
+    full_v: np.ndarray
+    finer: LayerCache | None = field(default=None, kw_only=True)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a quantized block of one KV head, without block means."""
+        arrays = [*self.k.values(), *self.v.values()]
+        return sum(array.itemsize * math.prod(array.shape[2:]) for array in arrays)
+
+    def move(self, target: int, source: int) -> None:
+        """Copy a quantized block to another."""
+        for array in (*self.k.values(), *self.v.values(), *self.mean.values()):
+            array[:, target] = array[:, source]
+
+    def take(self, blocks: np.ndarray) -> Sides:
+        """A copy of the quantized blocks with these ids, in the representation of `stored_as`."""
+        arrays = self.k, self.v, self.mean
+        return Sides(*({name: _taken(array, blocks) for name, array in side.items()} for side in arrays))
+
+    def put(self, blocks: Sequence[int], sides: Sides) -> None:
+        """Overwrite the quantized blocks with these ids by `sides`, as `take` returns them."""
+        for side, given in zip((self.k, self.v, self.mean), sides, strict=True):
+            for name, array in side.items():
+                array[:, blocks] = given[name]
+
+    def read(self, blocks: np.ndarray) -> Sides:
+        """The fields of the quantized blocks with these ids."""
+        return self.take(blocks)
+
+    def write(self, blocks: Sequence[int], sides: Sides) -> None:
+        """Overwrite the quantized blocks with these ids by fields, as `read` returns them."""
+        self.put(blocks, sides)
+
+    def full(self, place: KVLocation) -> Buffer:
+        """Views k, v (K, S, D) of `place`: the N tokens of a slot, float16, or a buffer's tokens from that block on."""
+        if place.buffer is None:
+            return self.full_k[place.block], self.full_v[place.block]
+        first = place.block * self.format.block_size
+        return place.buffer[0][:, first:], place.buffer[1][:, first:]
+
+    def store(self, place: KVLocation, kv: Buffer, first: int = 0) -> None:
+        """Write k, v (K, T, D) to the tokens from `first` on at `place`, rounded to its dtype; see `rounded`."""
+        for full, x in zip(self.full(place), kv, strict=True):
+            full[:, first : first + x.shape[1]] = rounded(x, full.dtype)
+
+    def complete(self, places: Sequence[KVLocation]) -> Buffer:
+        """k, v (K, B, N, D) float32 of B complete blocks, in full-precision slots or consecutive in a buffer."""
+        if places[0].buffer is None:
+            slots = [place.block for place in places]
+            k, v = (full[slots].swapaxes(0, 1).astype(np.float32) for full in (self.full_k, self.full_v))
+            return k, v
+        format, count = self.format, len(places)
+        shape = format.kv_heads, count, format.block_size, format.head_dim
+        k, v = (
+            x[:, : count * format.block_size].reshape(shape).astype(np.float32, copy=False)
+            for x in self.full(places[0])
+        )
+        return k, v
+
+
+Cached = TypeVar("Cached", bound=LayerCache)  # of one type for both kinds of blocks
+
+
+def _taken(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """array[:, blocks], contiguous. `np.take` would copy all of an array of which a finer kind has a part."""
+    return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
+
+
+def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """x as it is stored in `dtype`: in float16 rounded to nearest and clipped to ±65504, as on a GPU.
+
+    Numbers that are not finite become NaN, which the checks of logits and codecs find.
+    """
+    if dtype in (np.float32, x.dtype):
+        return x
+    halves = np.clip(x, -HALF_MAX, HALF_MAX).astype(dtype)
+    halves[~np.isfinite(x)] = np.nan
+    return halves

@@ -1,0 +1,204 @@
+"""The state of attention with two kinds of blocks: finer ones while there is room, which are coded again when it ends.
+
+A block's id is its name. Where it lies, and of which kind it is, its place says; coding it again and moving it change
+only that, so tables, the prefix cache and reference counts know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
+from polarlm.engine.state.finer.places import Place, Places
+from polarlm.engine.state.kv_blocks import KVBlocks, encode
+from polarlm.engine.state.layer_state import BlockArrays
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.state.tables import BlockTable, Growth
+
+_LOW = 16  # the part of the store that new finer blocks leave free: running sequences take their next blocks from it
+_HIGH = 8  # the part that coding again makes free
+
+
+class FinerAllocator(BlockAllocator):
+    """Allocates blocks, with a place for each that is held or kept: of the finer kind while there is room.
+
+    Blocks are coded again in this order: those that the prefix cache alone knows, as they would be allocated; then
+    those that sequences hold, the oldest first. While there are any, none is taken from the prefix cache.
+    """
+
+    def __init__(self, places: Places, size: int, bytes_each: tuple[int, int]) -> None:
+        """size: the blocks that fit if none is finer; beside them, `places` has room for the one that is being coded.
+        bytes_each: of a finer block, and of another one."""
+        super().__init__(size)
+        self.places, (self._finer_bytes, self._bytes) = places, bytes_each
+        self._settled: dict[int, None] = {}  # the finer blocks whose contents are complete, oldest first
+
+    @property
+    def _room(self) -> int:
+        """The bytes that new blocks can have now."""
+        return self.places.free - self._bytes * (self.places.coding is None)
+
+    def lacks_room(self, more: int | None = None) -> bool:
+        """Whether blocks should be coded again before `more` are allocated; None: before anything is."""
+        wanted = self.size // _HIGH if more is None else more + self.size // _LOW
+        return bool(self._settled) and self._room < wanted * self._bytes
+
+    def allocate(self, count: int = 1) -> list[int]:
+        """As `BlockAllocator.allocate`; of several blocks, the last ones are finer.
+
+        Raises CodeAgain if there is no room until blocks are coded again.
+        """
+        if count > self.free:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
+        while self._room < count * self._bytes:
+            if self._settled:
+                raise CodeAgain(f"{count} blocks wanted, and {len(self._settled)} can be coded again")
+            kept = next((block for block in self._free if block in self._kept), None)
+            if kept is None:  # the blocks of open spans are finer
+                raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
+            self._evict(kept)
+        taken = super().allocate(count)
+        left = self._room - count * self._bytes - self.size * self._bytes // _LOW
+        finer = min(count, max(0, left // max(1, self._finer_bytes - self._bytes)))
+        for number, block in enumerate(taken):
+            is_finer = number >= count - finer
+            self.places.place(block, is_finer=is_finer)
+        return taken
+
+    def _evict(self, block: int) -> None:
+        """Take a free block from the prefix cache."""
+        self._kept.pop(block)()
+        self._free.move_to_end(block, last=False)
+        self._free_place(block)
+
+    def drop(self, block: int) -> None:
+        super().drop(block)
+        if not self.references(block):
+            self._free_place(block)
+
+    def release(self, block: int) -> None:
+        super().release(block)
+        if not self.references(block) and block not in self._kept:
+            self._free_place(block)
+
+    def _free_place(self, block: int) -> None:
+        self._settled.pop(block, None)
+        self.places.release(block)
+
+    def settle(self, block: int) -> None:
+        """Let a block, whose contents are complete, be coded again if it is finer."""
+        if self.places[block].is_finer:
+            self._settled[block] = None
+
+    def begin_to_code(self) -> int | None:
+        """Begin to code a block again, or go on with the one that has begun, and return it; None if there is none."""
+        if self.places.coding is None and self._settled:
+            first = next(iter(self._settled))
+            self.places.begin(next((block for block in self._free if block in self._settled), first))
+        return self.places.coding
+
+    def finish(self) -> None:
+        """Let the block that is coded again be one of fewer bits."""
+        assert self.places.coding is not None
+        del self._settled[self.places.coding]
+        self.places.finish()
+
+
+class FinerBlocks(KVBlocks):
+    """A `LayerState`: that of layers without a window, with two kinds of blocks in one memory."""
+
+    blocks: FinerAllocator
+
+    def __init__(
+        self, ops: Ops, shape: CacheShape, layers: tuple[int, ...], caches: Sequence[Cache], blocks: tuple[int, int]
+    ):
+        """As `KVBlocks`. One of the quantized blocks is for coding again."""
+        super().__init__(ops, shape, layers, None, caches, blocks)
+        ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
+        self.quantized = self.blocks = FinerAllocator(
+            Places(blocks[0], (finer, other), self._move), blocks[0] - 1, (finer, other)
+        )
+        heads = sum(shape.kv_layers[layer].kv_heads for layer in layers)
+        self._more_bytes = heads * (finer - other)  # of a finer block, in all layers
+
+    def _of_kind(self, layer: int, *, is_finer: bool) -> Cache:
+        return self._caches[layer].finer if is_finer else self._caches[layer]
+
+    def _move(self, target: Place, source: Place) -> None:
+        for layer in self.layers:
+            self._of_kind(layer, is_finer=source.is_finer).move(target.number, source.number)
+
+    @property
+    def changes(self) -> int:
+        """How many times a block has been moved or coded again: views of it from before that are not valid any more."""
+        return self.blocks.places.changes
+
+    def lacks_room(self, tokens: int | None = None) -> bool:
+        """Whether blocks should be coded again before a span of a prompt's `tokens`; None: before anything."""
+        return self.blocks.lacks_room(None if tokens is None else tokens // self.block_size + 1)
+
+    def code_again(self) -> bool:
+        """Code one block again with fewer bits; return False if there is none to be coded."""
+        if not self.code_layer():
+            return False
+        while self.blocks.places.coding is not None:
+            self.code_layer()
+        return True
+
+    def code_layer(self) -> bool:
+        """Code a layer of one block again. With its last layer the block becomes one of fewer bits.
+
+        Returns False if there is no block to be coded.
+        """
+        block, places, ops = self.blocks.begin_to_code(), self.blocks.places, self._ops
+        if block is None:
+            return False
+        layer = self.layers[places.done]
+        assert ops.decode_blocks is not None
+        buffer = ops.decode_blocks(self._of_kind(layer, is_finer=True), [places[block].number])
+        encode(ops, [FilledBlocks([self._caches[layer]], [places.coded.number], [KVLocation(buffer, 0)])])
+        places.done += 1
+        if places.done == len(self.layers):
+            self.blocks.finish()
+        return True
+
+    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> SpanView:
+        own = super().view(layer, table, growth, start, rows, position)
+        at = [self.blocks.places[block] for block in table.quantized]
+        finer, others = ([place.number for place in at if place.is_finer is kind] for kind in (True, False))
+        return replace(own, table=others, finer=finer)
+
+    def _filled(
+        self, layers: Sequence[int], blocks: Sequence[int], sources: Sequence[KVLocation]
+    ) -> list[FilledBlocks]:
+        places = [self.blocks.places[block] for block in blocks]
+        found = []
+        for kind in (False, True):
+            own = [number for number, place in enumerate(places) if place.is_finer is kind]
+            if own:
+                caches = [self._of_kind(layer, is_finer=kind) for layer in layers]
+                found.append(FilledBlocks(caches, [places[i].number for i in own], [sources[i] for i in own]))
+        return found
+
+    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+        """As `KVBlocks.round_trip`, with the bits of new blocks while there is room."""
+        self._round_trip(self._of_kind(layer, is_finer=True), growth, start, count)
+
+    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
+        super().commit(table, growth, length)
+        for block in growth.quantized.values():
+            if block in self.blocks.places and self.blocks.references(block):
+                self.blocks.settle(block)
+
+    def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
+        raise NotImplementedError("blocks of two kinds are not copied to the host")
+
+    def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
+        raise NotImplementedError("blocks of two kinds are not copied from the host")
+
+    def bytes(self, table: BlockTable) -> int:
+        finer = sum(self.blocks.places[block].is_finer for block in table.quantized)
+        return super().bytes(table) + finer * self._more_bytes

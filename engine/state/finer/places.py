@@ -1,0 +1,156 @@
+"""Places of blocks of two sizes in one memory. Integers only: the contents of blocks are the store's.
+
+Finer blocks, which have more bits, lie from the beginning of the memory on, the others before its end. A block of size
+s with number i begins at byte i · s, so both kinds are arrays over the whole memory, of which each uses a part.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a block is: its number in the array of its kind."""
+
+    is_finer: bool
+    number: int
+
+
+class _Kind:
+    """The places of one kind: those below `end` are taken, except holes. They are counted from the kind's own side."""
+
+    def __init__(self) -> None:
+        self.count = 0  # of places that are taken
+        self.owners: list[int | None] = []
+        self.holes: list[int] = []  # a heap, some of whose entries may be at or above the end
+
+    @property
+    def end(self) -> int:
+        return len(self.owners)
+
+    def hole(self) -> int | None:
+        """Return the lowest hole; None if there is none."""
+        while self.holes and (self.holes[0] >= self.end or self.owners[self.holes[0]] is not None):
+            heapq.heappop(self.holes)
+        return self.holes[0] if self.holes else None
+
+    def take(self, owner: int) -> int:
+        """Give the lowest hole, or else the place at the end, to `owner`, and return it."""
+        at = self.hole()
+        self.count += 1
+        if at is None:
+            self.owners.append(owner)
+            return self.end - 1
+        self.owners[at] = owner
+        return at
+
+    def free(self, at: int) -> None:
+        self.count -= 1
+        self.owners[at] = None
+        heapq.heappush(self.holes, at)
+        while self.owners and self.owners[-1] is None:
+            self.owners.pop()
+
+
+class Places:
+    """The places of blocks, by the blocks' ids, in memory for `size` blocks of the smaller kind."""
+
+    def __init__(self, size: int, bytes_each: tuple[int, int], move: Callable[[Place, Place], None]) -> None:
+        """bytes_each: of a finer block, and of another one. move(target, source): copies a block's contents."""
+        self._size, self._move = size, move
+        self._finer_bytes, self._bytes = bytes_each
+        assert self._finer_bytes >= self._bytes
+        self._kinds = {True: _Kind(), False: _Kind()}
+        self._of: dict[int, Place] = {}
+        self.coding: int | None = None
+        """The block that is being coded again."""
+        self.done = 0
+        """The layers of that block that have been coded again."""
+        self._coded: Place | None = None
+        self.free = size * self._bytes
+        """Bytes that no block has."""
+        self.changes = 0
+        """How many times a block has got another place."""
+
+    def __getitem__(self, block: int) -> Place:
+        return self._of[block]
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._of
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many finer blocks there are, and how many others."""
+        return self._kinds[True].count, self._kinds[False].count - (self.coding is not None)
+
+    def place(self, block: int, *, is_finer: bool) -> None:
+        """Give a block without a place one of this kind, for which others may be moved. There must be enough bytes."""
+        self._of[block] = self._take(block, is_finer=is_finer)
+
+    def begin(self, block: int) -> None:
+        """Give a finer block a place of the other kind, `coded`, until `finish` or `cancel`. One block at a time."""
+        assert self.coding is None
+        self._coded, self.coding, self.done = self._take(block, is_finer=False), block, 0
+
+    @property
+    def coded(self) -> Place:
+        """The place that `begin` has given. Like every place, it changes when blocks are moved."""
+        assert self._coded is not None
+        return self._coded
+
+    def finish(self) -> None:
+        """Let the block that is being coded have the place of the other kind alone."""
+        assert self.coding is not None
+        self._free_place(self._of[self.coding])
+        self._of[self.coding] = self.coded
+        self.coding, self._coded, self.changes = None, None, self.changes + 1
+
+    def cancel(self) -> None:
+        """Let the block that is being coded have the place that it had before alone."""
+        self._free_place(self.coded)
+        self.coding, self._coded = None, None
+
+    def _take(self, block: int, *, is_finer: bool) -> Place:
+        each = self._each(is_finer)
+        assert each <= self.free
+        own, other = self._kinds[is_finer], self._kinds[not is_finer]
+        if own.hole() is None:
+            while each * (own.end + 1) + self._each(not is_finer) * other.end > self._size * self._bytes:
+                self._lower(not is_finer)
+        self.free -= each
+        return self._at(is_finer, own.take(block))
+
+    def release(self, block: int) -> None:
+        """Free a block's places."""
+        if block == self.coding:
+            self.cancel()
+        self._free_place(self._of.pop(block))
+
+    def _free_place(self, place: Place) -> None:
+        self._kinds[place.is_finer].free(self._from_side(place))
+        self.free += self._each(place.is_finer)
+
+    def _lower(self, is_finer: bool) -> None:
+        """Move the last block of a kind to a hole of its kind."""
+        kind = self._kinds[is_finer]
+        block = kind.owners[-1]
+        assert block is not None
+        assert kind.hole() is not None
+        source, target = self._at(is_finer, kind.end - 1), self._at(is_finer, kind.take(block))
+        self._move(target, source)
+        if self._of[block] == source:
+            self._of[block] = target
+        else:
+            self._coded = target
+        self.changes += 1
+        kind.free(kind.end - 1)
+
+    def _each(self, is_finer: bool) -> int:
+        return self._finer_bytes if is_finer else self._bytes
+
+    def _at(self, is_finer: bool, from_side: int) -> Place:
+        return Place(is_finer, from_side if is_finer else self._size - 1 - from_side)
+
+    def _from_side(self, place: Place) -> int:
+        return place.number if place.is_finer else self._size - 1 - place.number

@@ -1,0 +1,143 @@
+"""A store with two kinds of blocks: attention reads each block as it was coded last, on both backends of a CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from polarlm.engine import codecs
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.select import select
+from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.encode import decode_centred, encode_centred
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.store import KVStore
+from tests.state.fed import KV_HEADS, D, Fed, held
+from tests.state.reference import attention
+
+N, LAYERS = 16, 2
+QUALITY = codecs.get("ring5"), codecs.get("ring4")
+COMPACT = codecs.get("ring3"), codecs.get("ring3.5")
+
+
+@pytest.fixture(params=["numpy", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    found = NumpyOps() if request.param == "numpy" else select("cpu", 1)[0]
+    if found.backend != request.param:
+        pytest.skip("llvmlite is missing")
+    return found
+
+
+def make_store(ops: Ops, tokens: int, codec=COMPACT, finer=None) -> KVStore:
+    layer = LayerShape(*codec, KV_HEADS, D, 8, finer=finer)
+    stored = dict.fromkeys(range(LAYERS), ops.cache_bytes(layer.format(N)))
+    shape = CacheShape(N, (layer,) * LAYERS, stored)
+    return KVStore(ops, plan_for_tokens(shape, tokens, 4), [Conditioning()] * LAYERS)
+
+
+def contents(store: KVStore, layer: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a block decodes to: k, v (N, K, D)."""
+    place, cache = store.finer.blocks.places[block], store.cache(layer)
+    k, v = store.ops.decode_blocks(cache.finer if place.is_finer else cache, [place.number])
+    return k.swapaxes(0, 1).copy(), v.swapaxes(0, 1).copy()
+
+
+class Unchecked(Fed):
+    def check(self, *given) -> None:
+        """Nothing."""
+
+
+class Checked(Fed):
+    """A sequence whose attention is that over what its blocks decode to."""
+
+    def check(self, out, q, k, v, start, position, layer) -> None:
+        k, v = k.astype(np.float64), v.astype(np.float64)
+        for number, block in enumerate(self.kv.tables[0].quantized, 1):
+            own = slice(number * N, (number + 1) * N)
+            k[own], v[own] = contents(self.store, layer, block)
+        # Compiled kernels read codes with queries of 8 bits, and sum the values' weights in 8 bits.
+        tolerance = 2e-5 if isinstance(self.store.ops, NumpyOps) else 0.03
+        np.testing.assert_allclose(out, attention(q, k, v, position, 0.3, None), atol=tolerance)
+
+
+def test_with_room_the_store_is_one_of_more_bits(ops: Ops) -> None:
+    by_room, quality = (Unchecked(make_store(ops, *given)) for given in ((2048, COMPACT, QUALITY), (2048, QUALITY)))
+    for count, chunk, step in [(40, None, False), (1, None, True), (300, 7, False), (5, None, True), (90, None, False)]:
+        both = [fed.feed(count, chunk, step=step) for fed in (by_room, quality)]
+        np.testing.assert_array_equal(*both)
+    assert by_room.store.finer.blocks.places.counts() == (436 // N - 1, 0)
+    assert by_room.store.bytes_held(by_room.kv) == quality.store.bytes_held(quality.kv)
+
+
+def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
+    store = make_store(ops, 800, COMPACT, QUALITY)
+    sequences = [Checked(store, seed) for seed in range(2)]
+    rng, seen = np.random.default_rng(0), set()
+    while sum(fed.kv.length for fed in sequences) < 640:
+        fed = sequences[rng.integers(2)]
+        fed.feed(int(rng.integers(1, 60)))
+        for _ in range(3):
+            fed.feed(1, step=True)
+        for _ in range(rng.integers(4) if store.finer.lacks_room() else 0):
+            store.finer.code_again()
+        finer, others = store.finer.blocks.places.counts()
+        seen.add((finer > 0, others > 0))
+        assert finer + others == sum(len(fed.kv.tables[0].quantized) for fed in sequences)
+    assert {(True, False), (True, True)} <= seen
+    while store.finer.code_again():
+        pass
+    for fed in sequences:
+        fed.feed(3, step=True)
+        store.release(fed.kv)
+    assert store.finer.blocks.places.counts() == (0, 0)
+    assert held(store) == [(0, 0)]
+
+
+def test_a_block_is_coded_again_from_what_it_decodes_to(ops: Ops) -> None:
+    fed = Unchecked(make_store(ops, 800, COMPACT, QUALITY))
+    fed.feed(4 * N)
+    first, *others = fed.kv.tables[0].quantized
+    before = [[contents(fed.store, layer, block) for block in (first, *others)] for layer in range(LAYERS)]
+    assert fed.store.finer.code_again()  # the oldest
+    assert not fed.store.finer.blocks.places[first].is_finer
+    for layer in range(LAYERS):
+        k, v = (np.ascontiguousarray(x.swapaxes(0, 1)[:, None]) for x in before[layer][0])
+        expected = (
+            decode_centred(COMPACT[0], *encode_centred(COMPACT[0], k, None, 8)),
+            decode_centred(COMPACT[1], encode_centred(COMPACT[1], v, None)[0], {}),
+        )
+        for own, given in zip(contents(fed.store, layer, first), expected, strict=True):
+            np.testing.assert_allclose(own.swapaxes(0, 1), given[:, 0], atol=1e-5)
+        for block, given in zip(others, before[layer][1:], strict=True):
+            np.testing.assert_array_equal(contents(fed.store, layer, block), given)
+
+
+def test_as_many_tokens_fit_as_with_fewer_bits(ops: Ops) -> None:
+    by_room, compact = (Unchecked(make_store(ops, *given)) for given in ((400, COMPACT, QUALITY), (400, COMPACT)))
+    for fed in (by_room, compact):
+        with pytest.raises(OutOfBlocks):
+            list(map(fed.feed, itertools.repeat(N)))
+    assert by_room.kv.length == compact.kv.length
+    assert by_room.store.finer.blocks.places.counts() == (0, by_room.kv.length // N - 1)
+
+
+def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = Unchecked(make_store(ops, 800, COMPACT, QUALITY))
+    fed.feed(4 * N)
+    blocks, places = fed.kv.tables[0].quantized, fed.store.finer.blocks.places
+    before = [contents(fed.store, LAYERS - 1, block) for block in blocks]
+    with monkeypatch.context() as patched:
+        patched.setattr(ops, "encode_blocks", lambda filled: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fed.store.finer.code_again()
+    assert all(places[block].is_finer for block in blocks)
+    for block, given in zip(blocks, before, strict=True):
+        np.testing.assert_array_equal(contents(fed.store, LAYERS - 1, block), given)
+    assert fed.store.finer.code_again()  # it goes on
+    assert places.counts() == (len(blocks) - 1, 1)
+    assert places.coding is None

@@ -1,0 +1,139 @@
+"""Two kinds of blocks in one memory: none loses its contents, whatever is placed, coded again and released."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
+from polarlm.engine.state.finer.blocks import FinerAllocator
+from polarlm.engine.state.finer.places import Place, Places
+
+
+class Memory(RuleBasedStateMachine):
+    """An allocator over real bytes: each block is filled with its own number when it is allocated."""
+
+    @initialize(size=st.integers(1, 24), bytes_each=st.tuples(st.integers(2, 9), st.integers(2, 9)))
+    def make(self, size: int, bytes_each: tuple[int, int]) -> None:
+        self.each = {True: max(bytes_each), False: min(bytes_each)}
+        self.memory = bytearray((size + 1) * self.each[False])
+        places = Places(size + 1, (self.each[True], self.each[False]), self.move)
+        self.blocks = FinerAllocator(places, size, (self.each[True], self.each[False]))
+        self.held: dict[int, bytes] = {}  # block → its contents
+        self.kept: dict[int, bytes] = {}  # released blocks that can be found
+        self.count = 0
+
+    def bytes_of(self, place: Place) -> slice:
+        each = self.each[place.is_finer]
+        assert 0 <= place.number * each <= len(self.memory) - each
+        return slice(place.number * each, (place.number + 1) * each)
+
+    def move(self, target: Place, source: Place) -> None:
+        self.memory[self.bytes_of(target)] = self.memory[self.bytes_of(source)]
+
+    def fill(self, block: int, place: Place, content: int) -> bytes:
+        own = self.bytes_of(place)
+        self.memory[own] = bytes([content]) * (own.stop - own.start)
+        return bytes([content])
+
+    def forget(self, block: int) -> None:
+        del self.kept[block]
+
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count: int) -> None:
+        free, settled = self.blocks.free, len(self.blocks._settled)
+        try:
+            taken = self.blocks.allocate(count)
+        except CodeAgain:
+            assert settled
+            return
+        except OutOfBlocks:
+            assert count > free
+            return
+        kinds = [self.blocks.places[block].is_finer for block in taken]
+        assert kinds == sorted(kinds)  # the last ones are finer
+        for block in taken:
+            self.count = (self.count + 1) % 256
+            self.held[block] = self.fill(block, self.blocks.places[block], self.count)
+            self.blocks.settle(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), is_kept=st.booleans())
+    def release(self, data: st.DataObject, is_kept: bool) -> None:
+        block = data.draw(st.sampled_from(sorted(self.held)))
+        content = self.held.pop(block)
+        if is_kept:
+            self.blocks.keep(block, lambda: self.forget(block))
+            self.kept[block] = content
+        self.blocks.release(block)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), is_dropped=st.booleans())
+    def find(self, data: st.DataObject, is_dropped: bool) -> None:
+        block = data.draw(st.sampled_from(sorted(self.kept)))
+        content = self.kept.pop(block)
+        if not is_dropped:
+            self.blocks.retain(block)
+            self.held[block] = content
+        self.blocks.drop(block)
+
+    @rule()
+    def code_again(self) -> None:
+        begun, could_be = self.blocks.places.coding, set(self.kept) & set(self.blocks._settled)
+        block = self.blocks.begin_to_code()
+        if block is None:
+            return
+        assert block == begun or block in self.kept or not could_be  # those of the prefix cache come first
+        if begun is None:
+            self.coded = b""
+            return
+        content = {**self.held, **self.kept}[block]
+        if not self.coded:  # it may be moved until it is finished
+            self.coded = self.fill(block, self.blocks.places.coded, content[0])
+            return
+        self.blocks.finish()
+
+    @invariant()
+    def every_block_has_its_own_contents(self) -> None:
+        known = {**self.held, **self.kept}
+        used = bytearray(len(self.memory))
+        for block, content in known.items():
+            own = self.bytes_of(self.blocks.places[block])
+            assert self.memory[own] == content * (own.stop - own.start)
+            used[own] = b"\1" * (own.stop - own.start)
+        each = [self.each[self.blocks.places[block].is_finer] for block in known]
+        if self.blocks.places.coding is not None:
+            used[self.bytes_of(self.blocks.places.coded)] = b"\1" * self.each[False]
+            each_coded = self.each[False]
+        else:
+            each_coded = 0
+        assert sum(used) == sum(each) + each_coded == len(self.memory) - self.blocks.places.free  # none overlap
+        assert sum(each) <= self.blocks.size * self.each[False]
+        kinds = [self.blocks.places[block].is_finer for block in known]
+        finer, others = self.blocks.places.counts()
+        assert (finer, others) == (sum(kinds), len(kinds) - sum(kinds))
+
+
+Memory.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestMemory = Memory.TestCase
+
+
+@given(st.integers(1, 40))
+@settings(max_examples=20)
+def test_as_many_blocks_fit_as_if_none_were_finer(size: int) -> None:
+    blocks = FinerAllocator(Places(size + 1, (7, 5), lambda target, source: None), size, (7, 5))
+    for count in range(size):
+        while True:
+            try:
+                (block,) = blocks.allocate()
+            except CodeAgain:
+                assert blocks.begin_to_code() is not None
+                blocks.finish()
+            else:
+                blocks.settle(block)
+                break
+        assert blocks.size - blocks.free == count + 1
+    with pytest.raises(OutOfBlocks):
+        blocks.allocate()

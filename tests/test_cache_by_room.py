@@ -1,0 +1,150 @@
+"""`--cache-type auto`: answers with room are those of `quality`, and blocks are coded again as the store fills."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.state.finer import coding_again
+from polarlm.engine.state.finer.blocks import FinerBlocks
+from polarlm.engine.state.finer.coding_again import CodingAgain
+from tests.state.test_finer_blocks import COMPACT, QUALITY, Unchecked, make_store
+from tests.tiny import assert_idle
+
+N = 16
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2)
+
+
+def load(path: Path, cache_type: str, **settings: Any) -> Engine:
+    return Engine.load(path, device="cpu", block_size=N, ctx_size=256, cache_type=cache_type, threads=1, **settings)
+
+
+def prompt(number: int, tokens: int = 120) -> list[int]:
+    return np.random.default_rng(number).integers(5, 90, tokens).tolist()
+
+
+def types(engine: Engine) -> tuple[int, int]:
+    found = engine.status().types
+    assert found is not None
+    return found["quality"], found["compact"]
+
+
+@pytest.mark.parametrize("spec_type", ["none", "ngram-simple"])
+def test_answers_with_room_are_those_of_quality(tiny_path: Path, spec_type: str) -> None:
+    with load(tiny_path, "auto", spec_type=spec_type) as by_room, load(tiny_path, "quality") as quality:
+        ids = prompt(0, 90)
+        for turn in range(2):
+            own, expected = (engine.generate(ids, GREEDY) for engine in (by_room, quality))
+            assert own.token_ids == expected.token_ids
+            assert spec_type != "none" or own.logprobs == expected.logprobs  # rows together have other last bits
+            ids = [*ids, *own.token_ids, *prompt(turn + 1, 20)]
+        assert types(by_room) == (by_room.status().blocks_kept, 0)
+        assert by_room.status().blocks_kept == quality.status().blocks_kept
+
+
+def test_as_the_store_fills_blocks_are_coded_again(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few layers between two units: no unit of a request has to make room for itself."""
+    in_units: list[FinerBlocks] = []
+    monkeypatch.setattr(FinerBlocks, "code_again", in_units.append)
+    with load(tiny_path, "auto", parallel=3) as by_room:
+        seen, trays = set(), [[] for _ in range(12)]
+        for number, tray in enumerate(trays):
+            by_room.submit(prompt(number), GREEDY, into=tray)
+        while by_room.work():
+            status = by_room.status()
+            assert sum(types(by_room)) == status.blocks_used + status.blocks_kept <= status.blocks
+            seen.add(tuple(count > 0 for count in types(by_room)))
+        assert {(True, False), (True, True)} <= seen
+        assert not in_units
+        assert {tray[-1].finish_reason for tray in trays} <= {"length", "stop"}
+        assert types(by_room)[1] > 0
+        # The newest conversation continues from what is kept, whatever its type.
+        ids = [*prompt(11), *(token for chunk in trays[11] for token in chunk.token_ids)]
+        assert by_room.generate(ids, GREEDY).usage.cached_tokens > len(ids) - N
+        assert_idle(by_room)
+
+
+def logits(engine: Engine, units: Generator[int, None, Any]) -> np.ndarray:
+    while True:
+        try:
+            next(units)
+        except StopIteration as end:
+            return engine._model.logits(end.value)
+
+
+def test_a_prompt_goes_on_where_its_blocks_have_moved(tiny_path: Path) -> None:
+    """Between two layers of a prompt, blocks that it reads are moved, to make room for others."""
+    with load(tiny_path, "auto") as engine:
+        ids, store, new = [prompt(number, 7 * N) for number in range(2)], engine._store, prompt(2, 8)
+        for own in ids:
+            engine.generate(own, SamplingParams(max_tokens=1, temperature=0.0))
+        kv = engine._prefixes.match_prefix(ids[1])
+        assert kv.length == 7 * N
+        found, blocks, finer = [], kv.tables[0].quantized, store.finer
+        for is_disturbed in (False, True):
+            span = store.open(kv, len(new))
+            units = engine._model.forward_units([span], new, outputs=1, by_layer=True)
+            next(units)
+            before = [finer.blocks.places[block] for block in blocks]
+            while is_disturbed and [finer.blocks.places[block] for block in blocks] == before:
+                assert finer.blocks.begin_to_code() not in blocks  # but blocks of the other prompt
+                finer.code_again()
+                finer.blocks.allocate(not finer.lacks_room(2))
+            found.append(logits(engine, units))
+            store.abort(span)
+        np.testing.assert_array_equal(*found)
+
+
+def test_blocks_are_coded_for_no_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(coding_again.time, "perf_counter", lambda: clock[0])
+    fed = Unchecked(make_store(NumpyOps(1), 1600, COMPACT, QUALITY))
+    while not fed.store.finer.lacks_room():
+        fed.feed(N)
+    code_layer, blocks = fed.store.finer.code_layer, fed.store.finer
+
+    def slow() -> bool:
+        clock[0] += 1.0
+        return code_layer()
+
+    monkeypatch.setattr(blocks, "code_layer", slow)
+    coding = CodingAgain(blocks)
+    for step, layers in ((3.5, 3), (0.2, 1), (3.0, 3)):
+        assert coding.must_wait(40 * N)
+        before = clock[0]
+        assert coding.between_units(step) == layers
+        assert clock[0] - before <= max(step, 1.0)
+    assert coding.must_wait(40 * N)
+    assert coding.between_units(None) == 1  # no step waits, but a client may cancel
+    while coding.between_units(1000.0):
+        assert blocks.lacks_room()
+    assert not blocks.lacks_room()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"cache_type_k": "ring4"}, "leave cache_type_k out"),
+        ({"cache_disk": "1G"}, "leave cache_disk out, or choose quality or compact"),
+        ({"cache_remote": "http://127.0.0.1:1"}, "leave cache_remote out"),
+        ({"device": "cuda"}, "it runs on the CPU only"),
+    ],
+)
+def test_what_it_does_not_serve_is_refused(tiny_path: Path, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(EngineError, match=sentence):
+        Engine.load(tiny_path, **{"device": "cpu", "cache_type": "auto", **settings})
+
+
+def test_no_session_is_saved_or_loaded(tiny_path: Path, tmp_path: Path) -> None:
+    with load(tiny_path, "auto") as engine:
+        engine.generate(prompt(0), GREEDY)
+        with pytest.raises(EngineError, match="blocks of two types, which no session"):
+            engine.save_session(tmp_path / "one")
+        with pytest.raises(EngineError, match="blocks of two types, which no session"):
+            engine.load_session(tmp_path / "one")
