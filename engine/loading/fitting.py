@@ -25,7 +25,7 @@ from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _KIND = "encoding"
-_FORMAT = 1  # the version of the meaning of the kept numbers
+_FORMAT = 2  # the version of the meaning of the kept numbers
 _SURVIVORS = "survivors"  # the only field of a metric that is not an array
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from polarlm.engine.codecs.parts import viterbi
 from polarlm.engine.codecs.parts.cosets import STATES
-from polarlm.engine.codecs.parts.viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.codecs.trellis import points_of
 from tests.codecs.data import gaussian, stored_norms
 
@@ -21,19 +21,13 @@ every_trellis = pytest.mark.parametrize(("name", "bits"), NAMES.items())
 
 
 def by_window(bits: int, codes: np.ndarray) -> np.ndarray:
-    """codes (R, P) → points (R, 2P): the table rotated by the last two bits of the previous code."""
+    """codes (R, P) → points (R, 2P): the table with the signs of the last two bits of the previous code."""
     points = np.empty((*codes.shape, 2), np.float32)
     for row, j in np.ndindex(*codes.shape):
         state = codes[row, j - 1] & 3 if j else 0
-        points[row, j] = rotate_quarters(points_of(bits)[codes[row, j]], state)
+        x, y = points_of(bits)[codes[row, j]]
+        points[row, j] = -x if state & 1 else x, -y if state & 2 else y
     return points.reshape(len(codes), -1)
-
-
-def test_rotations_are_right_angles():
-    pairs = gaussian(50, 2)
-    for quarters in range(-4, 5):
-        z = (pairs[:, 0] + 1j * pairs[:, 1]) * 1j**quarters
-        assert np.array_equal(rotate_quarters(pairs, quarters), np.stack([z.real, z.imag], -1).astype(np.float32))
 
 
 def small_search(seed):
@@ -94,10 +88,10 @@ def by_survivors(points, x, feedback, weights, count):
         for cost, codes, errors in survivors:
             state = codes[-1] % STATES if codes else 0
             aim = x[pair] + feedback[pair] @ errors
-            squared = np.square(points - middles(np.clip(rotate_quarters(aim, -state), -3.99, 3.99))).sum(1)
+            squared = np.square(points - middles(np.clip(flip(aim, state), -3.99, 3.99))).sum(1)
             for coset in range(STATES):
                 code = coset + STATES * int(squared[coset::STATES].argmin())
-                point = rotate_quarters(points[code].astype(np.float64), state)
+                point = flip(points[code].astype(np.float64), state)
                 after = errors.copy()
                 after[pair] = x[pair] - point
                 extended.append((cost + weights[j] * np.square(aim - point).sum(), [*codes, code], after))
@@ -217,7 +211,7 @@ def test_a_point_is_the_mean_of_the_pairs_that_take_it(name, bits):
     codes, points = (part[0] for part in codecs.get(name).rounding.best_path(x[None]))
     states = PathSearch.states(codes).reshape(-1)
     pairs, squared = x.reshape(-1, 2), np.square(x - points).reshape(-1, 2).sum(-1)
-    back = np.choose(states[:, None], [rotate_quarters(pairs, -state) for state in range(STATES)])
+    back = flip(pairs, states)
     codes = codes.reshape(-1)
     taken = np.bincount(codes, minlength=2**bits)
     means = np.stack([np.bincount(codes, back[:, axis], 2**bits) for axis in (0, 1)], -1) / taken[:, None]

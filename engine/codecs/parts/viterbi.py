@@ -9,25 +9,25 @@ import numpy as np
 
 from polarlm.engine.codecs.parts.cosets import STATES, Cosets
 
-_CLIP = np.float32(1e6)  # pairs are clipped to this, so that squared distances stay finite
-_UNREACHABLE = np.float32(1e30)  # the cost of starting in any state but the first
+CLIP = np.float32(1e6)  # pairs are clipped to this, so that squared distances stay finite
+UNREACHABLE = np.float32(1e30)  # the cost of starting in any state but the first
 
 _SLAB = 2048  # survivors of a state that are extended together: enough to hide NumPy's overhead, and they fit the cache
 _RECENT = 8  # latest pairs, whose errors are reordered at every step; older errors once every _RECENT steps
 
-_QUARTERS = np.array([1, 1j, -1, -1j], np.complex64)  # the exact rotation of a pair in each state
+SIGNS = np.array([[1, 1], [-1, 1], [1, -1], [-1, -1]], np.float32)
+"""The factors of a pair in each state, (4, 2): its bit 0 negates the first value, its bit 1 the second."""
 
 
-def rotate_quarters(pairs: np.ndarray, quarters: int) -> np.ndarray:
-    """pairs (..., 2) rotated counter-clockwise by `quarters` right angles; exact."""
-    x, y = pairs[..., 0], pairs[..., 1]
-    return np.stack([(x, y), (-y, x), (-x, -y), (y, -x)][quarters % 4], -1)
+def flip(pairs: np.ndarray, states: np.ndarray | int) -> np.ndarray:
+    """pairs (..., 2) float32 with the signs of states (...), which is its own inverse."""
+    return pairs * SIGNS[states]
 
 
 class PathSearch:
     """Viterbi's algorithm over codes of pairs: it finds the path with the least sum of squared errors.
 
-    base (2^m, 2) float32: in state s, code c stands for base[c] rotated by s right angles, and leads to state c & 3.
+    base (2^m, 2) float32: in state s, code c stands for base[c] with the signs of s, and leads to state c & 3.
     Every vector starts in state 0.
     """
 
@@ -35,7 +35,7 @@ class PathSearch:
         base = np.ascontiguousarray(base, np.float32)
         self._bits = len(base).bit_length() - 1
         self._cosets = Cosets(base)
-        self._points = _QUARTERS[:, None] * base.view(np.complex64)[:, 0]  # (4, 2^m)
+        self._points = flip(base, np.arange(STATES)[:, None]).view(np.complex64)[..., 0]  # (4, 2^m)
 
     def __call__(
         self,
@@ -55,7 +55,7 @@ class PathSearch:
         step = max(1, _SLAB // max(1, len(x) * survivors))
         for start in range(0, x.shape[1], step):
             part = slice(start, start + step)
-            codes[:, part] = self._search(np.clip(x[:, part], -_CLIP, _CLIP), feedback, weights, survivors)
+            codes[:, part] = self._search(np.clip(x[:, part], -CLIP, CLIP), feedback, weights, survivors)
             points[:, part] = self.points(codes[:, part])
         return codes, points
 
@@ -78,7 +78,7 @@ class PathSearch:
         pairs = np.ascontiguousarray(x.reshape(-1, dim).view(np.complex64).T)  # (P, S)
         history = None if feedback is None else _ErrorHistory(pairs, heads, feedback, STATES * survivors)
         points = np.repeat(self._points, survivors, axis=0)
-        cost = np.full((STATES * survivors, heads * count), _UNREACHABLE)
+        cost = np.full((STATES * survivors, heads * count), UNREACHABLE)
         cost[0] = 0
         # A link is the previous survivor's index, times 2^m, plus the code.
         links = np.empty((dim // 2, *cost.shape), np.uint16)
@@ -100,13 +100,14 @@ class PathSearch:
         """
         survivors = len(cost) // STATES
         state = np.arange(len(cost))[:, None] // survivors
-        rotated = target * _QUARTERS.conj()[state]  # the target in state 0, where the table is the base
-        quadruples = self._cosets.quadruple(rotated)
+        signs = SIGNS.view(np.complex64)[:, 0][state]
+        x, y = target.real * signs.real, target.imag * signs.imag  # the target in state 0, where the table is the base
+        quadruples = self._cosets.quadruple(x, y)
         candidates = np.take(self._cosets.points, quadruples, axis=1, mode="clip")  # (8, 4L, S): x and y by coset
         total, dy = candidates[:STATES], candidates[STATES:]
-        total -= np.ascontiguousarray(rotated.real)
+        total -= x
         total *= total
-        dy -= np.ascontiguousarray(rotated.imag)
+        dy -= y
         dy *= dy
         total += dy
         if weight is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measure
 from polarlm.engine.backends.native.kernels.encode.norms import write_norms
+from polarlm.engine.backends.native.kernels.encode.paths import in_order, round_to_paths
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
     round_alone,
@@ -45,17 +46,21 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
             unit = Unit(e, encoding, args, number, scratch)
             e.store(load(unit, LARGEST if encoding.has_metric else ANY), args.damaged + number)
             measure(unit)
-            if not encoding.has_metric:
+            if encoding.tries_norms:
+                round_with_best_norms(unit, round_to_paths if encoding.rounds else round_all_tokens)
+            elif encoding.rounds:
+                round_to_paths(unit)
+            elif not encoding.has_metric:
                 round_alone(unit)
             elif encoding.along_tokens:
                 round_skewed(unit)
-            elif encoding.tries_norms:
-                round_with_best_norms(unit)
             else:
                 round_all_tokens(unit)
             if encoding.has_metric and not encoding.tries_norms:
                 write_norms(unit)
-            if tiles.by_token:
+            if tiles.by_token and encoding.rounds:
+                tiles.emit_pack(e, *in_order(unit), unit.block.tiles)
+            elif tiles.by_token:
                 write_codes(unit, unit.errors)  # reuses the memory of the errors
                 tiles.emit_pack(e, unit.errors, unit.norms, unit.block.tiles)
             else:
