@@ -13,8 +13,8 @@ norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms
 * A norm. A value's norm minimizes the cost. A key's norm is tilted: queries that attend to a key lean towards it, to
   the mean w = μ + x·(Σ − μᵀμ) / √D, where Σ and μ are the second moment and the mean of all queries, and the norm
   minimizes e·(Σ + wᵀw)·eᵀ.
-* The best of several norms, for keys: a key is rounded with each of `NORM_FACTORS` times rms(x), and the codes are kept
-  that cost least with their tilted norms.
+* The best of several norms, for keys: a key is rounded with each of `NORM_FACTORS` times rms(x), the first three in a
+  path search, and the codes are kept that cost least with their tilted norms.
 
 Example with two pairs: M = [[I, .9·I], [.9·I, I]] has F_1 = .9·I. The vector x = (.4, 0 | .3, 0) has n = .25, and a
 table with the coordinates 0 and ±4, scaled by n, offers 0 and ±1. Pair 0 takes (0, 0), so e_0 = (.4, 0). Pair 1 aims at
@@ -187,10 +187,8 @@ def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Met
 
     Returns the codes (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R).
     """
-    count, factors = (
-        x.shape[3],
-        np.array(PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS, np.float32),
-    )
+    count, own = x.shape[3], PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS
+    factors = np.array(own, np.float32)
     rounded = _rounded(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
     norms, costs = _tilted_norms(rounded, metric)
     best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)

@@ -286,8 +286,9 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
             u = rows[t]
             n = np.sqrt(np.mean(u**2))
             target[t] = u + along[t] @ errors
-            if metric.tilt_mean is not None and not isinstance(codec, Paths):
-                tried = [rounded_by_definition(codec, u / (f_n * n), f, weights, 1) for f_n in encode.NORM_FACTORS]
+            if metric.tilt_mean is not None:
+                factors = encode.PATH_NORM_FACTORS if isinstance(codec, Paths) else encode.NORM_FACTORS
+                tried = [rounded_by_definition(codec, u / (f_n * n), f, weights, 1) for f_n in factors]
                 costs = [tilted_cost(u, y, metric, head) for _, y in tried]
                 code, y = tried[int(np.argmin(costs))]
             else:

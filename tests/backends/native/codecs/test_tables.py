@@ -50,9 +50,8 @@ def bytes_and_norms(codec: Codec, fields: dict[str, np.ndarray]) -> tuple[np.nda
     bytes_ = table.bytes_[codes] + table.beyond
     if table.flips:
         bytes_ = flip(bytes_, PathSearch.states(codes))
-    return bytes_.reshape(*codes.shape[:-1], d).astype(np.float64), codec.rounding.norms.unpack(norms).astype(
-        np.float64
-    )  # type: ignore[union-attr]
+    bytes_ = bytes_.reshape(*codes.shape[:-1], d).astype(np.float64)
+    return bytes_, codec.rounding.norms.unpack(norms).astype(np.float64)  # type: ignore[union-attr]
 
 
 @given(

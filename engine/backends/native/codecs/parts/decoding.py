@@ -58,9 +58,7 @@ def emit_points(
         for number, part in enumerate(own):
             e.store(part, norms_at, 4 * tokens * row + 64 * number)
     if flips:
-        points = np.concatenate(
-            [flip(points, state) for state in range(len(SIGNS))]
-        )  # by the previous code, then by code
+        points = np.concatenate([flip(points, state) for state in range(len(SIGNS))])  # by state, then by code
     table, all_places = (e.constant_bytes(x.tobytes()) for x in (points.astype(np.float32), places.astype(np.uint16)))
     with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
         previous = e.variable(e.i64(0))

@@ -226,8 +226,8 @@ class TableValues(_TableTiles):
         def add(
             code: list[Value], last: Value | None, own: Sequence[Value], place: int, channels: Sequence[int]
         ) -> None:
-            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`. last: with
-            flips, the same tokens' codes before these."""
+            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`. last:
+            with flips, the same tokens' codes before these."""
             fours = [self._weights(e, weight, place) for weight in own]
             before = None if last is None else self._shifted(e, code[0], last)
             for channel, values in zip(channels, lookup(code, channels), strict=True):

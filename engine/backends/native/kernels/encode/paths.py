@@ -103,8 +103,8 @@ class _Search:
         return e.fmin(e.fmax(scaled, -float(CLIP)), float(CLIP))
 
     def _feedback(self, pair: Value, origin: Value, latest: Sequence[Value]) -> list[Value]:
-        """The sums of errors of earlier pairs. latest: of the last one, in the order of survivors. Those before are brought
-        into it: a survivor comes from the state `origin`."""
+        """The sums of errors of earlier pairs. latest: of the last one, in the order of survivors. Those before are
+        brought into it: a survivor comes from the state `origin`."""
         e, unit = self.e, self.unit
         lanes = (origin * 0x04040404 + 0x03020100).bits(_BYTES)  # the bytes of the lane that a survivor comes from
         rows = [unit.block.feedback + (pair * 2 + axis) * (unit.dim * 4) for axis in (0, 1)]
@@ -125,8 +125,8 @@ class _Search:
         return [add_chains(chains) for chains in sums]
 
     def _step(self, pair: Value, targets: Sequence[Value], cost: Variable) -> tuple[Value, Value, list[Value]]:
-        """Extend survivors by a pair, from each state to each → the state that each new one comes from, its code and its
-        point. Replaces their costs."""
+        """Extend survivors by a pair, from each state to each → the state that each new one comes from, its code and
+        its point. Replaces their costs."""
         e = self.e
         x, y = ((target.bits(_I16) ^ sign).bits(_F16) for target, sign in zip(targets, self.signs, strict=True))
         cells = [e.fmin(e.fmax(own * float(PER_UNIT) + CELLS / 2, 0.0), CELLS - 1.0).to_int() for own in (x, y)]

@@ -16,7 +16,7 @@ _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 
 
 def round_with_best_norms(unit: Unit, round_: Callable[[Unit], None]) -> None:
-    """Round with each of `Encoding.norm_factors` times the RMS; the codes and norms of least cost → `codes` and `norms`."""
+    """Round with each of `norm_factors` times the RMS; the codes and norms of least cost → `codes` and `norms`."""
     e = unit.e
     factors = e.constant_bytes(np.array(unit.encoding.norm_factors, "<f4").tobytes())
     with unit.vectors() as offset:

@@ -65,9 +65,9 @@ class Encoding:
     (N + 1, N + 32): [m, 16 + i] is the coefficient of token t − m for token t = N − 1 − i. Both are 0 where there is no
     such pair or token.
 
-    rounds: rounds of tokens of a path search, 1 without feedback along tokens; 0 where codes are chosen one by one. With
-    several, along (rounds, N, N / rounds) has the coefficient of each token, in the order of rounds, for the tokens of a
-    round. weights (P,) are the metric's.
+    rounds: rounds of tokens of a path search, 1 without feedback along tokens; 0 where codes are chosen one by one.
+    With several, along (rounds, N, N / rounds) has the coefficient of each token, in the order of rounds, for the
+    tokens of a round. weights (P,) are the metric's.
     """
 
     bits: int
