@@ -78,13 +78,12 @@ class TrellisTable(PairStore):
         unit: np.ndarray,
         feedback: np.ndarray | None = None,
         weights: np.ndarray | None = None,
-        survivors: int = 1,
     ) -> tuple[np.ndarray, np.ndarray]:
         """unit (K, R, D) float32, rms 1 → codes (K, R, D/2) uint8, points (K, R, D) float32.
 
-        feedback (K, D, D), weights (K, D/2), survivors: see `PathRounding.best_path`.
+        feedback (K, D, D), weights (K, D/2): see `PathRounding.best_path`.
         """
-        return _search(self.bits)(unit, feedback, weights, survivors)
+        return _search(self.bits)(unit, feedback, weights)
 
 
 @dataclass(frozen=True)

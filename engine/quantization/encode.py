@@ -174,7 +174,7 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric, factors: np.n
             target[:, :, number] += correction.reshape(heads, groups, rows, dim)
         unit = target[:, :, number] * inverse[:, :, number, :, None]
         unit = unit.reshape(heads, -1, dim)
-        code, points = rounding.best_path(unit, metric.feedback, metric.weights, metric.survivors)
+        code, points = rounding.best_path(unit, metric.feedback, metric.weights)
         codes.append(code.reshape(heads, groups, rows, -1))
         decoded = points.reshape(heads, groups, rows, dim) * norms[:, :, number, :, None]
         errors[:, :, number] = x[:, :, number] - decoded

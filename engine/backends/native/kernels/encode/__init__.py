@@ -5,6 +5,7 @@ A row is a channel, its lanes are tokens, 16 per vector. Keys are rounded pair b
 with one norm after another.
 With feedback along tokens, pair j of token t needs the errors of earlier pairs and of earlier tokens: then a row has
 the pairs with the same t + j (`skewed`), and rows are rounded in order.
+Codes of `trellis` are searched as paths, four tokens at once (`paths`).
 
 Vector multiply-adds for N tokens of D channels, at two per cycle with AVX-512: error feedback D²N/32, the norm twice
 that; both are products with a triangle. For N = D = 64 these are 24 600 for keys: 12 300 cycles. The search for the
