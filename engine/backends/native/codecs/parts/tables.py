@@ -270,9 +270,9 @@ class TableValues(_TableTiles):
                     offset = start + part * nbytes
                     if channels[0] == 0:
                         e.prefetch(after + offset, nbytes)
-                    before = read_low(e, self._packing, earlier + part * nbytes, code_tile if flip else 0)
+                    earlier_codes = read_low(e, self._packing, earlier + part * nbytes, code_tile if flip else 0)
                     for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
-                        add(code, next(before, None), own, place, channels)
+                        add(code, next(earlier_codes, None), own, place, channels)
             finish(chunk * (4 * self._lanes * width))
 
     def _shifted(self, e: Emitter, code: Value, last: Value) -> Value:

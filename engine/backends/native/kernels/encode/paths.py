@@ -161,7 +161,8 @@ class _Search:
             high = [lane + LANES if lane & step else lane + step for lane in range(LANES)]
             return e.imin(e.shuffle(first, second, low), e.shuffle(first, second, high))
 
-        return merged(merged(*tagged[:2], 1), merged(*tagged[2:], 1), 2)
+        a, b, c, d = tagged
+        return merged(merged(a, b, 1), merged(c, d, 1), 2)
 
     def _trace(self, cost: Value, codes: Value) -> None:
         """The codes of the best path of each token → `codes`."""
@@ -171,10 +172,10 @@ class _Search:
         for token in range(TOGETHER):
             first = STATES * token
             best, state = e.load(costs, F32, 4 * first), e.i64(0)
-            for number in range(1, STATES):
-                own = e.load(costs, F32, 4 * (first + number))
+            for other in range(1, STATES):
+                own = e.load(costs, F32, 4 * (first + other))
                 better = own < best
-                best, state = e.select(better, own, best), e.select(better, e.i64(number), state)
+                best, state = e.select(better, own, best), e.select(better, e.i64(other), state)
             survivor = e.variable(state)
             with e.loop(0, unit.pairs) as number:
                 pair = unit.pairs - 1 - number
