@@ -5,7 +5,7 @@
 prints the points of a pair of BITS bits, in thousandths, as `engine/codecs/parts/trellis_points.py` holds them, and
 the mean squared error per value on Gaussian vectors of 128 values. It is Lloyd's algorithm with best paths in place
 of cells: each round finds the best paths of random vectors, then moves every point to the mean of the pairs that took
-it, rotated back to state 0. Later rounds move points less, which averages the randomness out.
+it, with the signs of state 0. Later rounds move points less, which averages the randomness out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import sys
 
 import numpy as np
 
-from polarlm.engine.codecs.parts.cosets import STATES
-from polarlm.engine.codecs.parts.viterbi import PathSearch, rotate_quarters
+from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 
 _ROUNDS, _VECTORS, _DIM = 120, 4000, 64
 
@@ -29,8 +28,7 @@ def train(bits: int, rounds: int = _ROUNDS) -> np.ndarray:
         search = PathSearch(base)
         codes = search(x[None])[0][0]
         pairs = x.reshape(_VECTORS, -1, 2)
-        states = search.states(codes)
-        back = np.choose(states[..., None], [rotate_quarters(pairs, -state) for state in range(STATES)]).reshape(-1, 2)
+        back = flip(pairs, search.states(codes)).reshape(-1, 2)
         taken = np.bincount(codes.ravel(), minlength=2**bits)
         sums = np.stack([np.bincount(codes.ravel(), back[:, axis], 2**bits) for axis in (0, 1)], -1)
         means = sums / np.maximum(taken, 1)[:, None]

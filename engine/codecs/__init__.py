@@ -59,14 +59,12 @@ class PathRounding(Table, Protocol):
         unit: np.ndarray,
         feedback: np.ndarray | None = None,
         weights: np.ndarray | None = None,
-        survivors: int = 1,
     ) -> tuple[np.ndarray, np.ndarray]:
         """unit (K, R, D) float32, unit variance → codes (K, R, P) uint8, their points (K, R, D) float32; P = D / width.
 
         The path has the least weighted sum of squared distances from its targets. For each of K heads: feedback
         (K, D, D), strictly lower triangular in blocks of `width`: the target of j is x_j + F_j·e_{<j}, with the errors
-        e of earlier codes on the same path. weights (K, P): the weight of each squared distance. survivors: paths to
-        keep for each state, a power of two: more take longer, and find better paths if feedback is strong.
+        e of earlier codes on the same path. weights (K, P): the weight of each squared distance.
         """
 
 

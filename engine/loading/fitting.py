@@ -25,8 +25,7 @@ from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _KIND = "encoding"
-_FORMAT = 1  # the version of the meaning of the kept numbers
-_SURVIVORS = "survivors"  # the only field of a metric that is not an array
+_FORMAT = 2  # the version of the meaning of the kept numbers
 
 
 def load_or_fit(
@@ -81,8 +80,7 @@ def _unpacked(shape: CacheShape, arrays: Mapping[str, np.ndarray]) -> Stored:
 
     def metric(layer: int, side: str) -> Metric | None:
         own = {field.name: arrays.get(f"{layer} {side} {field.name}") for field in fields(Metric)}
-        survivors = own.pop(_SURVIVORS)
-        return None if survivors is None else Metric(survivors=int(survivors), **own)  # type: ignore[arg-type]
+        return None if own["matrix"] is None else Metric(**own)  # type: ignore[arg-type]
 
     layers = [NOT_STORED] * len(shape.layers)
     for layer, one in shape.kv_layers.items():

@@ -13,8 +13,8 @@ norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms
 * A norm. A value's norm minimizes the cost. A key's norm is tilted: queries that attend to a key lean towards it, to
   the mean w = μ + x·(Σ − μᵀμ) / √D, where Σ and μ are the second moment and the mean of all queries, and the norm
   minimizes e·(Σ + wᵀw)·eᵀ.
-* The best of several norms, for keys: a key is rounded with each of `NORM_FACTORS` times rms(x), and the codes are kept
-  that cost least with their tilted norms.
+* The best of several norms, for keys: a key is rounded with each of `NORM_FACTORS` times rms(x), the first three in a
+  path search, and the codes are kept that cost least with their tilted norms.
 
 Example with two pairs: M = [[I, .9·I], [.9·I, I]] has F_1 = .9·I. The vector x = (.4, 0 | .3, 0) has n = .25, and a
 table with the coordinates 0 and ±4, scaled by n, offers 0 and ±1. Pair 0 takes (0, 0), so e_0 = (.4, 0). Pair 1 aims at
@@ -48,6 +48,7 @@ from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 
 NORM_FACTORS = 1.0, 0.92, 1.08, 0.85, 1.16  # norms to round with, over the rms; of equal costs the first one counts
+PATH_NORM_FACTORS = NORM_FACTORS[:3]  # of a path search, which takes longer
 
 TILT_RANGE = 0.8, 1.25  # limits of a tilted norm, over the norm of least squares
 
@@ -73,17 +74,10 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
     step = max(1, _SLAB // (x.size // x.shape[1]))
     for start in range(0, x.shape[1], step):
         rows = _by_round(x[:, start : start + step], metric.token_feedback)
-        if isinstance(rounding, PathRounding):
-            rounded = _search(rounding, rows, metric)
-            tilted = metric.tilt_mean is not None
-            codes, norms = (
-                rounded.codes,
-                _tilted_norms(rounded, metric)[0] if tilted else _fitted_norms(rounded, metric),
-            )
-        elif metric.tilt_mean is not None:
+        if metric.tilt_mean is not None:
             codes, norms = _best_of_norms(rounding, rows, metric)
         else:
-            rounded = _round(rounding, rows, metric, np.ones(1, np.float32))
+            rounded = _rounded(rounding, rows, metric, np.ones(1, np.float32))
             codes, norms = rounded.codes, _fitted_norms(rounded, metric)
         both = codes.swapaxes(3, 4), norms[..., None]
         encoded.append([_by_block(rows, metric.token_feedback) for rows in both])
@@ -159,10 +153,17 @@ class _Rounded(NamedTuple):
         return self.x - self.errors
 
 
-def _search(rounding: PathRounding, x: np.ndarray, metric: Metric) -> _Rounded:
-    """Round x (K, G, T, R, D) to the best paths, one round of tokens after another."""
+def _rounded(rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _Rounded:
+    """Round x (K, G, T, R, D). factors (R,) or (1,) float32: norms, over the rms."""
+    if isinstance(rounding, PathRounding):
+        return _search(rounding, x, metric, factors)
+    return _round(rounding, x, metric, factors)
+
+
+def _search(rounding: PathRounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _Rounded:
+    """`_rounded` to the best paths, one round of tokens after another."""
     heads, groups, rounds, rows, dim = x.shape
-    norms = np.sqrt(np.square(x).mean(axis=-1))
+    norms = np.sqrt(np.square(x).mean(axis=-1)) * factors
     inverse = _inverse(norms)
     target, errors, codes = x.copy(), np.empty_like(x), []
     for number in range(rounds):
@@ -173,7 +174,7 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric) -> _Rounded:
             target[:, :, number] += correction.reshape(heads, groups, rows, dim)
         unit = target[:, :, number] * inverse[:, :, number, :, None]
         unit = unit.reshape(heads, -1, dim)
-        code, points = rounding.best_path(unit, metric.feedback, metric.weights, metric.survivors)
+        code, points = rounding.best_path(unit, metric.feedback, metric.weights)
         codes.append(code.reshape(heads, groups, rows, -1))
         decoded = points.reshape(heads, groups, rows, dim) * norms[:, :, number, :, None]
         errors[:, :, number] = x[:, :, number] - decoded
@@ -181,13 +182,14 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric) -> _Rounded:
     return _Rounded._make([*(array.swapaxes(3, 4) for array in by_row), norms])
 
 
-def _best_of_norms(rounding: Rounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """Round x (K, G, T, R, D) with each of `NORM_FACTORS` times the rms, all at once.
+def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Round x (K, G, T, R, D) with each of `NORM_FACTORS` or `PATH_NORM_FACTORS` times the rms, all at once.
 
     Returns the codes (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R).
     """
-    count, factors = x.shape[3], np.array(NORM_FACTORS, np.float32)
-    rounded = _round(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
+    count, own = x.shape[3], PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS
+    factors = np.array(own, np.float32)
+    rounded = _rounded(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
     norms, costs = _tilted_norms(rounded, metric)
     best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)
     chosen = best * count + np.arange(count)
@@ -196,9 +198,7 @@ def _best_of_norms(rounding: Rounding, x: np.ndarray, metric: Metric) -> tuple[n
 
 
 def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _Rounded:
-    """Round x (K, G, T, R, D), one token per round, with error feedback between pairs and between tokens.
-
-    factors (R,) or (1,) float32: norms, over the rms.
+    """`_rounded` value by value or pair by pair, one token per round, with error feedback between them and tokens.
 
     Pair j of token t needs the errors of earlier pairs, and those of pair j of earlier tokens. So all pairs with the
     same t + j form a wavefront and are rounded together, in T + P − 1 steps. The token axis is reversed inside, so that

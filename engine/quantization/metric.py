@@ -14,7 +14,6 @@ import numpy as np
 from polarlm.engine.codecs import PathRounding, Rounding
 
 _RIDGE = 0.05  # share of the mean diagonal that is added to the diagonal, since statistics are of only 512 tokens
-_KEY_SURVIVORS = 4  # key errors cost a tenth less than with 1, KL is 5 % lower; for values the gain is negligible
 _PATH_ROUNDS = 4  # rounds in which a path search rounds the tokens of a block
 
 
@@ -26,7 +25,6 @@ class Metric:
     feedback: np.ndarray  # (K, D, D) F, strictly block-lower: row block j is F_j
     weights: np.ndarray  # (K, P) cost of a square of e_j + F_j·e_{<j}, averaged over its directions
     tilt_mean: np.ndarray | None  # (K, D) E[q], weighted likewise: norms are tilted; keys only
-    survivors: int  # paths that a search keeps for each state: more for strong feedback
     # (1 or K, T, N/T, N) B, values only. Tokens are rounded in T rounds: t, t + T, t + 2T, … together in round t. Rows
     # are the tokens of round t; columns are all tokens, round after round.
     token_feedback: np.ndarray | None
@@ -54,7 +52,6 @@ def key_metric(
         feedback=feedback,
         weights=weights,
         tilt_mean=_float32(mean),
-        survivors=_KEY_SURVIVORS,
         token_feedback=None,
     )
 
@@ -82,7 +79,7 @@ def value_metric(
         lag = np.abs(np.subtract.outer(order, order))
         factor, _ = _block_ldl(_with_ridge(np.atleast_2d(token_correlation).astype(np.float64)[:, lag]), size // rounds)
         token_feedback = factor.reshape(len(factor), rounds, -1, size)
-    return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None, 1, token_feedback)
+    return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None, token_feedback)
 
 
 def by_layer(metric: Metric, layers: int) -> list[Metric]:
@@ -98,7 +95,7 @@ def by_layer(metric: Metric, layers: int) -> list[Metric]:
 def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
     """Return the metrics of several layers as one, where K is the number of heads of all of them.
 
-    Either all layers have a metric or none does. All have the same fields, `survivors` and numbers of rounds.
+    Either all layers have a metric or none does. All have the same fields and numbers of rounds.
     """
     layers = [metric for metric in metrics if metric is not None]
     if len(layers) < 2:
@@ -117,14 +114,13 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
         feedback=np.concatenate([metric.feedback for metric in layers]),
         weights=np.concatenate([metric.weights for metric in layers]),
         tilt_mean=joined(metric.tilt_mean for metric in layers),
-        survivors=layers[0].survivors,
         token_feedback=joined(map(by_head, layers)),
     )
 
 
 def without_feedback(metric: Metric) -> Metric:
     """Return the metric without error feedback between pairs: each is rounded alone, and all have the same weight."""
-    return replace(metric, feedback=np.zeros_like(metric.feedback), weights=np.ones_like(metric.weights), survivors=1)
+    return replace(metric, feedback=np.zeros_like(metric.feedback), weights=np.ones_like(metric.weights))
 
 
 def without_tilt(metric: Metric) -> Metric:

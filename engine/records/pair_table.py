@@ -86,6 +86,6 @@ class PairRecord(Record):
 
 def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
     """The codec's record; None if points depend on other codes."""
-    if codec.points is None:
+    if codec.points is None or codec.flips:
         return None
     return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pair_points(codec))

@@ -15,7 +15,7 @@ every_table = pytest.mark.parametrize("bits", [6, 7, 8])
 def candidates(bits, targets):
     """targets (R, 2) → codes (4, R), points (4, R, 2)."""
     cosets = Cosets(points_of(bits))
-    quadruples = cosets.quadruple(np.ascontiguousarray(targets, np.float32).view(np.complex64)[:, 0])
+    quadruples = cosets.quadruple(*targets.astype(np.float32).T)
     points = cosets.points[:, quadruples]
     return cosets.codes[:, quadruples], np.stack([points[:STATES], points[STATES:]], -1)
 

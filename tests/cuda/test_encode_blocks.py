@@ -24,7 +24,7 @@ from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.records.pair_table import PairRecord
-from tests.codecs.data import TABLED
+from tests.codecs.data import ON_A_GPU
 from tests.cuda.programs import Program
 
 
@@ -144,7 +144,7 @@ SHAPES = [
 # Product: a codec packs its codes in another order for keys than for values, and keys have a mean.
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize(("number", "name"), list(enumerate([*TABLED, "ring4+norm16"])))
+@pytest.mark.parametrize(("number", "name"), list(enumerate([*ON_A_GPU, "ring4+norm16"])))
 def test_codes_without_a_metric_equal_those_of_numpy(
     rng: np.random.Generator, number: int, name: str, values: bool
 ) -> None:
@@ -247,7 +247,7 @@ def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> 
 
 # Product: a metric of keys and one of values have other terms, and each codec rounds by them in its own way.
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize(("number", "name"), list(enumerate(TABLED)))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(ON_A_GPU)))
 def test_codes_with_a_metric_equal_those_of_numpy(
     rng: np.random.Generator, number: int, name: str, values: bool
 ) -> None:

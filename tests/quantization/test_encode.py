@@ -71,8 +71,8 @@ class Paths:
     def rounding(self):
         return self
 
-    def best_path(self, unit, feedback=None, weights=None, survivors=1):
-        return path_search(self.points.tobytes())(unit, feedback, weights, survivors)
+    def best_path(self, unit, feedback=None, weights=None):
+        return path_search(self.points.tobytes())(unit, feedback, weights)
 
     def assemble(self, codes, norms):
         return {"codes": codes, "norms": norms}
@@ -142,7 +142,7 @@ def values_metric(rounding, heads=2, dim=8, tokens=16):
 
 def identity_metric(heads, dim):
     eye = np.broadcast_to(np.eye(dim, dtype=np.float32), (heads, dim, dim))
-    return Metric(eye, np.zeros_like(eye), np.ones((heads, dim // 2), np.float32), None, 1, None)
+    return Metric(eye, np.zeros_like(eye), np.ones((heads, dim // 2), np.float32), None, None)
 
 
 def cost(errors, matrix):
@@ -286,12 +286,13 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
             u = rows[t]
             n = np.sqrt(np.mean(u**2))
             target[t] = u + along[t] @ errors
-            if metric.tilt_mean is not None and not isinstance(codec, Paths):
-                tried = [rounded_by_definition(codec, u / (f_n * n), f, weights, 1) for f_n in encode.NORM_FACTORS]
+            if metric.tilt_mean is not None:
+                factors = encode.PATH_NORM_FACTORS if isinstance(codec, Paths) else encode.NORM_FACTORS
+                tried = [rounded_by_definition(codec, u / (f_n * n), f, weights) for f_n in factors]
                 costs = [tilted_cost(u, y, metric, head) for _, y in tried]
                 code, y = tried[int(np.argmin(costs))]
             else:
-                code, y = rounded_by_definition(codec, target[t] / n, f, weights, metric.survivors)
+                code, y = rounded_by_definition(codec, target[t] / n, f, weights)
             errors[t] = u - n * y
             codes[head, block, t] = code
             norms[head, block, t] = (
@@ -302,13 +303,11 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
     return codes, norms
 
 
-def rounded_by_definition(codec, unit, feedback, weights, survivors):
+def rounded_by_definition(codec, unit, feedback, weights):
     """unit (D,) → codes (P,), points (D,): chosen one after another, or by the codec if it searches paths."""
     if isinstance(codec, Paths):
         weights = None if weights is None else weights[None]
-        code, y = codec.best_path(
-            unit[None, None].astype(np.float32), feedback[None].astype(np.float32), weights, survivors
-        )
+        code, y = codec.best_path(unit[None, None].astype(np.float32), feedback[None].astype(np.float32), weights)
         return code[0, 0], y[0, 0].astype(np.float64)
     codes, y = [], np.zeros_like(unit)
     for j in range(0, len(unit), codec.width):
@@ -376,7 +375,7 @@ def test_worked_example_of_two_pairs():
     x = np.array([[[[0.4, 0, 0.3, 0]]]], np.float32)
     matrix = np.kron([[1, 0.9], [0.9, 1]], np.eye(2))[None].astype(np.float32)
     feedback = np.tril(matrix, -1)
-    metric = Metric(matrix, feedback, np.ones((1, 2), np.float32), None, 1, None)
+    metric = Metric(matrix, feedback, np.ones((1, 2), np.float32), None, None)
     lattice = Lattice(np.zeros((1, 2), np.float32))
     assert encode_with_metric(lattice, x, metric) == pytest.approx(0.66 * 0.25)
     assert encode_with_metric(lattice, x, without_feedback(metric)) == pytest.approx(0.25)  # all points 0: norm kept

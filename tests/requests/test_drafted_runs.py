@@ -36,7 +36,7 @@ def types_of(name: str) -> str:
 TYPES = [*map(types_of, NAMES), *PRESETS]
 PROMPTS = 300 // len(TYPES) + 1
 CLOSE = 0.02  # nats: a best and a second token between which rounding may decide
-IN_NUMPY = ("kivi4", "trellis", "polarquant-online")  # no compiled kernel attends to these
+IN_NUMPY = ("kivi4", "polarquant-online")  # no compiled kernel attends to these
 PathOf = Callable[[str], Path]  # from a cache type to a model
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 

@@ -71,9 +71,15 @@ class PairCodec(Codec):
     def points(self) -> np.ndarray | None:
         """The point of each code of `rounding`, (P, width) float32: a pair, or a value, two of whose codes are joined.
 
-        None if a point depends on earlier codes.
+        With `flips`, those of a vector's first code.
         """
         return None
+
+    @property
+    def flips(self) -> bool:
+        """Whether the two lowest bits of the code before, in the same vector, negate the first and the second value of
+        a point; there is none before the first code."""
+        return False
 
     def choose(self, unit: np.ndarray) -> np.ndarray:
         """unit (R, D) float32, rms 1 → codes (R, D/2)."""

@@ -96,7 +96,12 @@ def test_tiles_do_not_depend_on_the_level(types: tuple[str, str], level: Level) 
         (("ring4", "ring3.5"), 64, 64, {}),
         (("polarpair-m4n4", "f16"), 64, 64, {"the encoding of keys": "no kernel encodes polarpair-m4n4"}),
         (("kivi4", "f16"), 64, 64, {"attention and encoding": "no kernel reads kivi4"}),
-        (("trellis3", "kivi4"), 64, 64, {"attention and encoding": "no kernel reads trellis3 and kivi4"}),
+        (
+            ("polarpair-m4n4+minmax", "kivi4"),
+            64,
+            64,
+            {"attention and encoding": "no kernel reads polarpair-m4n4+minmax and kivi4"},
+        ),
         (
             ("f16", "f16"),
             20,

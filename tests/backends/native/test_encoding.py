@@ -31,7 +31,18 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
-WITH_KERNELS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
+WITH_KERNELS = [
+    "ring3",
+    "ring3.5",
+    "ring4",
+    "ring5",
+    "trellis3",
+    "trellis3.5",
+    "trellis4",
+    "turbo2",
+    "turbo3",
+    "turbo4",
+]
 HEADS = 2
 HIGHEST = levels()[-1]
 
@@ -149,7 +160,11 @@ def both(format: CacheFormat, level: Level, blocks: int = 3, threads: int = 1) -
 @pytest.mark.slow(keep=1)
 @every_float_level
 @pytest.mark.parametrize(
-    ("name", "along"), [("ring3.5", True), ("ring4", False), ("ring5", True), ("turbo3", False), ("turbo3", True)]
+    ("name", "along"),
+    [
+        *[("ring3.5", True), ("ring4", False), ("ring5", True), ("turbo3", False), ("turbo3", True)],
+        *[("trellis3", True), ("trellis3.5", False)],
+    ],
 )
 def test_codes_are_those_of_numpy(name: str, along: bool, level: Level) -> None:
     (format,) = formats(0, name, name, 32, 32, 8, along=along)
@@ -170,7 +185,7 @@ def test_errors_cost_the_same() -> None:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("level", "name"), each(FLOAT_LEVELS, ["ring3", "ring5", "turbo4"]), ids=name_of)
+@pytest.mark.parametrize(("level", "name"), each(FLOAT_LEVELS, ["ring3", "ring5", "turbo4", "trellis4"]), ids=name_of)
 def test_without_feedback_codes_are_equal(name: str, level: Level) -> None:
     (format,) = formats(1, name, name, 40, 48, 16, along=False)
     assert format.metric_k is not None
@@ -211,6 +226,7 @@ def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, alon
         ("turbo3", "turbo2", 24, 32, True, FLOAT_LEVELS[0]),
         ("turbo4", "turbo3", 8, 80, False, FLOAT_LEVELS[-1]),
         ("ring3.5", "turbo4", 72, 16, True, FLOAT_LEVELS[0]),
+        ("trellis3+norm16", "trellis4", 40, 48, True, FLOAT_LEVELS[-1]),
     ],
 )
 def test_blocks_are_those_that_are_encoded_alone(
@@ -327,7 +343,9 @@ def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int, le
         ops.encode_blocks([FilledBlocks([made], [0], slots(1))])
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("ring4", 32), ("turbo3", 5), ("q4_0", 32), ("kivi4", 5)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("ring4", 32), ("turbo3", 5), ("trellis3", 5), ("q4_0", 32), ("kivi4", 5)]
+)
 def test_round_trip(name: str, tokens: int) -> None:
     if codecs.get(name).rounding is None:
         format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 8, 32, HEADS, 32)

@@ -201,7 +201,7 @@ def test_queries_that_are_not_finite_give_results_that_are_not(broken: float) ->
     assert np.isfinite(found[[0, 1, 3]]).all()
 
 
-@pytest.mark.parametrize(("codec", "dim"), [("trellis3", 64), ("f16", 1024), ("f16", 20)])
+@pytest.mark.parametrize(("codec", "dim"), [("kivi4", 64), ("f16", 1024), ("f16", 20)])
 def test_layers_without_kernels_attend_in_numpy(codec: str, dim: int) -> None:
     rng = np.random.default_rng(0)
     ops = NativeOps(1)

@@ -59,7 +59,7 @@ def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: 
     ("k", "v", "layers", "codec"),
     [
         ("kivi4", "kivi4", "all layers", "kivi4"),
-        ("trellis3", "f16", "all layers", "trellis3"),
+        ("polarquant-online", "f16", "all layers", "polarquant-online"),
         ("ring4", "kivi4@1,ring4", "layer 1", "kivi4"),
     ],
 )

@@ -8,7 +8,9 @@ import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import EncodedTiles, Tiles
+from polarlm.engine.backends.native.kernels.encode.paths import path_tables
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Block, EncodeArguments
+from polarlm.engine.codecs.trellis import TrellisTable
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.quantization.metric import Metric
 
@@ -36,6 +38,8 @@ def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
             f"kernels have no room to encode {format.block_size} tokens of {format.head_dim} channels as {codec.name}"
         )
     arrays = {} if metric is None else _arrays(metric)
+    if isinstance(codec.rounding, TrellisTable):
+        arrays["paths"] = path_tables(codec.rounding.bits).content[None]
     addresses = np.zeros((format.kv_heads, len(Block._fields)), np.int64)
     for name, array in arrays.items():
         addresses[:, Block._fields.index(name)] = by_head(array, format.kv_heads)
@@ -51,13 +55,15 @@ def by_head(array: np.ndarray, heads: int) -> np.ndarray:
 
 def _arrays(metric: Metric) -> dict[str, np.ndarray]:
     """The arrays of a metric by field of `Block`."""
-    arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
+    arrays = {"feedback": metric.feedback, "matrix": metric.matrix, "weights": metric.weights}
     if metric.tilt_mean is not None:
         arrays["mean_query"] = metric.tilt_mean
-    if metric.token_feedback is not None:
+    if (along := metric.token_feedback) is not None and along.shape[2] > 1:  # rounds of several tokens
+        arrays["along"] = np.ascontiguousarray(along.swapaxes(2, 3))
+    elif along is not None:
         width = metric.feedback.shape[1] // metric.weights.shape[1]
         arrays["feedback"] = diagonals(metric.feedback, width)
-        arrays["along"] = diagonals_of_tokens(metric.token_feedback)
+        arrays["along"] = diagonals_of_tokens(along)
     return arrays
 
 

@@ -15,7 +15,7 @@ from polarlm.engine.backends.native import codecs as tiles
 
 
 def test_a_codec_without_a_module_has_no_tiles() -> None:
-    codec = codecs.get("trellis3")
+    codec = codecs.get("kivi4")
     assert tiles.keys(codec, 64, 64) is None
     assert tiles.values(codec, 64, 64) is None
 

@@ -17,11 +17,12 @@ from tests.pairs import each, pairs
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.codecs import Codec
+from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 NAMES = (*TABLED, "ring4+norm16")
-OF_EACH_SIZE = ("ring3", "ring3.5", "ring4", "ring5")
+OF_EACH_SIZE = ("ring3", "ring3.5", "ring4", "ring5", "trellis3", "trellis3.5", "trellis4")
 every_codec = pytest.mark.parametrize("name", NAMES)
 # A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.
 levels_and_codecs = pytest.mark.parametrize(
@@ -41,12 +42,16 @@ def table_of(codec: Codec) -> CodeTable:
 
 
 def bytes_and_norms(codec: Codec, fields: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The table's bytes of all codes (..., N, D) and the norms (..., N), float64."""
+    """What the table's bytes of all codes stand for, in its steps (..., N, D), and the norms (..., N), float64."""
     n, d = fields["norm"].shape[-1], codec.decode(fields).shape[-1]
     own = tiles.keys(codec, n, d).from_streams(streams(codec, fields))  # type: ignore[union-attr]
     codes, norms = own["codes"], own["norm"]
-    bytes_ = table_of(codec).bytes_[codes].reshape(*codes.shape[:-1], d)
-    return bytes_.astype(np.float64), codec.rounding.norms.unpack(norms).astype(np.float64)  # type: ignore[union-attr]
+    table = table_of(codec)
+    bytes_ = table.bytes_[codes] + table.beyond
+    if table.flips:
+        bytes_ = flip(bytes_, PathSearch.states(codes))
+    bytes_ = bytes_.reshape(*codes.shape[:-1], d).astype(np.float64)
+    return bytes_, codec.rounding.norms.unpack(norms).astype(np.float64)  # type: ignore[union-attr]
 
 
 @given(
@@ -95,14 +100,16 @@ def test_scores(name: str, level: Level) -> None:
     step = top[:, 0].astype(np.float64) / limit
     size = np.einsum("hd,bnd->bhn", np.abs(rounded), np.abs(bytes_)) * (step * table.scale)[:, None] * norms[:, None]
     model = np.einsum("hd,bnd->bhn", rounded, bytes_) * (step * table.scale)[:, None] * norms[:, None]
-    np.testing.assert_array_less(np.abs(got - model), 1e-6 * size + 1e-12)
+    last_half = (step * table.scale)[:, None] * norms[:, None] * table.beyond
+    np.testing.assert_array_less(np.abs(got - model), 1e-6 * size + 1.001 * last_half + 1e-12)
 
     keys = codec.decode(fields).astype(np.float64)
     exact = np.einsum("hd,bnd->bhn", queries.astype(np.float64), keys)
     of_table = np.abs(queries).sum(-1)[:, None] * table.scale / 2 * norms[:, None]
     of_query = np.abs(keys).sum(-1)[:, None] * step[:, None] / 2
     both = d * table.scale * step[:, None] / 4 * norms[:, None]
-    np.testing.assert_array_less(np.abs(got - exact), 1.001 * (of_table + of_query + both) + 1e-5 * size + 1e-12)
+    roundings = of_table + of_query + both + last_half
+    np.testing.assert_array_less(np.abs(got - exact), 1.001 * roundings + 1e-5 * size + 1e-12)
 
 
 @every_level

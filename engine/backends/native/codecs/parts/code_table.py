@@ -24,11 +24,14 @@ _PART = 16  # entries of the tables that a register holds
 class CodeTable:
     """The points of codes, by the numbers that codes have in a tile.
 
-    by_code (2^bits, width): the points that the codec's codes stand for; width: channels per code.
+    by_code (2^bits, width): the points that the codec's codes stand for; width: channels per code. flips: whether the
+    previous code negates values (`PairCodec.flips`). Then bytes stand for numbers of steps and a half, so that the
+    complement of a byte is its negative.
     """
 
     bits: int
     by_code: np.ndarray
+    flips: bool = False
 
     @property
     def width(self) -> int:
@@ -37,7 +40,7 @@ class CodeTable:
     @cached_property
     def codes(self) -> np.ndarray:
         """The code of each number, (2^bits,). See `_mirrored`, or, where points have no mirror images, their order."""
-        found = _mirrored(self.by_code) if self.width == 2 and self.bits <= 8 else None
+        found = _mirrored(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
         order = np.arange(1 << self.bits) if found is None else found
         return order.astype(np.uint8 if self.bits <= 8 else np.uint16)
 
@@ -54,12 +57,17 @@ class CodeTable:
     @property
     def scale(self) -> float:
         """The quantization step of `bytes_`."""
-        return float(np.abs(self.points).max()) / 127
+        return float(np.abs(self.points).max()) / (127 + self.beyond)
+
+    @property
+    def beyond(self) -> float:
+        """What is added to a byte: a half, where previous codes flip signs."""
+        return 0.5 if self.flips else 0.0
 
     @property
     def bytes_(self) -> np.ndarray:
-        """The points in steps of `scale`: (2^bits, width) int8."""
-        return np.rint(self.points / self.scale).astype(np.int8)
+        """The points in steps of `scale`, less `beyond`: (2^bits, width) int8."""
+        return np.clip(np.rint(self.points / self.scale - self.beyond), -128, 127).astype(np.int8)
 
     def emit(self, e: Emitter, bias: int) -> Callable[..., Iterator[Value]]:
         """Returns a function: numbers from `Packing.emit`, channels or None for all → for each channel a vector of its
@@ -80,6 +88,15 @@ class CodeTable:
             )
 
         return lookup
+
+    def emit_flips(self, e: Emitter) -> Callable[[Value, int], Value]:
+        """Returns a function: bytes whose two lowest bits are the previous codes', a channel → the bytes that flip the
+        signs of what is looked up, by xor."""
+        size = 64 if e.level.wide_tables else _PART
+        states = np.arange(size)
+        masks = [(-(states >> channel & 1)).astype(np.int8).tobytes() for channel in (0, 1)]
+        tables = [Table(e, e.constant_bytes(mask), size) for mask in masks]
+        return lambda previous, channel: tables[channel][previous if e.level.wide_tables else previous & 3]
 
     def emit_numbers(self, e: Emitter) -> Callable[[list[Value]], list[Value]]:
         """Returns a function: a code vector as of `Packing.emit_pack` → the vector of their numbers."""

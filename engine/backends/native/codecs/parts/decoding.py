@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.native.codecs.parts.packing import Packing
+from polarlm.engine.codecs.parts.viterbi import SIGNS, flip
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I64, Value, vector
 
@@ -39,11 +40,14 @@ def emit_points(
     norms: Sequence[Sequence[Value]],
     out: Value,
     scratch: Value,
+    *,
+    flips: bool = False,
 ) -> None:
     """norm · point of each code, in token order → out (N, D) float32.
 
     places (N, C): index of each code in the tile. points (2^bits, width): what codes stand for. norms: a token's codes
-    are cut into len(norms) equal groups; the norms (N,) of each, 16 tokens per vector. scratch: 4·N·D bytes.
+    are cut into len(norms) equal groups; the norms (N,) of each, 16 tokens per vector. scratch: 4·N·D bytes. flips: see
+    `PairCodec.flips`.
     """
     (tokens, codes), width = places.shape, points.shape[1]
     planes, group_codes = tokens * codes, codes // len(norms)
@@ -53,8 +57,11 @@ def emit_points(
     for row, own in enumerate(norms):
         for number, part in enumerate(own):
             e.store(part, norms_at, 4 * tokens * row + 64 * number)
+    if flips:
+        points = np.concatenate([flip(points, state) for state in range(len(SIGNS))])  # by state, then by code
     table, all_places = (e.constant_bytes(x.tobytes()) for x in (points.astype(np.float32), places.astype(np.uint16)))
     with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
+        previous = e.variable(e.i64(0))
         norm = e.load(norms_at + (group * tokens + token) * 4, F32)
         before = token * codes + group * group_codes
         with e.loop(before, before + group_codes, code_tile) as first:
@@ -63,5 +70,7 @@ def emit_points(
                 code = e.load(at, I8).zext(I64)
                 if packing.bits > 8:
                     code = code | (e.load(at, I8, planes).zext(I64) << 8)
-                point = e.load(table + code * (4 * width), vector(F32, width))
+                number = (previous.get() & 3) << packing.bits | code if flips else code
+                previous.set(code)
+                point = e.load(table + number * (4 * width), vector(F32, width))
                 e.store(point * norm, out + first * (4 * width), 4 * width * i)

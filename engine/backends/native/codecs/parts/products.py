@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
-from polarlm.engine.backends.native.codecs.parts.packing import Packing
+from polarlm.engine.backends.native.codecs.parts.packing import BYTES, Packing
 from polarlm.engine.jit.lang.byte_ops import dot4, dot4_signed
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import largest, round_to, scaled_to
-from polarlm.engine.jit.lang.values import F32, I8, I32, Value, vector
+from polarlm.engine.jit.lang.values import F32, I8, I32, Value, Variable, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
@@ -32,6 +34,12 @@ def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[
             yield from packing.emit(e, start, run, dirty=dirty)
 
 
+def read_low(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[Value]:
+    """Yields what `Packing.emit_low` gives of `count` vectors, from the beginning of a run, run after run."""
+    for first in range(0, count, packing.run):
+        yield from packing.emit_low(e, at + packing.nbytes(first) if first else at, min(packing.run, count - first))
+
+
 def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value) -> None:
     """A query, 16 channels per vector, in the order of its prepared form → the prepared form (see `TableKeys`)."""
     integers, top = round_to(e, parts, 127.0)
@@ -40,7 +48,8 @@ def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    e.store(e.sum_lanes(total) * -_bias(e), out, 16 * len(parts) + 4)
+    bias = round(2 * (table.beyond - _bias(e)))  # in halves; a last half is left out
+    e.store((e.sum_lanes(total) * bias).ashr(1), out, 16 * len(parts) + 4)
 
 
 def _bias(e: Emitter) -> int:
@@ -69,6 +78,9 @@ def emit_products(
     starts = [[e.broadcast(query, I32, 16, factor_at + 4) for query in queries] for queries in prepared]
     totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]
 
+    flip = table.emit_flips(e) if table.flips else None
+    previous: dict[int, Variable] = {}  # the last code vector of each group
+
     def add(at: Value, own: Sequence[Sequence[Value]], count: int, chosen: Sequence[int]) -> None:
         """Add the products of `count` code vectors at `at` with the queries at `own`, of the chosen groups."""
         for number, code in enumerate(read_codes(e, packing, at, count)):
@@ -76,7 +88,12 @@ def emit_products(
             if group not in chosen:
                 continue
             e.keep_order()
+            if flip:
+                word = code[0].bits(_I16)
+                before = e.same("fshl", word, previous[group].get(), 8).bits(BYTES)  # each byte is the one before it
+                previous[group].set(word)
             for channel, found in enumerate(lookup(code)):
+                found = found ^ flip(before, channel) if flip else found
                 for query, total in zip(own[group // each], totals[group], strict=True):
                     e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
@@ -86,6 +103,8 @@ def emit_products(
     together = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups
     for first in range(0, groups, together):
         chosen = range(first, first + together)
+        if flip:
+            previous.update({group: e.variable(e.zero(_I16)) for group in chosen})
         if vectors % code_tile:
             if not first:
                 e.prefetch(after, packing.nbytes(vectors))
@@ -101,15 +120,19 @@ def emit_products(
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 
-def quantize_weights(e: Emitter, weights: Sequence[Value], factors: Sequence[Value]) -> list[Value]:
-    """Replace rows of float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → each row's step.
+def quantize_weights(e: Emitter, weights: Sequence[Value], factors: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+    """Replace rows of float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → each row's step, and
+    the sum of its bytes, int32.
 
     Tokens 2i and 2i + 1 have at most 256 together, so that the sum of their products with signed bytes fits an int16.
     """
     rows = [[e.load(row, _F16, 64 * i) * factor for i, factor in enumerate(factors)] for row in weights]
     neighbours = [lane ^ 1 for lane in range(16)]
     tops = [largest(e, [part + e.shuffle(part, part, neighbours) for part in row]) for row in rows]
+    sums = []
     for target, row, top in zip(weights, rows, tops, strict=True):
-        for number, part in enumerate(scaled_to(e, row, top, 255.0)):
+        parts = scaled_to(e, row, top, 255.0)
+        for number, part in enumerate(parts):
             e.store(part.trunc(I8), target, 16 * number)
-    return [top * (1 / 255) for top in tops]
+        sums.append(e.sum_lanes(reduce(operator.add, parts)))
+    return [top * (1 / 255) for top in tops], sums

@@ -33,6 +33,7 @@ from polarlm.engine.backends.native.codecs.parts.products import (
     emit_products,
     quantize_weights,
     read_codes,
+    read_low,
     store_query,
 )
 from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles, codes_section
@@ -73,7 +74,7 @@ class _TableTiles(SectionTiles, ABC):
     def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
         """points (2^bits, 2 or 1): of pairs, or of single values, two of whose codes form one of the codec's codes."""
         norms, width = codec.store.norms, points.shape[1]
-        self._table = CodeTable(codec.store.bits * width // 2, points)
+        self._table = CodeTable(codec.store.bits * width // 2, points, codec.flips)
         self._norm, self._largest = norms.dtype, float(norms.largest)
         self._tokens, self._head_dim = block_size, head_dim
         self._codes = head_dim // width
@@ -131,7 +132,8 @@ class _TableTiles(SectionTiles, ABC):
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
-        emit_points(e, block, self._packing, self._section.places, self._table.points, [norms], out, scratch)
+        points, flips = self._table.points, self._table.flips
+        emit_points(e, block, self._packing, self._section.places, points, [norms], out, scratch, flips=flips)
 
 
 class TableKeys(_TableTiles):
@@ -214,47 +216,70 @@ class TableValues(_TableTiles):
         width = self._table.width
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
-        factors = [step * self._table.scale for step in quantize_weights(e, weights, norms)]
+        steps, counts = quantize_weights(e, weights, norms)
+        factors = [step * self._table.scale for step in steps]
+        extra = [count.to_float() * self._table.beyond for count in counts]
         lookup = self._table.emit(e, 0)
+        flip = self._table.emit_flips(e) if self._table.flips else None
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
-        def add(code: list[Value], own: Sequence[Value], place: int, channels: Sequence[int]) -> None:
-            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`."""
+        def add(
+            code: list[Value], last: Value | None, own: Sequence[Value], place: int, channels: Sequence[int]
+        ) -> None:
+            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`. last:
+            with flips, the same tokens' codes before these."""
             fours = [self._weights(e, weight, place) for weight in own]
+            before = None if last is None else self._shifted(e, code[0], last)
             for channel, values in zip(channels, lookup(code, channels), strict=True):
+                if flip and before is not None:
+                    values = values ^ flip(before, channel)
                 for four, total in zip(fours, totals, strict=True):
                     e.keep_order()
                     total[channel].set(dot4(e, total[channel].get(), four, values.bits(_I16), fits=True))
 
         def finish(offset: Value | int) -> None:
             """Add a chunk's totals to the sums at this offset, and reset them to zero."""
-            for total, factor, target in zip(totals, factors, sums, strict=True):
+            for total, factor, target, more in zip(totals, factors, sums, extra, strict=True):
                 own = [self._folded(e, channel.get()).to_float() for channel in total]
+                if flip:
+                    own = [channel + more for channel in own]
                 self._add_to_sums(e, own, factor, target + offset)
                 for channel in total:
                     channel.set(e.zero(_I16))
 
         if along % run:
             e.prefetch(after, self._norms_at)
+            last: dict[int, Value] = {}
             for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
-                add(code, weights, number % along, range(width))
+                before = last.get(number % along, e.zero(code[0].type)) if flip else None
+                add(code, before, weights, number % along, range(width))
+                last[number % along] = code[0]
                 if number % along == along - 1:
                     finish(number // along * (4 * self._lanes * width))
             return
         code_tile = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
         # Where few registers hold sums, those of a channel are finished before the next one's.
         turns: list[Sequence[int]] = [[channel] for channel in range(width)] if e.level.keeps_order else [range(width)]
+        none = e.constant_bytes(bytes(self._packing.nbytes(along))) if flip else block  # codes before the first ones
         with e.loop(0, chunks) as chunk:
             start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(code_tile)
+            earlier = e.select(chunk > 0, block + (start - self._packing.nbytes(along)), none)
             for channels in turns:
                 with e.loop(0, along // code_tile) as part:
                     own = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
                     offset = start + part * nbytes
                     if channels[0] == 0:
                         e.prefetch(after + offset, nbytes)
+                    earlier_codes = read_low(e, self._packing, earlier + part * nbytes, code_tile if flip else 0)
                     for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
-                        add(code, own, place, channels)
+                        add(code, next(earlier_codes, None), own, place, channels)
             finish(chunk * (4 * self._lanes * width))
+
+    def _shifted(self, e: Emitter, code: Value, last: Value) -> Value:
+        """The code before each code of a vector; those before the first ones of their tokens are the ends of `last`."""
+        p = self._lanes
+        order = [lane - 1 if lane % p else 16 + lane + p - 1 for lane in range(16)]
+        return e.shuffle(code.bits(_I16), last.bits(_I16), order).bits(code.type)
 
     def _weights(self, e: Emitter, weights: Value, place: int) -> Value:
         """The four weights (bytes) for each lane of vector `place`."""

@@ -5,6 +5,7 @@ A row is a channel, its lanes are tokens, 16 per vector. Keys are rounded pair b
 with one norm after another.
 With feedback along tokens, pair j of token t needs the errors of earlier pairs and of earlier tokens: then a row has
 the pairs with the same t + j (`skewed`), and rows are rounded in order.
+Codes of `trellis` are searched as paths, four tokens at once (`paths`).
 
 Vector multiply-adds for N tokens of D channels, at two per cycle with AVX-512: error feedback D²N/32, the norm twice
 that; both are products with a triangle. For N = D = 64 these are 24 600 for keys: 12 300 cycles. The search for the
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measure
 from polarlm.engine.backends.native.kernels.encode.norms import write_norms
+from polarlm.engine.backends.native.kernels.encode.paths import in_order, round_to_paths
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
     round_alone,
@@ -45,17 +47,21 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
             unit = Unit(e, encoding, args, number, scratch)
             e.store(load(unit, LARGEST if encoding.has_metric else ANY), args.damaged + number)
             measure(unit)
-            if not encoding.has_metric:
+            if encoding.tries_norms:
+                round_with_best_norms(unit, round_to_paths if encoding.rounds else round_all_tokens)
+            elif encoding.rounds:
+                round_to_paths(unit)
+            elif not encoding.has_metric:
                 round_alone(unit)
             elif encoding.along_tokens:
                 round_skewed(unit)
-            elif encoding.tries_norms:
-                round_with_best_norms(unit)
             else:
                 round_all_tokens(unit)
             if encoding.has_metric and not encoding.tries_norms:
                 write_norms(unit)
-            if tiles.by_token:
+            if tiles.by_token and encoding.rounds:
+                tiles.emit_pack(e, *in_order(unit), unit.block.tiles)
+            elif tiles.by_token:
                 write_codes(unit, unit.errors)  # reuses the memory of the errors
                 tiles.emit_pack(e, unit.errors, unit.norms, unit.block.tiles)
             else:

@@ -14,6 +14,7 @@ from polarlm.engine.backends.native.kernels.encode.nearest import NearestLevels,
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer, read
 from polarlm.engine.jit.lang.values import F32, I8, I16, Type, Value, Variable, vector
+from polarlm.engine.quantization.encode import NORM_FACTORS, PATH_NORM_FACTORS
 
 LANES = 16
 _F16 = vector(F32, LANES)
@@ -33,8 +34,8 @@ class EncodeArguments(NamedTuple):
 class Block(NamedTuple):
     """The addresses that a unit reads and writes.
 
-    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `Encoding` describes them; then the
-    outputs: a tile, and the fields of the block mean.
+    x (N, D) float32 or float16; the error metric's arrays for its KV head, as `Encoding` describes them; the tables of
+    a path search (`paths.PathTables`); then the outputs: a tile, and the fields of the block mean.
     """
 
     x: Pointer
@@ -42,6 +43,8 @@ class Block(NamedTuple):
     matrix: Pointer
     mean_query: Pointer
     along: Pointer
+    weights: Pointer
+    paths: Pointer
     tiles: Pointer
     mean: Pointer
     mean_scale: Pointer
@@ -61,6 +64,10 @@ class Encoding:
     P rounded up to 16; [k, a, b, j] is the coefficient of channel b of pair j − k for channel a of pair j. along
     (N + 1, N + 32): [m, 16 + i] is the coefficient of token t − m for token t = N − 1 − i. Both are 0 where there is no
     such pair or token.
+
+    rounds: rounds of tokens of a path search, 1 without feedback along tokens; 0 where codes are chosen one by one.
+    With several, along (rounds, N, N / rounds) has the coefficient of each token, in the order of rounds, for the
+    tokens of a round. weights (P,) are the metric's.
     """
 
     bits: int
@@ -71,10 +78,11 @@ class Encoding:
     mean_bits: int
     has_metric: bool = True
     largest: float = math.inf
+    rounds: int = 0
 
     @property
     def name(self) -> str:
-        table = "ring" if self.width == 2 else "turbo"
+        table = f"paths{self.rounds}_" if self.rounds else "ring" if self.width == 2 else "turbo"
         parts = "_tilted" * self.tilted, "_along_tokens" * self.along_tokens, f"_mean{self.mean_bits}"
         alone = "" if self.has_metric else f"_alone{self.largest:.0f}"
         return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}{alone}"
@@ -83,6 +91,11 @@ class Encoding:
     def tries_norms(self) -> bool:
         """Whether vectors are rounded with several norms."""
         return self.has_metric and self.tilted and not self.along_tokens
+
+    @property
+    def norm_factors(self) -> tuple[float, ...]:
+        """These norms, over the RMS."""
+        return PATH_NORM_FACTORS if self.rounds else NORM_FACTORS
 
     @property
     def code(self) -> Type:
@@ -114,6 +127,9 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     """Bytes of scratch that a unit needs."""
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     own = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
+    if encoding.rounds:
+        of_rounds = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
+        own += (head_dim + pairs) * 4 * LANES + of_rounds
     if not encoding.along_tokens:
         return own + pairs * row + (4 + pairs) * row * encoding.tries_norms
     rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
