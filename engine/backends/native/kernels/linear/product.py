@@ -34,8 +34,7 @@ class Product:
 
     tiling: what is multiplied at once. adds: the product is added to y. has_bias: a bias is added. activation: the
     weights are [gate | up], each of whole tiles, and y = activation(gate) * up; a tile of each counts as one, and it
-    excludes `adds`. by_expert: the weights are those of several experts, each with rows of its own. inputs: how x is
-    read.
+    excludes `adds`. by_expert: weights of several experts, each with its own rows. inputs: how x is read.
     """
 
     format: WeightFormat
@@ -108,8 +107,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
         tiles = args.tiles
         prefetch = Prefetch(e, args.hint) if _prefetches(spec, e.level) else None
-        parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
-        wide = _tiles_of_unit(spec)
+        parts, steps, wide = _parts(spec, e.level), _steps(spec, args.blocks), _tiles_of_unit(spec)
 
         def tiles_of(of: _Operands) -> list[Value]:
             """The tiles that a unit multiplies."""
