@@ -72,7 +72,7 @@ def engine(request: pytest.FixtureRequest, base: Path, adapters: dict[str, Path]
         pytest.importorskip("llvmlite")
     ops = NumpyOps() if request.param == "numpy" else None
     lora = {name: str(path) for name, path in adapters.items()}
-    with load_tiny(base, ops=ops, lora=lora, **SETTINGS) as made:
+    with load_tiny(base, ops=ops, lora=lora, weight_type="f32", **SETTINGS) as made:
         assert made.status().backend == request.param
         yield made
 

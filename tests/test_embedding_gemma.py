@@ -18,7 +18,7 @@ from tests.server.http_server import serving
 # The texts of the fixture, the longest of 64 tokens with windows of 12, and what sentence-transformers makes of them.
 REFERENCE = np.load(ENCODERS / "embedding_gemma" / "reference.npz")
 TEXTS = [(REFERENCE[f"ids{i}"].tolist(), REFERENCE[f"vector{i}"]) for i in range(4)]
-CLOSE = 2e-5  # of a vector of length 1: see tests/model/test_encoder.py
+CLOSE = 2e-5  # of a vector of length 1, of weights in float32: see tests/model/test_encoder.py
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    with Engine.load(folder, device="cpu") as loaded:
+    with Engine.load(folder, device="cpu", weight_type="f32") as loaded:
         yield loaded
 
 
 def test_a_vector_is_what_sentence_transformers_computes(engine: Engine, tmp_path: Path) -> None:
     """Of a folder with its modules, and of a GGUF file with dense_2 and dense_3."""
-    with Engine.load(make_gguf(tmp_path / "model.gguf", "embedding_gemma"), device="cpu") as of_gguf:
+    path = make_gguf(tmp_path / "model.gguf", "embedding_gemma")
+    with Engine.load(path, device="cpu", weight_type="f32") as of_gguf:
         for loaded in (engine, of_gguf):
             found = loaded.embed_each([ids for ids, _ in TEXTS])
             for one, (_, expected) in zip(found, TEXTS, strict=True):
@@ -60,7 +61,7 @@ def test_a_model_may_have_a_prompt_for_texts_without_one(tmp_path: Path, engine:
     folder = make_gemma(tmp_path / "model")
     file = folder / "config_sentence_transformers.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "default_prompt_name": "query"}))
-    with Engine.load(folder, device="cpu") as loaded:
+    with Engine.load(folder, device="cpu", weight_type="f32") as loaded:
         query = engine.embed("the rain", options=PromptOptions(prompt_name="query"))
         np.testing.assert_array_equal(loaded.embed("the rain").vector, query.vector)
 

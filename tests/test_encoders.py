@@ -20,7 +20,7 @@ from polarlm.model_loaders import LoadError, load
 from tests.encoders import CLS, SEP, UNIGRAM, make_folder, make_gguf, pieces, pooled, reference, tokenizer_json
 
 TEXT = "The rain falls on a sea."
-CLOSE = 2e-5  # of a vector of length 1: see tests/model/test_encoder.py
+CLOSE = 2e-5  # of a vector of length 1, of weights in float32: see tests/model/test_encoder.py
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    with Engine.load(folder, device="cpu") as loaded:
+    with Engine.load(folder, device="cpu", weight_type="f32") as loaded:
         yield loaded
 
 
@@ -51,7 +51,7 @@ def test_the_pooling_is_that_of_the_files(tmp_path: Path, engine: Engine) -> Non
         ("cls.gguf", lambda path: make_gguf(path, "bert_wide", pooling=2), "cls"),
         ("none.gguf", lambda path: make_gguf(path, "bert_wide", pooling=None), "mean"),
     ):
-        with Engine.load(made(tmp_path / name), device="cpu") as other:
+        with Engine.load(made(tmp_path / name), device="cpu", weight_type="f32") as other:
             assert np.abs(other.embed(ids).vector - pooled(states, pooling)).max() <= CLOSE
 
 

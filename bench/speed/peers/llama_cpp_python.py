@@ -27,13 +27,8 @@ class Model:
 
     def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
         """Loads a .gguf file for a sequence of up to `context` tokens. Raises NoPeer."""
-        library = self._library = _library()
-        self._quiet = library.llama_log_callback(lambda level, text, data: None)  # it must live as long as the library
-        library.llama_log_set(self._quiet, None)
-        library.llama_backend_init()
-        self._model = library.llama_model_load_from_file(path.encode(), library.llama_model_default_params())
-        if not self._model:
-            raise NoPeer("cannot load the model")
+        self._library, self._model, self._quiet = load(path)
+        library = self._library
         settings = library.llama_context_default_params()
         settings.n_ctx, settings.n_batch = context, _BATCH
         settings.n_threads = settings.n_threads_batch = threads
@@ -88,6 +83,18 @@ class Model:
                 raise NoPeer(f"cannot compute {len(ids)} tokens after {len(self._held)}")
             self._held += part
         return seconds
+
+
+def load(path: str) -> tuple[Any, Any, Any]:
+    """The library, the model of a .gguf file, and what must live as long as the library. Raises NoPeer."""
+    library = _library()
+    quiet = library.llama_log_callback(lambda level, text, data: None)
+    library.llama_log_set(quiet, None)
+    library.llama_backend_init()
+    model = library.llama_model_load_from_file(path.encode(), library.llama_model_default_params())
+    if not model:
+        raise NoPeer("cannot load the model")
+    return library, model, quiet
 
 
 def _library() -> Any:

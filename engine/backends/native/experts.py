@@ -19,13 +19,13 @@ from polarlm.engine.backends.native.kernels.experts import (
     combine,
     route,
 )
-from polarlm.engine.backends.native.kernels.linear.activations import RowArguments, panel_bytes
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs, RowArguments, panel_bytes
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, expert_tiling, largest_tiling
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate, gate_arguments, gate_rows
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.linear import has_codes, panel_kernel
+from polarlm.engine.backends.native.linear import inputs_of, panel_kernel
 from polarlm.engine.backends.ops import Routing
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.weight_formats import ExpertLinear, Matrix
@@ -101,25 +101,30 @@ class ExpertOps:
         has_halves = len(gate_up.parts) == 1 and gate_up.shape[0] % (2 * tiles.ROWS) == 0
         gates = activation if activation is not None and is_gated(activation) and has_halves else None
 
+        level = self._launch.level
+
+        def inputs(part: Matrix) -> Inputs:
+            return inputs_of(part, level, len(x), recorded)
+
         def kernels(sizes: Tiling) -> list[Kernel]:
             found: list[Kernel] = [arrange(sizes.rows)]
             for w, own, is_normed in (gate_up, gates, norm is not None), (down, None, False):
-                packed = dict.fromkeys(map(has_codes, w.parts))
-                found += [panel_kernel(is_normed, sizes.rows, kind, picks=True) for kind in packed]
-                found += [product(_spec(part, w, sizes, own)) for part in w.parts]
+                kinds = dict.fromkeys(map(inputs, w.parts))
+                found += [panel_kernel(is_normed, sizes.rows, kind, picks=True) for kind in kinds]
+                found += [product(_spec(part, w, sizes, own, inputs(part))) for part in w.parts]
             return found
 
-        are_packed = all(map(has_codes, (*gate_up.parts, *down.parts)))
-        order = self._arranged(routing, gate_up.count, are_packed, kernels, recorded)
+        are_words = all(inputs(part).are_words for part in (*gate_up.parts, *down.parts))
+        order = self._arranged(routing, gate_up.count, are_words, kernels, recorded)
         self._expect(order.chosen, gate_up, down)
-        y = self._multiply(x, gate_up, order, order.sources, norm, gates)
+        y = self._multiply(x, gate_up, order, order.sources, norm, gates, inputs)
         if activation is not None and not is_gated(activation):
             self._launch(gate(activation), len(y), gate_arguments(y, y, y))
         elif activation is not None and gates is None:
             both, y = y, self._launch.empty((len(y), y.shape[1] // 2))
             half = both.shape[1] // 2
             self._launch(gate(activation), len(y), gate_arguments(both[:, :half], both[:, half:], y))
-        results = self._multiply(y, down, order, order.own, None, None)
+        results = self._multiply(y, down, order, order.own, None, None, inputs)
         out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual
         arguments = CombineArguments(
             results=results,
@@ -137,16 +142,16 @@ class ExpertOps:
         self,
         routing: Routing,
         count: int,
-        are_packed: bool,
+        are_words: bool,
         kernels: Callable[[Tiling], list[Kernel]],
         recorded: bool,
     ) -> _Order:
-        """The rows by expert. are_packed: whether all weights have codes. kernels: those of a tiling."""
+        """The rows by expert. are_words: whether all products read their inputs as words. kernels: of a tiling."""
         rows, top_k = routing.ids.shape
         pairs, slots = rows * top_k, min(rows * top_k, count)
         level = self._launch.level
-        sizes = expert_tiling(pairs // count, level, has_codes=are_packed)
-        most = largest_tiling(level, has_codes=are_packed)
+        sizes = expert_tiling(pairs // count, level, are_words=are_words)
+        most = largest_tiling(level, are_words=are_words)
         # Until the kernels for few rows are compiled, those for many are used, as in `LinearOps.linear`.
         can_choose = not recorded and sizes not in (SINGLE, most) and self._launch.has_loaded(kernels(most))
         if can_choose and not self._launch.has_loaded(kernels(sizes)):
@@ -185,27 +190,26 @@ class ExpertOps:
         sources: np.ndarray,
         norm: tuple[np.ndarray, float] | None,
         activation: str | None,
+        inputs: Callable[[Matrix], Inputs],
     ) -> np.ndarray:
-        """The products (places, out) of rows of x with their experts. sources: the row of x of each place."""
+        """The products (places, out) of rows of x with their experts. sources: the row of x of each place. inputs: how
+        products with a part read theirs."""
         outputs = w.shape[0] if activation is None else w.shape[0] // 2
         y = self._launch.empty((len(sources), outputs))
-        panels: dict[bool, np.ndarray] = {}  # is packed → the inputs of such parts
+        panels: dict[Inputs, np.ndarray] = {}
         first = 0
         for part in w.parts:
-            is_packed = has_codes(part)
-            if is_packed not in panels:
-                panels[is_packed] = self._panels(x, order.tiling.rows, sources, norm, is_packed)
-            self._part(y[:, first:], panels[is_packed], part, w, order, activation)
+            kind = inputs(part)
+            if kind not in panels:
+                panels[kind] = self._panels(x, order.tiling.rows, sources, norm, kind)
+            self._part(y[:, first:], panels[kind], part, w, order, _spec(part, w, order.tiling, activation, kind))
             first += part.shape[0] // w.count
         return y
 
-    def _part(
-        self, y: np.ndarray, x: np.ndarray, part: Matrix, w: ExpertLinear, order: _Order, activation: str | None
-    ) -> None:
+    def _part(self, y: np.ndarray, x: np.ndarray, part: Matrix, w: ExpertLinear, order: _Order, spec: Product) -> None:
         """Write the products of panels x with one part of the matrices of all experts, the first of y's columns."""
-        done = w.shape[0] - y.shape[1] if activation is None else 0
+        done = w.shape[0] - y.shape[1] if spec.activation is None else 0
         bias = None if w.bias is None else w.bias[:, done:]
-        spec = _spec(part, w, order.tiling, activation)
         shape, data = (part.shape[0] // w.count, part.shape[1]), part.data
         if not isinstance(data, CachedTiles):
             self._product(spec, y, x, order.chosen, _Stack(data.memory, w.count, shape, bias))
@@ -229,7 +233,7 @@ class ExpertOps:
             bias=bias,
             hint=NO_HINT,
             chosen=chosen,
-            blocks=columns // spec.format.values,
+            blocks=columns // spec.block_inputs,
             tile_bytes=memory.shape[1],
             x_stride=x.strides[0],
             y_stride=y.strides[0],
@@ -275,21 +279,21 @@ class ExpertOps:
         row_tile: int,
         sources: np.ndarray,
         norm: tuple[np.ndarray, float] | None,
-        is_packed: bool,
+        kind: Inputs,
     ) -> np.ndarray:
         """The panels of rows of x: uint8 (panels, bytes of a panel)."""
         columns, (weight, eps) = x.shape[1], norm or (None, 0.0)
-        nbytes = panel_bytes(columns, row_tile, self._launch.level) if is_packed else 4 * columns * row_tile
+        nbytes = panel_bytes(columns, row_tile, self._launch.level) if kind.are_words else 4 * columns * row_tile
         out = self._launch.empty((len(sources) // row_tile, nbytes), np.uint8)
         arguments = RowArguments(
             x=x, weight=weight, out=out, sources=sources, columns=columns, stride=x.strides[0], eps=eps
         )
-        self._launch(panel_kernel(norm is not None, row_tile, is_packed, picks=True), len(sources), arguments)
+        self._launch(panel_kernel(norm is not None, row_tile, kind, picks=True), len(sources), arguments)
         return out
 
 
-def _spec(part: Matrix, w: ExpertLinear, sizes: Tiling, activation: str | None) -> Product:
-    return Product(part.format, sizes, False, w.bias is not None, activation, by_expert=True)
+def _spec(part: Matrix, w: ExpertLinear, sizes: Tiling, activation: str | None, inputs: Inputs) -> Product:
+    return Product(part.format, sizes, False, w.bias is not None, activation, True, inputs)
 
 
 def _with_rows(chosen: np.ndarray) -> np.ndarray:

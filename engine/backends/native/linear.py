@@ -7,7 +7,9 @@ import numpy as np
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.expert_cache import CachedTiles
 from polarlm.engine.backends.native.kernels.linear.activations import (
+    Inputs,
     RowArguments,
+    inputs_for,
     interleave_rows,
     panel_bytes,
     quantize_rows,
@@ -35,6 +37,7 @@ from polarlm.engine.backends.native.kernels.rows import (
 )
 from polarlm.engine.backends.native.loading import LoadOps
 from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import is_gated
 
@@ -116,20 +119,20 @@ class LinearOps(LoadOps):
         gates = activation if activation is not None and is_gated(activation) and _has_halves(w) else None
 
         def spec(part: Matrix, sizes: Tiling) -> Product:
-            return Product(part.format, sizes, residual is not None, w.bias is not None, gates)
+            adds, has_bias = residual is not None, w.bias is not None
+            return Product(part.format, sizes, adds, has_bias, gates, inputs=inputs_of(part, level, rows, recorded))
 
-        # Whether parts have codes: inputs are quantized for those that do, and stay float32 for the others.
-        kinds = tuple(dict.fromkeys(map(has_codes, w.parts)))
+        level, rows = self._launch.level, len(x)
+        kinds = tuple(dict.fromkeys(inputs_of(part, level, rows, recorded) for part in w.parts))
 
         def products(sizes: Tiling) -> list[Kernel[ProductArguments]]:
             return [product(spec(part, sizes)) for part in w.parts]
 
         def kernels(sizes: Tiling) -> list[Kernel]:
-            return [*(panel_kernel(norm is not None, sizes.rows, packed) for packed in kinds), *products(sizes)]
+            return [*(panel_kernel(norm is not None, sizes.rows, kind) for kind in kinds), *products(sizes)]
 
-        level, rows = self._launch.level, len(x)
-        are_packed = all(kinds)
-        sizes, most = tiling(rows, level, has_codes=are_packed), largest_tiling(level, has_codes=are_packed)
+        are_words = all(kind.are_words for kind in kinds)
+        sizes, most = tiling(rows, level, are_words=are_words), largest_tiling(level, are_words=are_words)
         # Kernels are specialized by row count. Until the exact one is compiled, that for many is used; if it cannot be
         # compiled, that of one row. Results are equal.
         can_choose = not recorded and rows > 1 and sizes != most and self._launch.has_loaded(kernels(most))
@@ -140,15 +143,15 @@ class LinearOps(LoadOps):
             sizes = SINGLE
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
-        inputs: dict[bool, np.ndarray] = {}  # is packed → the inputs of such parts
+        inputs: dict[Inputs, np.ndarray] = {}
         first = 0
         for part, kernel in zip(w.parts, products(sizes), strict=True):
-            is_packed = has_codes(part)
-            if is_packed not in inputs:
-                inputs[is_packed] = self._panels(x, norm, sizes.rows, is_packed)
-            given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
+            own = spec(part, sizes)
+            if own.inputs not in inputs:
+                inputs[own.inputs] = self._panels(x, norm, sizes.rows, own.inputs)
+            given, memory, (outputs, columns) = inputs[own.inputs], part.data.memory, part.shape
             tile_count = len(memory) // 2 if gates else len(memory)
-            own, blocks = spec(part, sizes), columns // part.format.values
+            blocks = columns // own.block_inputs
             count = units(own, tile_count)
             arguments = ProductArguments(
                 weights=memory,
@@ -177,32 +180,32 @@ class LinearOps(LoadOps):
         self._launch(gate(activation), rows, gate_arguments(x[:, :half], x[:, half:], out))
         return out
 
-    def _panels(
-        self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, row_tile: int, is_packed: bool
-    ) -> np.ndarray:
-        """x (T, in), after its norm, in panels of row_tile rows: as int16 for packed weights, else as float32.
+    def _panels(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, row_tile: int, kind: Inputs) -> np.ndarray:
+        """x (T, in), after its norm, in panels of row_tile rows.
 
         Returns (panels, bytes of a panel) uint8, or x itself where that is the same.
         """
         columns = x.shape[1]
-        if not is_packed and norm is None and row_tile == 1 and x.flags.c_contiguous:
+        if not kind.are_words and norm is None and row_tile == 1 and x.flags.c_contiguous:
             return x
-        nbytes = panel_bytes(columns, row_tile, self._launch.level) if is_packed else 4 * columns * row_tile
+        nbytes = panel_bytes(columns, row_tile, self._launch.level) if kind.are_words else 4 * columns * row_tile
         out = self._launch.empty((-(-len(x) // row_tile), nbytes), np.uint8)
         weight, eps = norm or (None, 0.0)
         arguments = RowArguments(x=x, weight=weight, out=out, columns=columns, stride=x.strides[0], eps=eps)
-        self._launch(panel_kernel(norm is not None, row_tile, is_packed), len(x), arguments)
+        self._launch(panel_kernel(norm is not None, row_tile, kind), len(x), arguments)
         return out
 
 
-def has_codes(part: Matrix) -> bool:
-    """Whether a matrix has codes, so that its inputs are int16."""
-    return part.format.unpack is not None
+def inputs_of(part: Matrix, level: Level, rows: int, recorded: bool) -> Inputs:
+    """How products of so many rows with a matrix read their inputs. recorded: as in `Ops.linear`."""
+    return inputs_for(part.format, part.shape[1], level, waits=recorded or rows == 1)
 
 
-def panel_kernel(has_norm: bool, row_tile: int, is_packed: bool, *, picks: bool = False) -> Kernel[RowArguments]:
-    """The kernel that makes panels for weights that have codes, or none."""
-    return (quantize_rows if is_packed else interleave_rows)(has_norm, row_tile, picks=picks)
+def panel_kernel(has_norm: bool, row_tile: int, kind: Inputs, *, picks: bool = False) -> Kernel[RowArguments]:
+    """The kernel that makes panels of inputs of a kind."""
+    if kind is Inputs.FLOATS:
+        return interleave_rows(has_norm, row_tile, picks=picks)
+    return quantize_rows(has_norm, row_tile, inputs=kind, picks=picks)
 
 
 def _has_halves(w: Linear) -> bool:

@@ -33,6 +33,7 @@ class Avx2(ConvertsHalves):
     unpacks_first = True
     byte_register = 32
     fuses = True
+    multiplies_words = True
 
     def by_registers(self, e: Emitter, operation: Callable[..., Value], *operands: Value) -> Value:
         """The joined results of operation(bytes of a register, *parts of the operands), register by register."""

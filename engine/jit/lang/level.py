@@ -49,6 +49,8 @@ class Level(ABC):
     """Whether products of bytes with int16 are faster as products with the two bytes of each int16."""
     unpacks_first = False
     """Whether products of many rows with codes are faster if the codes were unpacked to words in memory before."""
+    multiplies_words = False
+    """Whether as many words as float32 or more are multiplied at a time: numbers of 16 bits then become words."""
     halves_products = False
     """Whether sums of words are so fast beside products that half as many products, of sums, are faster: Winograd's
     inner product."""

@@ -109,7 +109,7 @@ def test_results_are_those_of_numpy(level: Level) -> None:
     for of, rows, bias, activation, has_norm, adds in pairs(
         [*formats, ("iq2_xxs",) * 3], [1, 5, 33], [False, True], activations, [False, True], [False, True]
     ):
-        e, f = (256, 256) if set(of) & {"q4_k", "iq2_xxs"} else (64, 96) if of[0] in weights.BLOCKS else (48, 24)
+        e, f = (256, 256) if set(of) & {"q4_k", "iq2_xxs"} else (48, 24) if of[0] == "f32" else (64, 96)
         layer, count = Layer(rng, of, 7, e, f, bias, is_gated(activation)), 7
         x, residual = (rng.standard_normal((rows, e)).astype(np.float32) for _ in range(2))
         rule = Experts(count, 3, f, activation, renormalize=True)
@@ -148,7 +148,8 @@ def test_without_an_activation_results_are_the_products_of_both(level: Level) ->
             a, b = (ExpertLinear(count + 1, with_them.load_experts(one)) for one in stored)
             into = residual.copy()
             assert on.experts(x, Routing(ids, scales), a, b, None, residual=into) is into
-            np.testing.assert_allclose(into, wanted, atol=2e-5)
+            becomes_words = on is ops and name != "f32" and rank == 64 and rows > 1
+            np.testing.assert_allclose(into, wanted, atol=1e-3 if becomes_words else 2e-5)
 
 
 def test_a_row_gives_the_same_alone_as_among_others() -> None:

@@ -41,6 +41,44 @@ def test_rounding_the_inputs_to_words_costs_a_ten_thousandth_at_most(formats: tu
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_words_cost_less_than_inputs_of_half_precision(name: str) -> None:
+    """Of prompts, whose inputs have outliers. A step, and a single row, are products of float32."""
+    rng = np.random.default_rng(6)
+    values = rng.standard_normal((64, 256)).astype(np.float32)
+    stored = weights.StoredBytes(weights.pack(values, name), name)
+    x = (rng.standard_normal((40, 256)) * rng.lognormal(0, 1, 256)).astype(np.float32)
+    exact, ops = stored.values.astype(np.float64), LinearOps(Launcher(1))
+    w, want = Linear(ops.load([stored])), x.astype(np.float64) @ exact.T
+
+    def error(found: np.ndarray) -> float:
+        return float(np.linalg.norm(found - want[: len(found)]))
+
+    of_halves = error(x.astype(np.float16).astype(np.float64) @ exact.T)
+    assert error(ops.linear(x, w)) < 0.6 * of_halves
+    assert error(ops.linear(x, w, recorded=True)) < 1e-6 * np.linalg.norm(want)
+    assert error(ops.linear(x[:1], w)) < 1e-6 * np.linalg.norm(want[:1])
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_damaged_numbers_and_zeros_are_seen_in_words(name: str) -> None:
+    """A number that is not finite makes the outputs of its row so, and no other one; zeros make zeros."""
+    rng = np.random.default_rng(7)
+    values = rng.standard_normal((64, 256)).astype(np.float32)
+    values[3], values[4, 64:96] = 0, 0
+    sound = weights.pack(values, name)
+    damaged = sound.reshape(64, -1, 2).copy()
+    damaged[5, 70], damaged[6, 255] = ([0, 0x7C], [1, 0xFE]) if name == "f16" else ([0x80, 0x7F], [0xC1, 0xFF])
+    ops, x = LinearOps(Launcher(1)), rng.standard_normal((7, 256)).astype(np.float32)
+    matrices = [weights.StoredBytes(raw.reshape(64, -1), name) for raw in (sound, damaged)]
+    of_sound, of_damaged = (ops.linear(x, Linear(ops.load([matrix]))).copy() for matrix in matrices)
+    assert not np.isfinite(of_damaged[:, 5:7]).any()
+    others = [output for output in range(64) if output not in (5, 6)]
+    np.testing.assert_array_equal(of_damaged[:, others], of_sound[:, others])
+    assert not of_sound[:, 3].any()
+    np.testing.assert_allclose(of_sound[:, 4], x.astype(np.float64) @ matrices[0].values[4], rtol=1e-3, atol=1e-2)
+
+
 @every_level
 def test_a_row_with_a_number_that_is_not_finite_has_no_finite_result(level: Level) -> None:
     """And no other row is touched."""

@@ -19,6 +19,7 @@ from tests.pairs import pairs
 from polarlm.engine.backends.native.attention.steps import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.attention.spans import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels import prefetch
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.product import (
     Product,
     ProductArguments,
@@ -147,7 +148,7 @@ def test_products_that_read_as_long_as_they_compute_prefetch_nothing() -> None:
     format, packed, _ = stored(np.random.default_rng(0), "q4_1", 64, 768)
     assert prefetched_pieces(Product(format, SINGLE), 16, len(packed), 24, 1) == 0
     plain, packed, _ = stored(np.random.default_rng(0), "f16", 64, 768)
-    assert prefetched_pieces(Product(plain, tiling(8, best())), 16, len(packed), 768, 8) == 0
+    assert prefetched_pieces(Product(plain, tiling(8, best()), inputs=Inputs.FLOATS), 16, len(packed), 768, 8) == 0
 
 
 @pytest.mark.slow

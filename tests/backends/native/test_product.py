@@ -15,7 +15,10 @@ from tests.pairs import each, pairs
 
 from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.linear.activations import (
+    GROUP,
+    Inputs,
     RowArguments,
+    inputs_for,
     interleave_rows,
     number_bytes,
     panel_bytes,
@@ -50,7 +53,7 @@ def _rows(x: np.ndarray, out: np.ndarray, weight: np.ndarray | None = None) -> R
 
 
 def _products(
-    format: WeightFormat, packed: np.ndarray, x: np.ndarray, y: np.ndarray, bias: np.ndarray, columns: int, rows: int
+    spec: Product, packed: np.ndarray, x: np.ndarray, y: np.ndarray, bias: np.ndarray, columns: int, rows: int
 ) -> ProductArguments:
     """With as many tiles as there are outputs for."""
     return ProductArguments(
@@ -59,7 +62,7 @@ def _products(
         y=y,
         bias=bias,
         hint=NO_HINT,
-        blocks=columns // format.values,
+        blocks=columns // spec.block_inputs,
         tile_bytes=packed.shape[1],
         x_stride=x.strides[0],
         y_stride=y.strides[0],
@@ -69,12 +72,14 @@ def _products(
     )
 
 
-def quantized(x: np.ndarray, row_tile: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantized(
+    x: np.ndarray, row_tile: int, level: Level, inputs: Inputs = Inputs.CODES
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4 or 8) int32: the
     bits of a float32, three sums, and three of products of pairs."""
     count, columns = x.shape
     out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile, level)), np.uint8)
-    run(quantize_rows(False, row_tile), level, count, _rows(x, out))
+    run(quantize_rows(False, row_tile, inputs=inputs), level, count, _rows(x, out))
     groups = out.reshape(len(out), columns // 32, -1)
     own = np.ascontiguousarray(groups[..., : 64 * row_tile]).reshape(len(out), -1, row_tile, 64).swapaxes(1, 2)
     words = joined(own) if level.splits_words else np.ascontiguousarray(own).view(np.int16)
@@ -96,6 +101,28 @@ def interleaved(x: np.ndarray, row_tile: int, level: Level) -> np.ndarray:
     out = np.full((-(-count // row_tile), columns, row_tile), 9, np.float32)
     run(interleave_rows(False, row_tile), level, count, _rows(x, out))
     return out
+
+
+def as_words(values: np.ndarray) -> np.ndarray:
+    """Numbers (rows, columns) as `number_words` rounds them, float64: in integers of a power of two for 32 numbers, so
+    that their magnitudes add up to less than 2¹⁷, and eight times the largest is."""
+    groups = values.astype(np.float64).reshape(len(values), -1, GROUP)
+    magnitudes = np.abs(groups)
+    bound = np.maximum(magnitudes.sum(-1, keepdims=True), 8 * magnitudes.max(-1, keepdims=True))
+    unit = np.exp2(np.floor(np.log2(bound)) - 16)
+    words = np.rint(groups / unit)
+    assert (np.abs(words).sum(-1) * Inputs.WORDS.value < 2**31).all()
+    return (words * unit).reshape(values.shape)
+
+
+def given(
+    x: np.ndarray, values: np.ndarray, sizes: Tiling, level: Level, kind: Inputs
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Panels of x, and what a product multiplies exactly: x (rows, columns) and the weights `values`, float64."""
+    if kind is Inputs.FLOATS:
+        return interleaved(x, sizes.rows, level), x.astype(np.float64), values.astype(np.float64)
+    panels, *parts = quantized(x, sizes.rows, level, kind)
+    return panels, read_back(*parts), as_words(values) if kind is Inputs.WORDS else values.astype(np.float64)
 
 
 def read_back(words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -142,18 +169,14 @@ def test_product(name: str, level: Level, count: int) -> None:
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
     x = rng.standard_normal((count, 512)).astype(np.float32)
-    sizes = tiling(count, level, has_codes=format.unpack is not None)
-    if format.unpack is None:
-        given, exact = interleaved(x, sizes.rows, level), x
-    else:
-        given, *parts = quantized(x, sizes.rows, level)
-        exact = read_back(*parts)
+    kind = inputs_for(format, 512, level, waits=count == 1)
+    sizes = tiling(count, level, are_words=kind.are_words)
+    panels, exact, values = given(x, values, sizes, level, kind)
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
-    kernel = product(spec := Product(format, sizes, adds=True, has_bias=True))
-    arguments = _products(format, packed, given, y, bias, 512, count)
-    run(kernel, level, units(spec, len(packed)), arguments)
-    want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
+    kernel = product(spec := Product(format, sizes, adds=True, has_bias=True, inputs=kind))
+    run(kernel, level, units(spec, len(packed)), _products(spec, packed, panels, y, bias, 512, count))
+    want = 7 + bias + exact @ values.T
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
     assert (y[count] == 7).all()
@@ -170,16 +193,13 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((count, 256)).astype(np.float32)
-    sizes = tiling(count, level, has_codes=format.unpack is not None)
-    if format.unpack is None:
-        given, exact = interleaved(x, sizes.rows, level), x
-    else:
-        given, *parts = quantized(x, sizes.rows, level)
-        exact = read_back(*parts)
+    kind = inputs_for(format, 256, level, waits=True)
+    sizes = tiling(count, level, are_words=kind.are_words)
+    panels, exact, values = given(x, values, sizes, level, kind)
     bias, y = rng.standard_normal(64).astype(np.float32), np.empty((count, 32), np.float32)
-    kernel = product(Product(format, sizes, has_bias=True, activation=activation))
-    run(kernel, level, 2, _products(format, packed, given, y, bias, 256, count))
-    both = bias + exact.astype(np.float64) @ values.T.astype(np.float64)
+    kernel = product(spec := Product(format, sizes, has_bias=True, activation=activation, inputs=kind))
+    run(kernel, level, 2, _products(spec, packed, panels, y, bias, 256, count))
+    both = bias + exact @ values.T
     want = ACTIVATIONS[activation](both)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1).max()
     assert (np.abs(y - want) <= 1e-6 * scale * (1 + np.abs(both).max()) + 1e-5).all()
@@ -202,7 +222,9 @@ def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None
     np.testing.assert_array_equal(out, values[ids])
 
 
-@pytest.mark.parametrize(("level", "name"), each(levels(), [*LATTICES, "q4_1", "q6_k", "mxfp4"]), ids=name_of)
+@pytest.mark.parametrize(
+    ("level", "name"), each(levels(), [*LATTICES, "q4_1", "q6_k", "mxfp4", "f16", "bf16"]), ids=name_of
+)
 def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level) -> None:
     """To the bit, beyond the panels for which a block is expanded once, and where the last block of codes that become
     words is alone."""
@@ -211,17 +233,17 @@ def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level
     format, packed, values = stored(rng, name, 16, columns)
     count = 35 * largest_tiling(level).rows
     x = rng.standard_normal((count, columns)).astype(np.float32)
-    outputs = []
+    outputs, kind = [], inputs_for(format, columns, level, waits=False)
     for rows in (count, 1):
-        sizes = tiling(rows, level)
-        given, *parts = quantized(x, sizes.rows, level)
-        y = np.empty((count, 16), np.float32)
+        sizes = tiling(rows, level, are_words=kind.are_words)
+        panels, exact, rounded = given(x, values, sizes, level, kind)
+        y, spec = np.empty((count, 16), np.float32), Product(format, sizes, inputs=kind)
         for first in range(0, count, rows):
-            arguments = _products(format, packed, given[first // sizes.rows :], y[first:], y, columns, rows)
-            run(product(Product(format, sizes)), level, 1, arguments)
+            arguments = _products(spec, packed, panels[first // sizes.rows :], y[first:], y, columns, rows)
+            run(product(spec), level, 1, arguments)
         outputs.append(y)
     np.testing.assert_array_equal(*outputs)
-    want = read_back(*parts) @ values.T.astype(np.float64)
+    want = exact @ rounded.T
     scale = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(outputs[0] - want) <= 1e-6 * scale + 1e-5).all()
 
@@ -252,13 +274,14 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
         assert loop.on_stack <= products / 4
 
 
-@pytest.mark.parametrize(("level", "name"), each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0"]), ids=name_of)
+@pytest.mark.parametrize(("level", "name"), each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0", "f16"]), ids=name_of)
 def test_instructions_of_words(name: str, level: Level) -> None:
     """Two pairs of words are multiplied at a time: of each a load and a dot product for 16 outputs and each row, whose
     inputs are loaded once; or one product of two sums. Nothing else is in the loop, and nothing goes to the stack."""
     sizes = largest_tiling(level)
     rows, vectors = sizes.rows, sizes.tiles * 16 // level.lanes
-    loop = Loop(product(Product(get(name), sizes)), level, share_of=OF_WORDS[level.name])
+    kind = inputs_for(get(name), 64, level, waits=False)
+    loop = Loop(product(Product(get(name), sizes, inputs=kind)), level, share_of=OF_WORDS[level.name])
     products = vectors * rows if level.halves_products else 2 * vectors * rows
     assert loop.count(OF_WORDS[level.name]) == products
     assert loop.count("vpbroadcastd") == 2 * rows
@@ -281,8 +304,8 @@ def test_instructions_of_lattices(name: str, level: Level) -> None:
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
-    sizes = tiling(64, level, has_codes=False)
-    loop = Loop(product(Product(get(name), sizes)), level)
+    sizes = tiling(64, level, are_words=False)
+    loop = Loop(product(Product(get(name), sizes, inputs=Inputs.FLOATS)), level)
     vectors = 2 * (16 // level.lanes) * sizes.tiles
     assert loop.count("vfmadd231ps") >= sizes.rows * vectors
     assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
@@ -293,4 +316,4 @@ def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
 @special_levels
 def test_sums_of_too_many_rows_are_seen_on_the_stack(level: Level) -> None:
     """So that the tests above can fail."""
-    assert Loop(product(Product(get("f32"), Tiling(40, 1))), level).on_stack > 0
+    assert Loop(product(Product(get("f32"), Tiling(40, 1), inputs=Inputs.FLOATS)), level).on_stack > 0

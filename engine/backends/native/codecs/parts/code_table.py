@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES
 from polarlm.engine.jit.lang.byte_ops import PairTable, Table
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import Value
+from polarlm.engine.jit.lang.values import I8, Value, vector
 
+_REGISTER = vector(I8, 16)
 _PART = 16  # entries of the tables that a register holds
 
 
@@ -77,6 +78,9 @@ class CodeTable:
         )
         tables = [_table(e, entries[:, first : first + 256]) for first in range(0, entries.shape[1], 256)]
 
+        if len(tables) > 1 and e.level.keeps_order:
+            return partial(_in_turn, e, tables)
+
         def lookup(code: list[Value], channels: Sequence[int] | None = None) -> Iterator[Value]:
             found = [table(code[0], range(self.width) if channels is None else channels) for table in tables]
             if len(found) == 1:
@@ -104,6 +108,30 @@ class CodeTable:
             return lambda codes: codes
         table = Table(e, e.constant_bytes(self.numbers.tobytes()), len(self.numbers))
         return lambda codes: [table[code.bits(BYTES)].bits(code.type) for code in codes]
+
+
+def _in_turn(
+    e: Emitter,
+    tables: Sequence[Callable[[Value, Sequence[int]], Iterator[Value]]],
+    code: list[Value],
+    channels: Sequence[int] = (0, 1),
+) -> Iterator[Value]:
+    """The lookup of `CodeTable.emit` in four tables, one after the other, so that few registers hold what was found.
+
+    Where LLVM knew the numbers of the tables, it would keep all comparisons with them for the next channel.
+    """
+    low, high = code
+    for channel in channels:
+        (merged,) = tables[0](low, [channel])
+        for number, table in enumerate(tables[1:], 1):
+            (found,) = table(low, [channel])
+            wanted, parts = e.unknown(e.constant(_REGISTER, number)), []
+            for first in range(0, low.lanes, _REGISTER.count):
+                own, before, after = (e.part(each, first, _REGISTER.count) for each in (high, merged, found))
+                parts.append(e.unknown(e.select(own.equals(wanted), after, before)))
+                e.keep_order()
+            merged = e.join(parts)
+        yield merged
 
 
 def _mirrored(points: np.ndarray) -> np.ndarray | None:

@@ -1,10 +1,11 @@
 """Rows of activations in the layout that products read.
 
 A panel has the R rows that a product multiplies at once, so that a kernel reads everything at constant offsets from one
-address. For weights without codes a panel is float32 (inputs, R). For packed weights it has, for each group of 32
-inputs, the quantized inputs of all rows, int16 (R, 32), and then four numbers of each row: the scale, float32, and the
-sums of the 32 int16, of the first and of the last 16, all negative, int32. Where the level `halves_products`, three
-more follow: the sums of x0 x2 + x1 x3 of each four int16, negative, of all, of the first and of the last 16.
+address. For weights that are multiplied as float32 it is float32 (inputs, R). For codes and words it has, for each
+group of 32 inputs, the quantized inputs of all rows, int16 (R, 32), and then four numbers of each row: the scale,
+float32, and the sums of the 32 int16, of the first and of the last 16, all negative, int32. Where the level
+`halves_products`, three more follow: the sums of x0 x2 + x1 x3 of each four int16, negative, of all, of the first and
+of the last 16.
 
 Where the level `splits_words`, the int16 of each eight inputs are their high bytes and then their low bytes (see
 `byte_ops.SplitSums`), fours of which are in the order of `tiles.QUAD`.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
@@ -30,10 +32,35 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Type, Value, vector
+from polarlm.engine.weight_formats import WeightFormat
 
 GROUP = 32  # inputs that share a scale
 CROSSED = 16  # offset in the numbers of a row of the sums of products of pairs
-LARGEST = LARGEST_SPLIT  # magnitude of an int16; a code can be added to it, too, as `Level.halves_products` does
+
+
+class Inputs(Enum):
+    """How a product reads its inputs. The values of int16 are their largest magnitudes: a weight can be added to it, as
+    `Level.halves_products` does, and no sum of 32 products with weights of that kind overflows an int32."""
+
+    CODES = LARGEST_SPLIT
+    """As int16, for codes of weights."""
+    WORDS = 16380
+    """As int16, for numbers of 16 bits that become words (`number_words`)."""
+    FLOATS = 0
+    """As float32."""
+
+    @property
+    def are_words(self) -> bool:
+        return self is not Inputs.FLOATS
+
+
+def inputs_for(format: WeightFormat, columns: int, level: Level, *, waits: bool) -> Inputs:
+    """How products with a matrix read their inputs. columns: of the matrix. waits: whether the products wait for the
+    weights to come from memory, as those of a step do: then words would only cost precision."""
+    if format.unpack is not None:
+        return Inputs.CODES
+    becomes_words = format.nbytes == 2 and columns % GROUP == 0 and level.multiplies_words and not waits
+    return Inputs.WORDS if becomes_words else Inputs.FLOATS
 
 
 def number_bytes(level: Level) -> int:
@@ -64,8 +91,10 @@ class RowArguments(NamedTuple):
 
 
 @cache
-def quantize_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
-    """Rows of x → panels for packed weights, one unit per row. The largest magnitude of a group becomes ±32639.
+def quantize_rows(
+    normed: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, picks: bool = False
+) -> Kernel[RowArguments]:
+    """Rows of x → panels of int16, one unit per row. The largest magnitude of a group becomes that of `inputs`.
 
     normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
     picks: a unit is a row of the panels, whose row of x is in sources (units,) int32; negative: it is not written.
@@ -83,20 +112,21 @@ def quantize_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel
                 if normed:
                     norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
-                integers, top = round_to(e, halves, float(LARGEST))
+                integers, top = round_to(e, halves, float(inputs.value))
                 totals = [e.sum_lanes(half) for half in integers]
                 target = start + group * (size * row_tile)
                 words = target + place * (2 * GROUP)
                 numbers = target + place * number_bytes(e.level) + 2 * GROUP * row_tile
                 for number, half in enumerate(integers):
                     e.store(_split(e, half) if e.level.splits_words else half.trunc(I16), words, 32 * number)
-                e.store(top * (1 / LARGEST), numbers)
+                e.store(top * (1 / inputs.value), numbers)
                 e.store(e.collect([-total for total in (totals[0] + totals[1], *totals)]), numbers, 4)
                 if e.level.halves_products:
                     crossed = [e.sum_lanes(_crossed(e, half)) for half in integers]
                     e.store(e.collect([-total for total in (crossed[0] + crossed[1], *crossed)]), numbers, CROSSED)
 
-    name = f"quantize{'_normed' * normed}{'_picked' * picks}_{row_tile}"
+    for_words = "_words" * (inputs is Inputs.WORDS)
+    name = f"quantize{for_words}{'_normed' * normed}{'_picked' * picks}_{row_tile}"
     return Kernel(name, emit, RowArguments)
 
 

@@ -1,9 +1,9 @@
-"""Codes of weights as words, for products of many rows.
+"""Weights as words: codes, for products of many rows, and numbers of 16 bits (`number_words`).
 
-Where a level has few registers, such a product would unpack its codes again for every few rows, and spend half of its
-time so. Codes that are words in memory are loaded, multiplied and added. For 32 inputs of 16 outputs there are
+Where a level has few registers, a product of many rows would unpack its codes again for every few rows, and spend half
+of its time so. Words in memory are loaded, multiplied and added. For 32 inputs of 16 outputs there are
 
-    words    (16, 16, 2) int16          of each pair of inputs and each output: codes less their zero point
+    words    (16, 16, 2) int16          of each pair of inputs and each output: codes less their zero point, or numbers
     scale    (32 / group, 16) float32
     offset   (32 / group, 16) float32   if the format has it; negative
     start    (32 / group, 16) int32     if the level `halves_products`: what a sum of products starts with
@@ -30,41 +30,21 @@ _VECTOR = 4 * ROWS  # bytes of a pair, or of a scale, of 16 outputs
 _PAIRS = GROUP // 2
 
 
-class CodeWords:
-    """Writes blocks of a layout as words, and multiplies them."""
+class Words:
+    """Multiplies words."""
 
-    def __init__(self, e: Emitter, codes: Codes) -> None:
-        self._e, self._codes = e, codes
-        format, has_offset = codes.place.format, codes.place.offset is not None
-        self._groups, self._scales = GROUP // format.group, _VECTOR * _PAIRS
+    def __init__(self, e: Emitter, groups: int = 1, *, has_offset: bool = False) -> None:
+        """groups: of 32 inputs, each with a scale of its own."""
+        self._e, self._groups, self._scales = e, groups, _VECTOR * _PAIRS
         self._offsets = self._scales + _VECTOR * self._groups if has_offset else None
-        self.parts = format.values // GROUP
-        """32 inputs each, of a block."""
         self._halves, self._starts = e.level.halves_products, self._scales + _VECTOR * self._groups * (1 + has_offset)
         self.nbytes = self._starts + _VECTOR * self._groups * self._halves
         """Of 32 inputs."""
 
-    def write(self, block: Block, out: Value) -> None:
-        """Write the words and scales of a block to `out`."""
-        e, codes, place = self._e, self._codes, self._codes.place
-        with e.loop(0, self.parts) as part:
-            at, own, sub = (
-                block.codes + part * place.part_bytes,
-                out + part * self.nbytes,
-                block.subs + part * ROWS * self._groups,
-            )
-            e.prefetch(at + AHEAD, place.part_bytes)
-            for pair in sorted(range(_PAIRS), key=codes.vector):
-                words = codes.pair(at, pair).bits(_WORDS)
-                e.store(words - codes.zero if codes.zero else words, own, _VECTOR * pair)
-            for group in range(self._groups):
-                scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
-                e.store(scale, own, self._scales + _VECTOR * group)
-                if block.offset is not None and self._offsets is not None:
-                    offset = -times_sub(e, block.offset, sub, place.sub_offset, group)
-                    e.store(offset, own, self._offsets + _VECTOR * group)
-                if self._halves:
-                    e.store(-self._crossed(own, group), own, self._starts + _VECTOR * group)
+    def _write_starts(self, at: Value) -> None:
+        """Write what sums of products with the words at an address start with."""
+        for group in range(self._groups * self._halves):
+            self._e.store(-self._crossed(at, group), at, self._starts + _VECTOR * group)
 
     def _crossed(self, at: Value, group: int) -> Value:
         """The sums of the products of a group's words, of one pair with the next: int32 (16,). at: address of words."""
@@ -142,3 +122,34 @@ class CodeWords:
                 less = e.broadcast(own, I32, ROWS, place_of_sum).to_float()
                 value = e.fma(less, e.load(at, _F16, self._offsets + _VECTOR * group), value)
             total.set(e.fma(value, e.broadcast(own, F32, ROWS), total.get()))
+
+
+class CodeWords(Words):
+    """Writes blocks of a layout as words."""
+
+    def __init__(self, e: Emitter, codes: Codes) -> None:
+        place = codes.place
+        super().__init__(e, GROUP // place.format.group, has_offset=place.offset is not None)
+        self._codes, self.parts = codes, place.format.values // GROUP
+        """32 inputs each, of a block."""
+
+    def write(self, block: Block, out: Value) -> None:
+        """Write the words and scales of a block to `out`."""
+        e, codes, place = self._e, self._codes, self._codes.place
+        with e.loop(0, self.parts) as part:
+            at, own, sub = (
+                block.codes + part * place.part_bytes,
+                out + part * self.nbytes,
+                block.subs + part * ROWS * self._groups,
+            )
+            e.prefetch(at + AHEAD, place.part_bytes)
+            for pair in sorted(range(_PAIRS), key=codes.vector):
+                words = codes.pair(at, pair).bits(_WORDS)
+                e.store(words - codes.zero if codes.zero else words, own, _VECTOR * pair)
+            for group in range(self._groups):
+                scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
+                e.store(scale, own, self._scales + _VECTOR * group)
+                if block.offset is not None and self._offsets is not None:
+                    offset = -times_sub(e, block.offset, sub, place.sub_offset, group)
+                    e.store(offset, own, self._offsets + _VECTOR * group)
+            self._write_starts(own)

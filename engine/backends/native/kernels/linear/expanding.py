@@ -1,5 +1,5 @@
-"""Sums of products with blocks that are expanded first: lattices and digits to codes of 8 bits, and for products of
-many rows codes to words (`code_words`) where the level is faster with these.
+"""Sums of products with blocks that are expanded first: lattices and digits to codes of 8 bits, numbers of 16 bits to
+words (`number_words`), and for products of many rows codes to words (`code_words`) where the level is faster so.
 
 A block of 16 rows is expanded in memory of the thread that stays in the cache, once for 32 panels.
 """
@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, row_bytes
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, add_block, passes
-from polarlm.engine.backends.native.kernels.linear.code_words import CodeWords
+from polarlm.engine.backends.native.kernels.linear.code_words import CodeWords, Words
 from polarlm.engine.backends.native.kernels.linear.lattice import LatticeExpander
+from polarlm.engine.backends.native.kernels.linear.number_words import NUMBER_BYTES, NumberWords
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
 from polarlm.engine.backends.native.kernels.linear.trits import TritExpander
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes, layout
@@ -42,9 +43,11 @@ class Expander(Protocol):
         """The expanded block of the block at an address: valid until the next."""
 
 
-def is_expanded(format: WeightFormat, size: Tiling, level: Level) -> bool:
-    """Whether blocks of a format are expanded before they are multiplied."""
-    return _has_expander(format) or (format.unpack is not None and become_words(size, level))
+def is_expanded(format: WeightFormat, given: Inputs, size: Tiling, level: Level) -> bool:
+    """Whether blocks of a format are expanded before they are multiplied. given: how inputs are read."""
+    if given is Inputs.CODES:
+        return _has_expander(format) or become_words(size, level)
+    return given is Inputs.WORDS
 
 
 def _has_expander(format: WeightFormat) -> bool:
@@ -78,7 +81,13 @@ def expanded_sums(
     row_tile = sizes.rows
     most, size = _PANELS * row_tile, _ROW * row_tile
     zero, free = e.zero(vector(F32, ROWS)), kept + len(tiles) * _PANELS * size
-    expanded = _Words(e, format, at_once, free) if become_words(sizes, e.level) else _Bytes(e, format, at_once)
+    expanded: _Numbers | _Words | _Bytes
+    if format.unpack is None:
+        expanded = _Numbers(e, format, at_once, free)
+    elif become_words(sizes, e.level):
+        expanded = _Words(e, format, at_once, free)
+    else:
+        expanded = _Bytes(e, format, at_once)
     with e.loop(0, rows, most) as begin:
         count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
         with e.loop(0, count) as panel:
@@ -93,7 +102,7 @@ def expanded_sums(
                     totals = [
                         [e.variable(e.load(kept + panel * size, zero.type, place)) for place in own] for own in places
                     ]
-                    number, step = begin // row_tile + panel, block * (format.values // GROUP)
+                    number, step = begin // row_tile + panel, block * (max(format.values, GROUP) // GROUP)
 
                     def before_part(
                         part: Value, number: Value = number, which: int = first // at_once, step: Value = step
@@ -157,16 +166,35 @@ class _Bytes:
                 total.set(e.join(parts))
 
 
-class _Words:
-    """The blocks of 256 inputs of each tile, whose codes have become words."""
+class _InWords:
+    """256 inputs of each tile, which have become words."""
+
+    def __init__(self, e: Emitter, words: Words, tiles: int, memory: Value) -> None:
+        self._e, self._multiplied = e, words
+        self._places = [memory + number * (_INPUTS // GROUP * words.nbytes) for number in range(tiles)]
+        self._parts = e.i64(0)
+
+    def add(
+        self,
+        inputs: Value,
+        next_inputs: Value,
+        sums: Sequence[Sequence[Variable]],
+        before: Callable[[Value], None],
+    ) -> None:
+        """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
+        places = self._places[: len(sums)]
+        self._multiplied.add_products(places, self._parts, inputs, next_inputs, sums, before)
+
+
+class _Words(_InWords):
+    """Words of codes."""
 
     def __init__(self, e: Emitter, format: WeightFormat, tiles: int, memory: Value) -> None:
-        self._e, self._format, self._expander = e, format, expander(e, format)
+        self._format, self._expander = format, expander(e, format)
         self._layout = layout(format) if self._expander is None else self._expander.layout
         self._words = CodeWords(e, Codes(e, self._layout))
         self.blocks = _INPUTS // format.values
-        self._places = [memory + number * (_INPUTS // GROUP * self._words.nbytes) for number in range(tiles)]
-        self._parts = e.i64(0)
+        super().__init__(e, self._words, tiles, memory)
 
     def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
         """Write the words of the blocks from number `block` on, of `blocks`, of each tile."""
@@ -181,12 +209,19 @@ class _Words:
                 words.write(own, out + number * (words.parts * words.nbytes))
         self._parts = count * words.parts
 
-    def add(
-        self,
-        inputs: Value,
-        next_inputs: Value,
-        sums: Sequence[Sequence[Variable]],
-        before: Callable[[Value], None],
-    ) -> None:
-        """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
-        self._words.add_products(self._places[: len(sums)], self._parts, inputs, next_inputs, sums, before)
+
+class _Numbers(_InWords):
+    """Words of numbers. A block is 32 inputs."""
+
+    blocks = _INPUTS // GROUP
+
+    def __init__(self, e: Emitter, format: WeightFormat, tiles: int, memory: Value) -> None:
+        self._words = NumberWords(e, format)
+        super().__init__(e, self._words, tiles, memory)
+
+    def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
+        """As that of `_Words`."""
+        self._parts = self._e.imin(blocks - block, self.blocks)
+        for tile, out in zip(tiles, self._places, strict=False):
+            with self._e.loop(0, self._parts) as number:
+                self._words.write(tile + (block + number) * NUMBER_BYTES, out + number * self._words.nbytes)

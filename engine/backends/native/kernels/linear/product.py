@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, row_bytes
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, Outputs, add_block, passes
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_plain
@@ -34,7 +34,7 @@ class Product:
 
     tiling: what is multiplied at once. adds: the product is added to y. has_bias: a bias is added. activation: the
     weights are [gate | up], each of whole tiles, and y = activation(gate) * up; a tile of each counts as one, and it
-    excludes `adds`. by_expert: the weights are those of several experts, of which each has its own rows.
+    excludes `adds`. by_expert: weights of several experts, each with its own rows. inputs: how x is read.
     """
 
     format: WeightFormat
@@ -43,17 +43,23 @@ class Product:
     has_bias: bool = False
     activation: str | None = None
     by_expert: bool = False
+    inputs: Inputs = Inputs.CODES
+
+    @property
+    def block_inputs(self) -> int:
+        """Inputs of a block of `ProductArguments`: of the format, of numbers that become words, or one."""
+        return GROUP if self.inputs is Inputs.WORDS else self.format.values
 
     @property
     def name(self) -> str:
         options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
         rows, tiles = self.tiling
         sizes = f"{rows}x{tiles}" if tiles > 1 else rows
-        return f"product_{self.format.name}_{sizes}{options}{'_experts' * self.by_expert}"
+        kind = "_words" * (self.inputs is Inputs.WORDS)
+        return f"product_{self.format.name}{kind}_{sizes}{options}{'_experts' * self.by_expert}"
 
     @property
     def row_tile(self) -> int:
-        """Rows of a panel."""
         return self.tiling.rows
 
 
@@ -89,9 +95,9 @@ class ProductArguments(NamedTuple):
 def product(spec: Product) -> Kernel[ProductArguments]:
     """y = x @ wᵀ, one unit per tile of 16 outputs, or per two tiles; see `units`.
 
-    x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; their first `rows` rows are
-    read. x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights; for formats without codes,
-    inputs. tiles: tiles of the weights; with an activation, of the gate projection alone. hint: the prefetch hint
+    x: panels from `quantize_rows`, or from `interleave_rows` for inputs as float32; their first `rows` rows are read.
+    x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights, of `Product.block_inputs`. tiles:
+    tiles of the weights; with an activation, of the gate projection alone. hint: the prefetch hint
     (`engine.backends.native.kernels.prefetch`), of which the product takes `prefetched_pieces`.
 
     With `by_expert`, each entry of chosen, an `ExpertRows`, has that many units. expert_bytes, bias_bytes: of the
@@ -101,8 +107,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
         tiles = args.tiles
         prefetch = Prefetch(e, args.hint) if _prefetches(spec, e.level) else None
-        parts, steps = _parts(spec, e.level), _steps(spec, args.blocks)
-        wide = _tiles_of_unit(spec)
+        parts, steps, wide = _parts(spec, e.level), _steps(spec, args.blocks), _tiles_of_unit(spec)
 
         def tiles_of(of: _Operands) -> list[Value]:
             """The tiles that a unit multiplies."""
@@ -111,8 +116,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             return [tile, *others]
 
         def write(of: _Operands, sums: Sequence[Sequence[Value]], tile: Value, first: Value) -> None:
-            """Store the outputs of the rows from `first` on. sums: of each row; with an activation, also of the up
-            projection."""
+            """Store the outputs of the rows from `first` on. sums: of each row, of gate and up with an activation."""
             for row, totals in enumerate(zip(*sums, strict=True)):
                 with e.when(first + row < of.rows) if spec.row_tile > 1 else nullcontext():
                     at = of.y + (first + row) * args.y_stride
@@ -129,7 +133,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             if prefetch is not None:
                 prefetch.step((passed * parts + part) * steps + step)
 
-        if is_expanded(spec.format, spec.tiling, e.level):
+        if is_expanded(spec.format, spec.inputs, spec.tiling, e.level):
             with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
                 starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
                 inputs, at_once = (of.x, args.x_stride, args.blocks, of.rows), len(starts) // parts
@@ -138,9 +142,8 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 def before_panel(panel: Value, part: int, step: Value, passed: Value = passed) -> None:
                     before(passed + panel, part, step)
 
-                for first, sums in expanded_sums(
-                    e, spec.format, spec.tiling, starts, at_once, inputs, scratch + SUMS, before_panel
-                ):
+                given = starts, at_once, inputs, scratch + SUMS, before_panel
+                for first, sums in expanded_sums(e, spec.format, spec.tiling, *given):
                     finish(of, sums, first)
             return
         with (
@@ -154,7 +157,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             def multiply(part: int) -> list[list[Value]]:
                 """The sums of each tile of part `part` and each row."""
                 own, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
-                if spec.format.unpack is None:
+                if not spec.inputs.are_words:
                     return _plain(e, spec, own, *inputs)
                 return _packed(e, spec, own, *inputs, lambda step: before(passed, part, step))
 
@@ -204,7 +207,7 @@ def units(spec: Product, tiles: int) -> int:
 
 
 def _tiles_of_unit(spec: Product) -> int:
-    """Tiles per unit. With an activation it is one, and that of the up projection."""
+    """Tiles per unit; with an activation one, and that of the up projection."""
     return 1 if spec.activation is not None else spec.tiling.tiles
 
 
@@ -218,13 +221,13 @@ def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows
 def _prefetches(spec: Product, level: Level) -> bool:
     """Whether the product prefetches: if it is bound by arithmetic, with several rows and few bytes per weight. Where a
     level keeps order, sums would go to the stack around the prefetch's branch."""
-    bound = spec.row_tile > 1 and spec.format.unpack is not None and not spec.by_expert
+    bound = spec.row_tile > 1 and spec.inputs.are_words and not spec.by_expert
     return bound and not level.keeps_order
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
     """Steps of the inner loop over a row's inputs, 32 each."""
-    return blocks * (spec.format.values // 32)
+    return blocks * (spec.block_inputs // 32)
 
 
 def _parts(spec: Product, level: Level) -> int:

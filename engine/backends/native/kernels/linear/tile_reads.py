@@ -20,15 +20,21 @@ def read_plain(e: Emitter, at: Value, format: WeightFormat, lanes: int, offset: 
     """Weights of a format without codes, at `at` + `offset` bytes, as float32."""
     if format.nbytes == 4:
         return e.load(at, _type(F32, lanes), offset)
-    return _widened(e, e.load(at, _type(I16, lanes), offset), is_bfloat=format.name == "bf16")
+    return widened(e, e.load(at, _type(I16, lanes), offset), is_bfloat=is_bfloat(format))
+
+
+def is_bfloat(format: WeightFormat) -> bool:
+    """Whether numbers of 16 bits are bfloat16."""
+    return format.name == "bf16"
 
 
 def read_scale(e: Emitter, at: Value, place: int, is_power: bool, lanes: int) -> Value:
     """Scales or offsets as float32. place: offset in the block; is_power: as in `TileLayout`."""
-    return _widened(e, e.load(at, _type(I16, lanes), place), is_bfloat=is_power)
+    return widened(e, e.load(at, _type(I16, lanes), place), is_bfloat=is_power)
 
 
-def _widened(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
+def widened(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
+    """The bits of float16 or bfloat16, int16 → float32."""
     if not is_bfloat:
         return e.half_to_float(bits)
     return (bits.zext(I32) << 16).bits(_type(F32, bits.lanes))

@@ -20,33 +20,33 @@ class Tiling(NamedTuple):
 SINGLE = Tiling(1, 1)
 
 
-def tiling(rows: int, level: Level, *, has_codes: bool = True) -> Tiling:
+def tiling(rows: int, level: Level, *, are_words: bool = True) -> Tiling:
     """The tiling for `rows` rows, in panels of about equal sizes. For few rows weights should be unpacked once, for
     many inputs should be loaded seldom.
 
-    has_codes: whether all weights have codes.
+    are_words: whether all products read their inputs as words.
     """
-    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, has_codes=has_codes)
+    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, are_words=are_words)
     if rows <= _FEW_PANELS * few.rows:
         most = few
     return Tiling(-(-rows // -(-rows // most.rows)), most.tiles)
 
 
-def expert_tiling(rows: int, level: Level, *, has_codes: bool = True) -> Tiling:
+def expert_tiling(rows: int, level: Level, *, are_words: bool = True) -> Tiling:
     """The tiling for experts that have about `rows` rows each: for few the smaller panel, of which fewer rows are
-    empty. Without codes an empty row costs as much as another: panels have about as many rows as experts."""
+    empty. Of float32 an empty row costs as much as another: panels have about as many rows as experts."""
     if rows < _FEW:
         return SINGLE
-    if not has_codes:
-        return tiling(rows, level, has_codes=False)
-    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, has_codes=has_codes)
+    if not are_words:
+        return tiling(rows, level, are_words=False)
+    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, are_words=are_words)
     return few if few.rows < most.rows and rows <= _FEW_PANELS * few.rows else most
 
 
-def largest_tiling(level: Level, *, has_codes: bool = True) -> Tiling:
-    """The tiling for many rows. Without codes, nothing is unpacked to words: then it is one whose sums are few."""
+def largest_tiling(level: Level, *, are_words: bool = True) -> Tiling:
+    """The tiling for many rows. Of float32, it is one whose sums are few where the largest is for words in memory."""
     unpacks = level.unpacks_first and not level.has_room
-    return Tiling(*level.code_tiles[0 if unpacks and not has_codes else -1])
+    return Tiling(*level.code_tiles[0 if unpacks and not are_words else -1])
 
 
 def become_words(size: Tiling, level: Level) -> bool:
