@@ -49,14 +49,18 @@ def published(kind: str = "speed") -> dict[Path, Measured]:
 def headline() -> str:
     """Tables of the demonstration model and of a larger one with their weights side by side, and a picture, for the
     README."""
-    parts, picture = [], list[str]()
+    everything = {path: one for path, one in published().items() if _restricted_to(one) is None}
+    parts, shown = [], list[tuple[Path, Measured]]()
     for model in (DEMO, LARGER):
-        found = {p: m for p, m in published().items() if m["model"] == model and _restricted_to(m) is None}
-        if found:
-            most = max(found.values(), key=lambda measured: len(measured["contestants"]))
-            parts += [f"{model}:", summary_table([*found.values()]), source(most, such_as=True)]
-            picture = picture or _picture(next(iter(found)), README)
-    return "\n\n".join([*parts, *picture]) or MISSING
+        if own := [(path, one) for path, one in everything.items() if one["model"] == model]:
+            parts += [f"{model}:", summary_table([one for _, one in own])]
+            shown += own
+    if not shown:
+        return MISSING
+    most = max((one for _, one in shown), key=lambda one: len(one["contestants"]))
+    dates = " to ".join(sorted({min(one["date"] for _, one in shown), max(one["date"] for _, one in shown)}))
+    parts.append(f"On {place(most)}; {peers_in_words(most)}; measured on {dates} ([commands](docs/speed.md)).")
+    return "\n\n".join([*parts, *_picture(shown[0][0], README)])
 
 
 def all_tables() -> str:

@@ -199,15 +199,14 @@ def place(measured: Measured) -> str:
     return f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}"
 
 
-def source(measured: Measured, *, such_as: bool = False) -> str:
-    """A description of the measurement in Markdown: what was measured, where, how and when. such_as: whether it stands
-    for others with other weights."""
+def source(measured: Measured) -> str:
+    """A description of the measurement in Markdown: what was measured, where, how and when."""
     runs = max((len(cell.get("runs", ())) for row in measured["rows"] for cell in row["cells"]), default=0)
     return (
-        f"{measured['model'] if such_as else _named(measured)} on {place(measured)}; "
+        f"{_named(measured)} on {place(measured)}; "
         f"{peers_in_words(measured)}; medians of {runs} runs; "
-        f"threads: {_threads(measured)}; measured on {measured['date']} with"
-        f"{' commands such as' if such_as else ''}\n`{measured['command']}`."
+        f"threads: {_threads(measured)}; measured on {measured['date']} with\n"
+        f"`{measured['command']}`."
     )
 
 
