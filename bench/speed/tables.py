@@ -61,7 +61,7 @@ def summary_table(found: Sequence[Measured]) -> str:
 
 
 def _summary_cell(measured: Measured, name: str) -> str:
-    cells = next((row["cells"] for row in measured["rows"] if row["name"] == name), [])
+    cells: Sequence[Mapping[str, Any]] = next((row["cells"] for row in measured["rows"] if row["name"] == name), [])
     rates = [cell for cell in cells if "median" in cell]
     ours = next((cell for cell in rates if not _is_peer(cell) and cell["cache"] == EngineConfig.cache_type), None)
     strongest = _strongest(cells)
