@@ -22,35 +22,45 @@ from polarlm.bench.speed.tables import (
     starts_in_words,
     starts_of_models,
     starts_table,
+    summary_table,
 )
 from scripts.make_quality_table import README, RESULTS, ROOT, newest, with_tables
 
 DOCUMENT = ROOT / "docs" / "speed.md"
-DEMO = "SmolLM2-135M-Instruct"
+DEMO, LARGER = "SmolLM2-135M-Instruct", "qwen2.5-1.5b-random"
 MISSING = "This version has not been measured yet; `make bench` measures it."
 MISSING_STARTS = "Starts have not been measured yet; `polarlm speed --only starts` measures them."
 
 
 def published(kind: str = "speed") -> dict[Path, Measured]:
-    """The newest complete measurement of each model on a CPU, and on one whose kernels are restricted to a level.
+    """The newest complete measurement of each model on a CPU, and on one whose kernels are restricted to a level; also
+    one that has all but starts, which come last.
 
     Those of the demonstration model come first, then by name. kind: "speed", or "starts" for those of starts alone.
     """
     found: dict[str, tuple[Path, Measured]] = {}
     measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]
     for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
-        if measured["complete"] and measured["device"] == "cpu":
+        if (measured["complete"] or measured["memory"]) and measured["device"] == "cpu":
             found[_title(measured)] = path, measured
     return dict(sorted(found.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
 
 
 def headline() -> str:
-    """Rates of the demonstration model and their picture, for the README."""
-    for path, measured in published().items():
-        if measured["model"] == DEMO and _restricted_to(measured) is None:
-            parts = [rates_table(measured, [GENERATION, PROMPT]), source(measured), *_picture(path, README)]
-            return "\n\n".join(parts)
-    return MISSING
+    """Tables of the demonstration model and of a larger one with their weights side by side, and a picture, for the
+    README."""
+    everything = {path: one for path, one in published().items() if _restricted_to(one) is None}
+    parts, shown = [], list[tuple[Path, Measured]]()
+    for model in (DEMO, LARGER):
+        if own := [(path, one) for path, one in everything.items() if one["model"] == model]:
+            parts += [f"{model}:", summary_table([one for _, one in own])]
+            shown += own
+    if not shown:
+        return MISSING
+    most = max((one for _, one in shown), key=lambda one: len(one["contestants"]))
+    dates = " to ".join(sorted({min(one["date"] for _, one in shown), max(one["date"] for _, one in shown)}))
+    parts.append(f"On {place(most)}; {peers_in_words(most)}; measured on {dates} ([commands](docs/speed.md)).")
+    return "\n\n".join([*parts, *_picture(shown[0][0], README)])
 
 
 def all_tables() -> str:
@@ -60,8 +70,9 @@ def all_tables() -> str:
         parts.append(f"### {_title(measured)}")
         parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path, DOCUMENT)]
         parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
-        parts += ["Memory of the process:", memory_table(measured)]
-        parts += ["Steps of several sequences together:", batches_table(measured)]
+        if measured["memory"]:  # else rates alone were measured
+            parts += ["Memory of the process:", memory_table(measured)]
+            parts += ["Steps of several sequences together:", batches_table(measured)]
         if measured.get("starts"):  # measurements of earlier versions have none
             parts += ["Starts:", starts_table(measured), starts_in_parts(measured)]
         parts += [*(f"{sentence}." for sentence in measured["left_out"]), source(measured)]

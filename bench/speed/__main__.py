@@ -21,7 +21,7 @@ from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject, new_child, start
 from polarlm.bench.speed.figures import Speed
-from polarlm.bench.speed.measure import DEEP_STEPS, SHORT_DEPTH, SHORT_STEPS, Measurement, Plan
+from polarlm.bench.speed.measure import DEEP_STEPS, RATES, SHORT_DEPTH, SHORT_STEPS, STARTS, Measurement, Plan
 from polarlm.bench.speed.plot import draw
 from polarlm.bench.speed.tables import format_tables
 from polarlm.engine import EngineConfig
@@ -67,7 +67,12 @@ class Options:
     )
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
     depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
-    only: str | None = setting(None, "--only", choices=("starts",), help="measure nothing but starts")
+    only: str | None = setting(
+        None,
+        "--only",
+        choices=(RATES, STARTS),
+        help="measure nothing but prompts and generation, or nothing but starts",
+    )
     repeat: int = setting(
         3, "--repeat", metavar="N", help="runs of each kind; their median counts, a peer's if two of them agree"
     )
@@ -99,19 +104,20 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     try:
         path, config, vocabulary = source.path, source.config, len(source.vocabulary)
         size = file_bytes(source.weights)
+        weights = _type_in_name(source)
         for cache_type in types:
             cache_type.check(config.attention.head_dim)
     finally:
         source.weights.close()
     about = report.machine(gpu)
     where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
-    output = destination.path("starts" if options.only else "speed", f"{source.name} {source.dtype} {where}")
+    output = destination.path("starts" if options.only == STARTS else "speed", f"{source.name} {weights} {where}")
 
     attention = config.attention
     subject = Subject(path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, paths)
     threads = threads[:1] if gpu else threads
     ours = [Contestant(OURS, cache_type.label, cache_type) for cache_type in types]
-    speed = Speed(source.name, source.dtype, size, device, ours, most_threads=max(threads), peer_threads=threads)
+    speed = Speed(source.name, weights, size, device, ours, most_threads=max(threads), peer_threads=threads)
     for name in paths:
         _ask_peer(name, speed, subject, caches[name])
     if len(speed.contestants) > len(ours) and options.repeat < 2:
@@ -119,7 +125,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     lengths, depths = _that_fit(prompts, depths, config.max_context, speed.left_out)
     for sentence in speed.left_out:
         note(sentence)
-    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only == "starts")
+    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
 
     def keep(speed: Speed, complete: bool = False) -> None:
         report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete, program=("polarlm", "speed"))
@@ -129,9 +135,14 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         Measurement(plan, subject, speed, children, keep).run()
     keep(speed, complete=True)
     note(f"Written to {output}")
-    if not plan.starts_only:
+    if plan.only != STARTS:
         note(draw(speed.as_json(), output))
     print(format_tables({"machine": about, **speed.as_json()}))
+
+
+def _type_in_name(source: model_loaders.Model) -> str:
+    """The type of the weights that the name of a file ends with, such as Q4_K_M; else that of most of its values."""
+    return source.path.stem[len(source.name) :].lstrip("-.").partition("-")[0].upper() or source.dtype
 
 
 def _chosen(device: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from polarlm.bench.speed.contestants import Contestant
 
 PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"
+FAR_BEHIND = 1.5  # times as fast as with fewer threads a contestant is with more, so that fewer need no further runs
 MARGIN = 0.1  # of the fastest run: what a peer's two fastest runs differ by at most, or its figure does not count
 
 
@@ -47,6 +48,16 @@ class Cell:
             if self.threads in bandwidth:
                 found["bandwidth_share"] = sum(self.read.values()) * self.median / max(bandwidth[self.threads])
         return found
+
+
+def is_far_behind(cell: Cell, cells: Sequence[Cell]) -> bool:
+    """Whether the same contestant is so much faster with more threads, in one of `cells`, and stable, that those of
+    `cell` are not its best."""
+    return any(
+        cell.runs and more.is_stable and max(more.runs) > FAR_BEHIND * max(cell.runs)
+        for more in cells
+        if more.contestant == cell.contestant and more.threads > cell.threads
+    )
 
 
 def best(cells: Sequence[Cell]) -> Cell:

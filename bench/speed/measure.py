@@ -18,6 +18,7 @@ from polarlm.bench.speed.starts import START_TOKENS, expected_starts, measure_st
 from polarlm.engine import EngineConfig
 from polarlm.engine.cli.commands import note
 
+RATES, STARTS = "rates", "starts"  # of `Plan.only`
 # Short generation: from this context to 64 tokens.
 SHORT_DEPTH, SHORT_STEPS = 8, 56
 # As many steps as a block has tokens, so that each run encodes one block.
@@ -33,7 +34,10 @@ _PROMPT_DOUBLES = 7000  # tokens of context after which a token of a prompt take
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of the measurement. All tokens fit into the model's context."""
+    """The parameters of the measurement. All tokens fit into the model's context.
+
+    only: None, or what alone is measured: RATES of prompts and generation, or STARTS.
+    """
 
     prompts: Sequence[int]
     depths: Sequence[int]
@@ -41,7 +45,7 @@ class Plan:
     repeat: int
     vocabulary: int
     max_context: int
-    starts_only: bool = False
+    only: str | None = None
 
     @property
     def context(self) -> int:
@@ -89,7 +93,7 @@ class Measurement:
         Each part starts processes with settings of their own: what ends one may well not end the next.
         """
         try:
-            if self._plan.starts_only:
+            if self._plan.only == STARTS:
                 starts = {contestant.engine: 1.0 for contestant in self._speed.contestants}  # not seconds
                 self._referee.show(expected_starts(self._speed, self._plan.repeat, starts))
                 self._measure_starts(starts)
@@ -101,6 +105,8 @@ class Measurement:
                 self._measure_prompt(prompt)
             for depth in self._plan.depths:
                 self._generate(f"generation at {depth:,}", depth, DEEP_STEPS)
+            if self._plan.only == RATES:
+                return
             self._children.end_part()
             self._measure_batches()
             self._children.end_part()
@@ -177,11 +183,11 @@ class Measurement:
         self._add(row)
 
     def _cells(self, ours: int) -> list[Cell]:
-        """Cells of all contestants in a row: of ours with `ours` threads, of a peer with each number of threads."""
+        """Cells of all contestants in a row: of ours with `ours` threads, of a peer with each number, most first."""
         return [
             Cell(contestant, threads)
             for contestant in self._speed.contestants
-            for threads in ([ours] if contestant.is_ours else self._plan.threads)
+            for threads in ([ours] if contestant.is_ours else reversed(self._plan.threads))
         ]
 
     def _best(self, cells: Sequence[Cell]) -> list[Cell]:
@@ -318,11 +324,11 @@ class Measurement:
                 sum(self._generation_seconds(c, *runs) for runs in generation)
                 + sum(self._prompt_seconds(c, tokens) for tokens in plan.prompts)
             )
-            + self._memory_seconds(c)
             for c in contestants
         )
-        seconds += self._batch_seconds()
-        seconds += expected_starts(self._speed, plan.repeat, self._children.start_seconds)
+        if plan.only != RATES:
+            seconds += sum(map(self._memory_seconds, contestants)) + self._batch_seconds()
+            seconds += expected_starts(self._speed, plan.repeat, self._children.start_seconds)
         note(f"Takes about {report.duration(seconds)}")
         return seconds
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import Children
-from polarlm.bench.speed.figures import Cell
+from polarlm.bench.speed.figures import Cell, is_far_behind
 from polarlm.engine.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class Referee:
             self._bar.set_postfix_str(name)
 
     def measure(self, name: str, runs: Sequence[Runs], warm_up: bool = True, expected: float = 0) -> None:
-        """Measure each `repeat` times, in turn, with `warm_up` after a run that does not count.
+        """Measure each `repeat` times, in turn, with `warm_up` after a run that does not count; fewer times where more
+        threads leave a contestant's fewer ones far behind.
 
         expected: the seconds that all runs should take.
         """
@@ -61,9 +62,10 @@ class Referee:
         numbers = range(-1 if warm_up else 0, self.repeat)
         for number in numbers:
             for one in runs:
-                rate = self._run(one, number)
-                if rate is not None and number >= 0:
-                    one.cell.runs.append(rate)
+                if not is_far_behind(one.cell, [other.cell for other in runs]):
+                    rate = self._run(one, number)
+                    if rate is not None and number >= 0:
+                        one.cell.runs.append(rate)
                 self.advance(expected / (len(numbers) * len(runs)))
 
     def advance(self, seconds: float) -> None:

@@ -43,13 +43,43 @@ def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = F
     """
     rows, several = [], len({cell["engine"] for cell in measured["contestants"] if _is_peer(cell)}) > 1
     for row in (row for section in sections for row in measured["rows"] if row["section"] == section):
-        theirs = [cell for cell in row["cells"] if _is_peer(cell) and "median" in cell]
-        strongest = max(theirs, key=lambda cell: cell["median"], default=None)
+        strongest = _strongest(row["cells"])
         best = None if strongest is None else strongest["median"]
         rows.append([row["name"], *(_rate_cell(cell, best, spread) for cell in row["cells"])])
         if several:
             rows[-1].append(NOTHING if strongest is None else f"{label(strongest['engine'])} {strongest['cache']}")
     return report.table(["", *_columns(measured), *(["strongest peer"] if several else [])], rows)
+
+
+def summary_table(found: Sequence[Measured]) -> str:
+    """A table with a line per prompt or context and a column per measurement, which have different weights: tokens/s of
+    our default cache, with the ratio to the strongest peer and its name."""
+    rows = [row for one in found for row in one["rows"] if row["section"] in (GENERATION, PROMPT)]
+    names = dict.fromkeys(row["name"] for row in sorted(rows, key=lambda row: (row["section"], row["tokens"])))
+    lines = [[name, *(_summary_cell(one, name) for one in found)] for name in names]
+    return report.table(["", *(one["weights"] for one in found)], lines)
+
+
+def _summary_cell(measured: Measured, name: str) -> str:
+    cells: Sequence[Mapping[str, Any]] = next((row["cells"] for row in measured["rows"] if row["name"] == name), [])
+    rates = [cell for cell in cells if "median" in cell]
+    ours = next((cell for cell in rates if not _is_peer(cell) and cell["cache"] == EngineConfig.cache_type), None)
+    strongest = _strongest(cells)
+    if ours is None:
+        return NOTHING
+    if strongest is None:
+        return _rate(ours["median"])
+    return f"{_rate(ours['median'])} ({_ratio(ours, strongest['median'])} {label(strongest['engine'])})"
+
+
+def _strongest(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The fastest cell of a peer; None if there is none."""
+    theirs = [cell for cell in cells if _is_peer(cell) and "median" in cell]
+    return max(theirs, key=lambda cell: cell["median"], default=None)
+
+
+def _ratio(cell: Mapping[str, Any], best: float) -> str:
+    return f"{cell['median'] / best:.2f}×"
 
 
 def bandwidth_table(measured: Measured) -> str:
@@ -173,7 +203,7 @@ def source(measured: Measured) -> str:
     """A description of the measurement in Markdown: what was measured, where, how and when."""
     runs = max((len(cell.get("runs", ())) for row in measured["rows"] for cell in row["cells"]), default=0)
     return (
-        f"{measured['model']} ({measured['weights']}) on {place(measured)}; "
+        f"{_named(measured)} on {place(measured)}; "
         f"{peers_in_words(measured)}; medians of {runs} runs; "
         f"threads: {_threads(measured)}; measured on {measured['date']} with\n"
         f"`{measured['command']}`."
@@ -209,7 +239,7 @@ def _threads(measured: Measured) -> str:
 def _about(measured: Measured) -> str:
     machine = measured["machine"]
     place = machine["gpu"]["name"] if "gpu" in machine else f"{machine['cpu']}, {machine['cores']} cores"
-    lines = [f"{measured['model']} ({measured['weights']}) on {place}. Medians ± half the spread."]
+    lines = [f"{_named(measured)} on {place}. Medians ± half the spread."]
     if ours := measured["ours"]:
         lines.append(f"polarlm, backend {ours['backend']}: {ours['loaded']}")
     for other in _peers(measured):
@@ -221,6 +251,10 @@ def _about(measured: Measured) -> str:
     if rates:
         lines.append(f"Bandwidth of the memory by threads that read: {', '.join(rates)}")
     return "\n".join(lines)
+
+
+def _named(measured: Measured) -> str:
+    return f"{measured['model']} ({measured['weights']})"
 
 
 def _title(measured: Measured) -> str:
@@ -269,7 +303,7 @@ def _rate_cell(cell: Mapping[str, Any], best: float | None, spread: bool) -> str
     if spread:
         half = (max(cell["runs"]) - min(cell["runs"])) / 2
         text += f" ±{half:,.1f}" if cell["median"] < 100 else f" ±{half:,.0f}"
-    return text if _is_peer(cell) or best is None else f"{text} ({cell['median'] / best:.2f}×)"
+    return text if _is_peer(cell) or best is None else f"{text} ({_ratio(cell, best)})"
 
 
 def _bytes_cell(cell: Mapping[str, Any]) -> str:

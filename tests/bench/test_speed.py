@@ -284,6 +284,14 @@ def test_a_start_that_fails_is_a_line_in_the_table(measure_with: Measure, stands
     assert ours[2] == "—", "there is nothing to compare with"
 
 
+def test_rates_alone_leave_out_batches_memory_and_starts(measure_with: Measure, stands: type[Stand]) -> None:
+    whole, out, _ = measure_with(*FOUR, "--only", "rates")
+    assert {row["section"] for row in whole["rows"]} == {"generation", "prompt"}
+    assert whole["complete"] is True
+    assert whole["memory"] == whole["starts"] == []
+    assert len(tables(out)) == 3, "prompts, generation, and what a step reads"
+
+
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -353,11 +361,12 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     assert calls[:3] == calls[3:6] == calls[6:9], "in turn"
     first_look = [("ours ring4", 2, "prompt", 40), ("peer f16", 2, "prompt", 40)]
     assert sorted(calls[9:11]) == first_look
-    in_a_row = [*((label, 2) for label in ours), *((label, threads) for label in theirs for threads in (1, 2))]
-    expected = 3 * [(*who, "steps", 8) for who in in_a_row]
-    expected += 3 * [(*who, "prompt", 40) for who in in_a_row]
-    expected += 2 * [(*who, "prompt", 100) for who in in_a_row]
-    expected += 2 * [(*who, "steps", 100) for who in in_a_row]
+    in_a_row = [*((label, 2) for label in ours), *((label, threads) for label in theirs for threads in (2, 1))]
+    last = [(label, 2) for label in [*ours, *theirs]]  # two runs with two threads agree, twice as fast as with one
+    expected = [(*who, "steps", 8) for who in [*in_a_row, *in_a_row, *last]]
+    expected += [(*who, "prompt", 40) for who in [*in_a_row, *in_a_row, *last]]
+    expected += [(*who, "prompt", 100) for who in [*in_a_row, *last]]
+    expected += [(*who, "steps", 100) for who in [*in_a_row, *last]]
     expected += 3 * [("ours ring4", 2, "streams", batch) for batch in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in [*ours, *theirs]]
     starts = ["ours ring4", "peer f16"] * 3 + [

@@ -80,31 +80,48 @@ def starts(
         rows[0]["mapped"] = {"median": mapped}
     if theirs is not None:
         rows.append({"engine": PEER, "median": theirs, "runs": [theirs] * 3, "memory": {"peak": 2 * gib << 30}})
-    changes = {"rows": [], "starts": rows, "file_bytes": gib << 30, "command": f"polarlm speed -m {model}", **changes}
+    changes = {
+        "rows": [],
+        "memory": [],
+        "starts": rows,
+        "file_bytes": gib << 30,
+        "command": f"polarlm speed -m {model}",
+        **changes,
+    }
     return measurement("2026-11-23", 0, model=model, **changes)
 
 
 def test_without_a_measurement_the_pages_say_so(results: Path) -> None:
-    publish(results, "stopped", measurement("2026-11-20", 75, complete=False))
+    publish(results, "stopped", measurement("2026-11-20", 75, complete=False, memory=[]))
     publish(results, "gpu", measurement("2026-11-20", 75, device="cuda"))
     assert make_speed_table.headline() == make_speed_table.all_tables() == make_speed_table.MISSING
 
 
-def test_the_headline_is_the_newest_measurement_of_the_demonstration_model(results: Path) -> None:
-    publish(results, "b", measurement("2026-11-20", 75))
-    publish(results, "a", measurement("2026-11-21", 100))
-    publish(results, "c", measurement("2026-11-22", 1000, model="tinyllama", weights="Q4_K"))
-    text = make_speed_table.headline()
-    assert [line.strip("|").split("|")[0].strip() for line in text.splitlines()[2:5]] == [
-        "generation at 8",
-        "generation at 2,048",
-        "prompt of 256",
+def test_the_headline_has_the_weights_of_two_models_side_by_side(results: Path) -> None:
+    """The newest of each, with the strongest peer's name: ours lose where they are slower."""
+    publish(results, "a", measurement("2026-11-20", 75))
+    publish(results, "b", measurement("2026-11-21", 100))
+    stronger = measurement("2026-11-22", 20, weights="Q8_0")
+    contestant, row = {"engine": "ik_llama.cpp", "cache": "f16"}, stronger["rows"][0]
+    stronger["contestants"].append(contestant)
+    row["cells"].append(cell("ik_llama.cpp", "f16", 80.0))
+    publish(results, "c", stronger)
+    publish(results, "d", measurement("2026-11-22", 1000, model="tinyllama", weights="Q4_K"))
+    publish(results, "e", measurement("2026-11-22", 65, model="qwen2.5-1.5b-random", weights="Q4_K"))
+    first, _, second = make_speed_table.headline().partition("qwen2.5-1.5b-random:")
+    lines = [[part.strip() for part in line.strip("|").split("|")] for line in first.splitlines()[2:7]]
+    assert lines[0] == ["", "Q4_1", "Q8_0"]
+    assert lines[2:] == [
+        ["generation at 8", "100 (2.00× llama.cpp)", "20.0 (0.25× ik_llama.cpp)"],
+        ["generation at 2,048", "100 (2.00× llama.cpp)", "20.0 (0.40× llama.cpp)"],
+        ["prompt of 256", "100 (2.00× llama.cpp)", "20.0 (0.40× llama.cpp)"],
     ]
-    assert text.splitlines()[2].split("|")[2:5] == ["  100 (2.00×) ", " crashed (SIGSEGV) ", "           50.0 "]
-    assert "**balanced**" in text.splitlines()[0]
-    assert "llama.cpp q8_0" in text.splitlines()[0]
-    assert "medians of 3 runs; threads: 2 for prompts, for steps here 2, llama.cpp 1; measured on 2026-11-21" in text
-    assert "![" not in text
+    assert "65.0 (1.30× llama.cpp)" in second
+    place = "On 2 cores of an AMD EPYC, Linux x86_64; llama-cpp-python 0.3.36; measured on 2026-11-21 to 2026-11-22 ("
+    assert place in second
+    source = "medians of 3 runs; threads: 2 for prompts, for steps here 2, llama.cpp 1; measured on 2026-11-21 with"
+    assert source in make_speed_table.source(measurement("2026-11-21", 100))
+    assert "![" not in first + second
 
 
 def test_a_cpu_restricted_to_older_instructions_is_not_in_the_headline(results: Path) -> None:
