@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 Blocks = list[int | None]  # one per group of layers; None if there is none
 
@@ -83,10 +83,14 @@ class BlockAllocator:
             return self._blank.popitem(last=False)[0]
         if not self._batches or 4 * len(self._free_firsts) > 3 * self.size:
             return self._free_firsts.popitem(last=self.newest_first)[0]
-        ends = reversed(self._batches) if self.newest_first else iter(self._batches)
-        block = next(iter(self._batches[next(ends)]))
+        block = next(self._free_kept())
         self._remove_kept(block)
         return block
+
+    def _free_kept(self) -> Iterator[int]:
+        """Yield the free blocks that the prefix cache can find, without first ones, in the order of allocation."""
+        for number in reversed(self._batches) if self.newest_first else self._batches:
+            yield from self._batches[number]
 
     def reuse_last(self) -> None:
         """Allocate the blocks that became free since the latest allocation after those of all other batches."""

@@ -38,8 +38,9 @@ class Conversations:
         return self.cached.store.groups[0].quantized
 
 
-@pytest.mark.parametrize(("windows", "share"), [((None,), 0.75), ((None, 12), 0.5)])
-@pytest.mark.parametrize("count", [10, 18])
+@pytest.mark.parametrize(
+    ("windows", "share", "count"), [((None,), 0.75, 10), ((None,), 0.75, 18), ((None, 12), 0.5, 10)]
+)
 def test_turns_in_a_circle_find_as_much_as_fits(windows: tuple[int | None, ...], share: float, count: int) -> None:
     """With a window, a conversation whose end has been overwritten is not found at all."""
     some = Conversations(windows)

@@ -70,7 +70,7 @@ def emit_points(
                 code = e.load(at, I8).zext(I64)
                 if packing.bits > 8:
                     code = code | (e.load(at, I8, planes).zext(I64) << 8)
-                number = (previous.get() & 3) << packing.bits | code if flips else code
+                entry = (previous.get() & 3) << packing.bits | code if flips else code
                 previous.set(code)
-                point = e.load(table + number * (4 * width), vector(F32, width))
+                point = e.load(table + entry * (4 * width), vector(F32, width))
                 e.store(point * norm, out + first * (4 * width), 4 * width * i)
