@@ -15,7 +15,14 @@ from tests.tiny import VOCABULARY, make_model
 
 N = 16
 # Nothing is coded, so that an answer never depends on what was found in a store.
-EXACT = {"device": "cpu", "block_size": N, "ctx_size": 512, "cache_type": "f16", "state_type": "f32"}
+EXACT = {
+    "weight_type": "f32",
+    "device": "cpu",
+    "block_size": N,
+    "ctx_size": 512,
+    "cache_type": "f16",
+    "state_type": "f32",
+}
 MODELS = ["qwen3_next_shared_keys", "nemotron_h_experts"]  # gated delta rules, and Mamba 2
 Load = Callable[..., Engine]
 

@@ -35,7 +35,7 @@ TYPES = {
 
 def logits(path: Path, ids: list[int], block_size: int = N, **settings) -> list[np.ndarray]:
     """The logits of `score`, as steps read the cache and with every token coded."""
-    with Engine.load(path, device="cpu", block_size=block_size, **settings) as engine:
+    with Engine.load(path, device="cpu", block_size=block_size, weight_type="f32", **settings) as engine:
         scored = [engine.score(ids, quantized, logits=True).logits for quantized in (False, True)]
     assert len(scored[0]) == len(ids)
     return scored
