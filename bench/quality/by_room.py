@@ -43,7 +43,10 @@ def divergence(reference: Engine, engine: Engine, windows: Sequence[Sequence[int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the cache type auto with room and without.")
+    parser = argparse.ArgumentParser(
+        prog="python -m polarlm.bench.quality.by_room",
+        description="Measure the cache type auto with room and without.",
+    )
     parser.add_argument("-m", "--model", help="the demonstration model if not given")
     parser.add_argument("--text", type=Path, required=True, action="append", help="may be repeated")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window")

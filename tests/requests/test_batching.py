@@ -22,7 +22,14 @@ REQUESTS = 7
 @pytest.fixture
 def engine(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine in full precision, so that recomputed K/V differ in rounding only."""
-    settings = {"device": "cpu", "block_size": BLOCK, "kept_sequences": 1, "cache_type": "f16", "parallel": 4}
+    settings = {
+        "device": "cpu",
+        "block_size": BLOCK,
+        "kept_sequences": 1,
+        "cache_type": "f16",
+        "parallel": 4,
+        "weight_type": "f32",
+    }
     with Engine.load(tiny_path, **settings) as engine:
         by_count(engine, monkeypatch)
         yield engine
@@ -106,7 +113,7 @@ def test_preemption_does_not_reset_sampling(tiny_path: Path, monkeypatch, more: 
         prompt, params = job(number)
         return prompt, replace(params, **more)
 
-    settings = {"device": "cpu", "block_size": BLOCK, "cache_type": "f16", "parallel": 4}
+    settings = {"device": "cpu", "block_size": BLOCK, "cache_type": "f16", "parallel": 4, "weight_type": "f32"}
     with Engine.load(tiny_path, **settings) as engine:
         alone = [engine.generate(*asked(number)) for number in range(REQUESTS)]
         assert [answer.token_ids for answer in alone] != [engine.generate(*job(n)).token_ids for n in range(REQUESTS)]

@@ -7,7 +7,7 @@ import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
-from polarlm.engine.backends.numpy import encoding
+from polarlm.engine.backends.numpy.kv import encoding
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
