@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -74,20 +75,25 @@ class _Held:
         }
 
 
+class _OfThread(threading.local):
+    """What CUDA and CuPy keep for each thread."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.streams: dict[int, Any] = {}
+
+
 @dataclass
 class Machine:
     """The state of the fake: current stream, recording, launches. Tests read and set it."""
 
     devices: int = 1
-    current: int = 0  # the number of the current GPU
-    streams: dict[int, Any] = field(default_factory=dict)  # of each GPU, the one in use
     order: list[tuple[str, int, int]] = field(default_factory=list)  # what GPUs wait for, and copies between them
     can_reach: bool = True
     reached: set[tuple[int, int]] = field(default_factory=set)  # GPUs that may read another one's memory
     status: int = 0  # of getDeviceCount
     capability: tuple[int, int] = (9, 0)
     shared_memory: int = 228 << 10  # of a multiprocessor
-    stream: Any = None
     malloc: Any = None  # of the pool in use; None: the common one
     recorded: list[Callable[[], None]] | None = None
     launches: list[str] = field(default_factory=list)
@@ -104,15 +110,29 @@ class Machine:
     copies: int = 0  # to the host, so far
 
     def __post_init__(self) -> None:
-        self.common = Pools(self)
+        self.common, self._thread = Pools(self), _OfThread()
+
+    @property
+    def current(self) -> int:
+        """The number of the current GPU of this thread."""
+        return self._thread.current
+
+    @property
+    def stream(self) -> Any:
+        """The stream in use on this thread's GPU; None if that is CuPy's own."""
+        return self._thread.streams.get(self.current)
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        self._thread.streams[self.current] = stream
 
     @property
     def allocated(self) -> int:
         return sum(memory.size for memory in self.memories if memory.number == self.current)
 
     def take(self, number: int) -> None:
-        """Make a GPU the current one."""
-        self.current, self.stream = number, self.streams.get(number)
+        """Make a GPU the current one of this thread."""
+        self._thread.current = number
 
     def number_of(self, address: int) -> int:
         """The GPU in whose memory an address lies."""
@@ -332,7 +352,7 @@ class _Stream:
 
     def use(self) -> None:
         assert self.number == self.machine.current, "the stream of another GPU"
-        self.machine.stream = self.machine.streams[self.number] = self
+        self.machine.stream = self
 
     def wait_event(self, event: _Event) -> None:
         assert event.number is not None, "an event that has not been recorded"
