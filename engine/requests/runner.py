@@ -150,7 +150,7 @@ class Runner:
             del self.requests[request.sequence]
             self._release(request)
 
-    def _release(self, request: Request, *, continues: bool = False) -> None:
+    def _release(self, request: Request) -> None:
         """Abort the request's spans and release its K/V to the prefix cache; discard them if they are damaged."""
         self._steps.leave(request)
         if request.drafts is not None:
@@ -165,14 +165,14 @@ class Runner:
         elif request.options.pooling is not None:  # no conversation continues an embedded text
             self._store.release(kv)
         else:
-            self.release(request.sequence.ids, kv, request.salt, continues=continues)
+            self.release(request.sequence.ids, kv, request.salt)
 
     def _preempt(self) -> bool:
         """Preempt the youngest request: it gives up its blocks and waits. False if only one request computes."""
         youngest = self._scheduler.preempt()
         if youngest is not None:
             self._save(self.requests[youngest])
-            self._release(self.requests[youngest], continues=True)
+            self._release(self.requests[youngest])
         return youngest is not None
 
     def _save(self, request: Request) -> None:
@@ -197,12 +197,12 @@ class Runner:
         request.saved = None
         return kv
 
-    def release(self, ids: Sequence[int], kv: SequenceKV, salt: str, *, continues: bool = False) -> None:
+    def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
         """Release the sequence with tokens ids[:kv.length] to the prefix cache. Unless empty, it becomes `newest`."""
         if kv.length:
             self.newest = StoredSequence(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
         length, root, hashes = kv.length, kv.root, kv.hashes
-        self._prefixes.release(kv, ids, continues=continues)
+        self._prefixes.release(kv, ids)
         if self._tiers is not None:
             self._tiers.released(root, hashes, ids[:length])
 
@@ -223,7 +223,7 @@ class Runner:
                     return
                 request.prefill = self._begin(request)
         except OutOfBlocks:
-            self._release(request, continues=True)
+            self._release(request)
             if self._scheduler.requeue(request.sequence):
                 return
             if request.reads_prompt and not request.sequence.generated:
@@ -245,7 +245,7 @@ class Runner:
         kv = self._prefixes.match_prefix(ids, request.salt)
         if request.reproduces(kv.length):
             return kv
-        self._prefixes.release(kv, ids, continues=True)
+        self._prefixes.release(kv, ids)
         return self._prefixes.match_prefix(ids[: request.cached], request.salt)
 
     def _begin(self, request: Request) -> Prefill:

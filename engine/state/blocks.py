@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 Blocks = list[int | None]  # one per group of layers; None if there is none
 
@@ -20,8 +20,7 @@ class BlockAllocator:
     """Allocates the ids 0 … size-1, each with a reference count, so that sequences can share blocks.
 
     A free block keeps its contents until it is allocated again. Blocks that the prefix cache can find (`keep`) are
-    allocated last, in the order in which they became free; with `newest_first`, those that became free since the latest
-    allocation before those of earlier ones. Among them are the first blocks of sequences, without which
+    allocated last, in the order in which they became free. Among them are the first blocks of sequences, without which
     no later block of a sequence is found: they come after the others, until they are more than three quarters of all
     blocks. `allocate` is O(count), `kept` O(kept), all else O(1).
 
@@ -34,14 +33,9 @@ class BlockAllocator:
     """
 
     def __init__(self, size: int) -> None:
-        self.newest_first = False
         self._references = [0] * size
-        self._blank = OrderedDict.fromkeys(range(size))  # free blocks that nobody can find, in the order of allocation
-        # Those that the cache can find: batches that became free between two allocations, in the order of release.
-        self._batches: OrderedDict[int, dict[int, None]] = OrderedDict()
-        self._batch_of: dict[int, int] = {}
-        self._batch = 0  # to which released blocks are added
-        self._free_firsts: OrderedDict[int, None] = OrderedDict()  # first blocks of sequences, in the order of release
+        self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be allocated
+        self._free_firsts: OrderedDict[int, None] = OrderedDict()  # first blocks of sequences, in that order
         self._kept: dict[int, Callable[[], None]] = {}
         self._firsts: set[int] = set()  # those of `_kept` that are first blocks of sequences
 
@@ -53,7 +47,7 @@ class BlockAllocator:
     @property
     def free(self) -> int:
         """The number of blocks that can be allocated now."""
-        return len(self._blank) + len(self._batch_of) + len(self._free_firsts)
+        return len(self._free) + len(self._free_firsts)
 
     @property
     def kept(self) -> int:
@@ -69,7 +63,6 @@ class BlockAllocator:
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
         taken = [self._take() for _ in range(count)]
-        self._batch += 1
         for block in taken:
             self._references[block] = 1
             if block in self._kept:
@@ -79,24 +72,11 @@ class BlockAllocator:
 
     def _take(self) -> int:
         """Remove the free block to allocate next from the free ones, and return it."""
-        if self._blank:
-            return self._blank.popitem(last=False)[0]
-        if not self._batches or 4 * len(self._free_firsts) > 3 * self.size:
-            return self._free_firsts.popitem(last=self.newest_first)[0]
-        block = next(self._free_kept())
-        self._remove_kept(block)
+        block = next(iter(self._free), None)
+        if block is None or (block in self._kept and 4 * len(self._free_firsts) > 3 * self.size):
+            return self._free_firsts.popitem(last=False)[0]
+        del self._free[block]
         return block
-
-    def _free_kept(self) -> Iterator[int]:
-        """Yield the free blocks that the prefix cache can find, without first ones, in the order of allocation."""
-        for number in reversed(self._batches) if self.newest_first else self._batches:
-            yield from self._batches[number]
-
-    def reuse_last(self) -> None:
-        """Allocate the blocks that became free since the latest allocation after those of all other batches."""
-        if self.newest_first and self._batch in self._batches:
-            self._batches.move_to_end(self._batch, last=False)
-            self._batch += 1
 
     def keep(self, block: int, forget: Callable[[], None], *, is_first: bool = False) -> None:
         """Keep the contents of a held block as long as possible. `forget` is called when it is allocated again.
@@ -114,26 +94,12 @@ class BlockAllocator:
         del self._kept[block]
         if self._references[block] == 0:
             self._remove_free(block)
-            self._put_blank(block)
+            self._free[block] = None
+            self._free.move_to_end(block, last=False)
         self._firsts.discard(block)
 
-    def _put_blank(self, block: int) -> None:
-        self._blank[block] = None
-        self._blank.move_to_end(block, last=False)
-
     def _remove_free(self, block: int) -> None:
-        """Remove a free block that is kept from the free ones."""
-        if block in self._firsts:
-            del self._free_firsts[block]
-        else:
-            self._remove_kept(block)
-
-    def _remove_kept(self, block: int) -> None:
-        number = self._batch_of.pop(block)
-        batch = self._batches[number]
-        del batch[block]
-        if not batch:
-            del self._batches[number]
+        del (self._free_firsts if block in self._firsts else self._free)[block]
 
     def retain(self, block: int) -> None:
         """Add a reference to a block that is held, or that is free and kept."""
@@ -148,15 +114,12 @@ class BlockAllocator:
         if self._references[block] == 0:
             raise ValueError(f"block {block} is free already")
         self._references[block] -= 1
-        if self._references[block]:
-            return
-        if block in self._firsts:
-            self._free_firsts[block] = None
-        elif block in self._kept:
-            self._batch_of[block] = self._batch
-            self._batches.setdefault(self._batch, {})[block] = None
-        else:
-            self._put_blank(block)
+        if self._references[block] == 0:
+            if block in self._firsts:
+                self._free_firsts[block] = None
+                return
+            self._free[block] = None
+            self._free.move_to_end(block, last=block in self._kept)
 
 
 def allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:

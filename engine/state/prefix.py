@@ -2,9 +2,9 @@
 
 The hash of a block covers the hash of the block before it and its own token ids. The chain starts from a root: a hash
 of everything else that determines the stored K/V (model, codecs, conditioning, calibration, block size) and of the
-salt, which separates equal prompts (`engine.requests.salts`). A block can be found while a sequence holds it, and until
-the allocator reuses it (`ReuseOrder`), first blocks of sequences after current ones. Full-precision blocks, which these
-two are, match in part as well: the tokens in common with a prompt are copied.
+salt, which separates equal prompts (`engine.requests.salts`). A block can be found while a sequence holds it, and
+until the allocator reuses it: those that have been free the longest first, first blocks of sequences after current
+ones. Full-precision blocks, which these two are, match in part as well: the tokens in common with a prompt are copied.
 
     kv = prefixes.match_prefix(ids, salt)   the longest stored prefix of `ids`
     prefixes.insert(kv, ids)                after every commit: makes complete blocks findable
@@ -23,7 +23,6 @@ import numpy as np
 from polarlm.engine.state.block_events import BlockRemoved, BlockStored, LastReader, Watch
 from polarlm.engine.state.blocks import Blocks, add_blocks
 from polarlm.engine.state.layer_state import copies_of_full
-from polarlm.engine.state.reuse import ReuseOrder
 from polarlm.engine.state.store import KVStore, SequenceKV
 
 
@@ -46,7 +45,6 @@ class PrefixCache:
         self._enabled = enabled
         self._quantized: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._full: dict[bytes, list[_Full]] = {}  # by the hash before the block
-        self._order = ReuseOrder(store)
         self._watch: Watch | None = None
         self._reader: LastReader | None = None
 
@@ -96,10 +94,9 @@ class PrefixCache:
                 self._watch(BlockStored(group, key, None if is_first else before, tuple(ids)))
         return key
 
-    def release(self, kv: SequenceKV, ids: Sequence[int], *, continues: bool = False) -> None:
-        """Add all blocks of a sequence, and release it. continues: whether its request will look for them again."""
+    def release(self, kv: SequenceKV, ids: Sequence[int]) -> None:
+        """Add the complete blocks and the current block of a sequence, and release it."""
         self.insert(kv, ids)
-        hashes = kv.hashes
         start = kv.length - kv.length % self._store.shape.block_size
         if self._enabled and start < kv.length:
             before = self._before(kv.root, kv.hashes)
@@ -107,7 +104,6 @@ class PrefixCache:
         elif self._enabled and len(kv.hashes) > 1:
             self._keep_end(kv, ids)
         self._store.release(kv)
-        self._order.released(hashes, continues=continues)
 
     def _keep_end(self, kv: SequenceKV, ids: Sequence[int]) -> None:
         """Add what continues a sequence that ends with a complete block, where the blocks of its tokens do not."""
@@ -209,7 +205,6 @@ class PrefixCache:
         """
         n, root = self._store.shape.block_size, self._salted_root(salt)
         hashes, known = self._known(ids, salt)
-        self._order.came(hashes)
         runs, reach = self._runs(known), 0
         for count in range(len(known), -1, -1):
             if not reach and self._is_complete(runs[count], count, count * n, sparse=False):

@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Completion, fold
-from polarlm.engine.state.recurrent.delta import DeltaState
+from polarlm.engine.state.delta import DeltaState
 from tests.hybrids import MODELS, Load, N, alone, ids_of, loading
 from tests.tiny import assert_idle, blocks_left, by_count, preempt, preemptions
 
@@ -118,11 +118,9 @@ def test_copies_take_no_more_memory_than_snapshots(load: Load, monkeypatch: pyte
         preempted, computed = preemptions(engine, monkeypatch), prompts_computed(engine, monkeypatch)
         release, held = engine._runner._release, []
 
-        def seen(
-            request: Any, engine: Engine = engine, release: Any = release, held: list[int] = held, **how: bool
-        ) -> None:
+        def seen(request: Any, engine: Engine = engine, release: Any = release, held: list[int] = held) -> None:
             held.append(sum(one.saved.bytes for one in engine._runner.requests.values() if one.saved is not None))
-            release(request, **how)
+            release(request)
 
         monkeypatch.setattr(engine._runner, "_release", seen)
         (attention,) = (index for index, group in enumerate(engine._store.groups) if not group.is_sparse)

@@ -68,14 +68,6 @@ class Schedules(RuleBasedStateMachine):
         if not self.held[block]:
             del self.held[block]
 
-    @rule(newest_first=st.booleans())
-    def choose(self, newest_first: bool) -> None:
-        self.blocks.newest_first = newest_first
-
-    @rule()
-    def reuse_last(self) -> None:
-        self.blocks.reuse_last()
-
     @invariant()
     def counts_agree(self) -> None:
         assert self.blocks.free == SIZE - len(self.held)
@@ -119,19 +111,3 @@ def test_first_blocks_are_allocated_after_other_kept_ones_up_to_three_quarters_o
         blocks.release(block)
     assert blocks.allocate(2) == [0, 7]  # seven first blocks are too many, six are not
     assert blocks.allocate(6) == [1, 2, 3, 4, 5, 6]
-
-
-def test_what_became_free_last_is_allocated_first_where_that_is_asked_for() -> None:
-    """Blocks of a batch, those that became free between two allocations, keep their order."""
-    blocks, batches = BlockAllocator(6), []
-    for _ in range(3):
-        batches.append(blocks.allocate(2))
-    for batch in batches:
-        for block in batch:
-            blocks.keep(block, lambda: None)
-            blocks.release(block)
-        blocks.release(blocks.allocate()[0])  # nobody can find it: it is allocated before all that can be found
-    (gone, *_), _, (_, _) = batches
-    blocks.newest_first = True
-    assert blocks.allocate() == [gone]
-    assert blocks.allocate(3) == [*batches[2], batches[1][0]]

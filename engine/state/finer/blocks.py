@@ -56,7 +56,7 @@ class FinerAllocator(BlockAllocator):
         while self._room < count * self._bytes:
             if self._settled:
                 raise CodeAgain(f"{count} blocks wanted, and {len(self._settled)} can be coded again")
-            kept = next(self._free_kept(), None)
+            kept = next((block for block in self._free if block in self._kept), None)
             if kept is None:  # the blocks of open spans are finer
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
             self._evict(kept)
@@ -71,8 +71,7 @@ class FinerAllocator(BlockAllocator):
     def _evict(self, block: int) -> None:
         """Take a free block from the prefix cache."""
         self._kept.pop(block)()
-        self._remove_kept(block)
-        self._put_blank(block)
+        self._free.move_to_end(block, last=False)
         self._free_place(block)
 
     def drop(self, block: int) -> None:
@@ -98,7 +97,7 @@ class FinerAllocator(BlockAllocator):
         """Begin to code a block again, or go on with the one that has begun, and return it; None if there is none."""
         if self.places.coding is None and self._settled:
             first = next(iter(self._settled))
-            self.places.begin(next((block for block in self._free_kept() if block in self._settled), first))
+            self.places.begin(next((block for block in self._free if block in self._settled), first))
         return self.places.coding
 
     def finish(self) -> None:
