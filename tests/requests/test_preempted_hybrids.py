@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Completion, fold
-from polarlm.engine.state.delta import DeltaState
+from polarlm.engine.state.recurrent.delta import DeltaState
 from tests.hybrids import MODELS, Load, N, alone, ids_of, loading
 from tests.tiny import assert_idle, blocks_left, by_count, preempt, preemptions
 
