@@ -19,6 +19,7 @@ README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "quality.md"
 RESULTS = ROOT / "bench" / "results"
 SERVED, CODED = "as served", "every token coded"
 DEMO = "smollm2-135m-instruct-????-??-??"
+_SAME = "model", "weights", "text", "windows", "window"  # of measurements that may stand in one table
 PLAIN = ":plain"  # a type as published, without conditioning
 
 # The types in the README: the presets, and types to compare them with.
@@ -33,21 +34,35 @@ def newest(name: str) -> Measured:
     return json.loads(max(RESULTS.glob(f"{name}.json")).read_text(encoding="utf-8"))
 
 
-def quality_table(measured: Measured, types: Sequence[str] | None = None) -> str:
-    """A Markdown table with a line per cache type, fewest bits first, and the command that measured it.
+def quality_table(types: Sequence[str] | None = None) -> str:
+    """A Markdown table with a line per cache type, fewest bits first, and the commands that measured them: of each type
+    the newest measurement on the same text.
 
     types: those of the table; None takes all.
     """
-    full = measured["exact_perplexity"]
+    files = sorted(RESULTS.glob(f"quality-{DEMO}.json"), reverse=True)
+    latest, *older = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    full, used, rows = latest["exact_perplexity"], [], {}
+    for measured in (latest, *(one for one in older if all(one[name] == latest[name] for name in _SAME))):
+        added = {
+            name: row
+            for name, row in _by_type(measured).items()
+            if name not in rows and (types is None or name in types)
+        }
+        rows |= {name: (row, measured["exact_perplexity"]) for name, row in added.items()}
+        used += [(measured, added)] if added else []
     lines = [
         "| Keys/values | bits/value | perplexity, KL as served | perplexity, KL, every token coded |",
         "|---|---|---|---|",
     ]
-    for name, row in sorted(_by_type(measured).items(), key=lambda item: item[1][SERVED]["bits_per_value"]):
-        if types is None or name in types:
-            cells = (f"{row[SERVED]['bits_per_value']:.3f}", _cost(row[SERVED], full), _cost(row[CODED], full))
-            lines.append(f"| {_label(name)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _source(measured, full)])
+    for name, (row, exact) in sorted(rows.items(), key=lambda item: item[1][0][SERVED]["bits_per_value"]):
+        cells = (f"{row[SERVED]['bits_per_value']:.3f}", _cost(row[SERVED], exact), _cost(row[CODED], exact))
+        lines.append(f"| {_label(name)} | {' | '.join(cells)} |")
+    source = _source(latest, full)
+    for measured, added in used[1:]:
+        names = ", ".join(_label(name) for name in added)
+        source += f"\n{names}: on {measured['date']} with\n`{measured['command']}`."
+    return "\n".join([*lines, "", source])
 
 
 def ablation_table() -> str:
@@ -248,9 +263,9 @@ def _source(measured: Measured, full: float, of_what: str = "in full precision")
 
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    README: {"costs": lambda: quality_table(newest(f"quality-{DEMO}"), _SHORT)},
+    README: {"costs": lambda: quality_table(_SHORT)},
     DOCUMENT: {
-        "quality": lambda: quality_table(newest(f"quality-{DEMO}")),
+        "quality": quality_table,
         "positions": positions_table,
         "causes": causes_table,
         "ablation": ablation_table,
