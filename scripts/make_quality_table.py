@@ -42,27 +42,24 @@ def quality_table(types: Sequence[str] | None = None) -> str:
     """
     files = sorted(RESULTS.glob(f"quality-{DEMO}.json"), reverse=True)
     latest, *older = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    full, used, rows = latest["exact_perplexity"], [], {}
-    for measured in (latest, *(one for one in older if all(one[name] == latest[name] for name in _SAME))):
-        added = {
-            name: row
-            for name, row in _by_type(measured).items()
-            if name not in rows and (types is None or name in types)
-        }
-        rows |= {name: (row, measured["exact_perplexity"]) for name, row in added.items()}
-        used += [(measured, added)] if added else []
-    lines = [
-        "| Keys/values | bits/value | perplexity, KL as served | perplexity, KL, every token coded |",
-        "|---|---|---|---|",
-    ]
-    for name, (row, exact) in sorted(rows.items(), key=lambda item: item[1][0][SERVED]["bits_per_value"]):
-        cells = (f"{row[SERVED]['bits_per_value']:.3f}", _cost(row[SERVED], exact), _cost(row[CODED], exact))
-        lines.append(f"| {_label(name)} | {' | '.join(cells)} |")
-    source = _source(latest, full)
-    for measured, added in used[1:]:
-        names = ", ".join(_label(name) for name in added)
-        source += f"\n{names}: on {measured['date']} with\n`{measured['command']}`."
-    return "\n".join([*lines, "", source])
+    lines: list[tuple[float, str]] = []
+    sources: list[str] = []
+    shown: set[str] = set()
+    for measured in [latest, *(one for one in older if all(one[name] == latest[name] for name in _SAME))]:
+        full, rows = measured["exact_perplexity"], _by_type(measured)
+        own = [name for name in rows if name not in shown and (types is None or name in types)]
+        for name in own:
+            served, coded = rows[name][SERVED], rows[name][CODED]
+            cells = f"{served['bits_per_value']:.3f} | {_cost(served, full)} | {_cost(coded, full)}"
+            lines.append((served["bits_per_value"], f"| {_label(name)} | {cells} |"))
+        if own:
+            of_older = f"{', '.join(map(_label, own))}: on {measured['date']} with\n`{measured['command']}`."
+            sources.append(of_older if sources else _source(measured, full))
+        shown |= {*own}
+    header = (
+        "| Keys/values | bits/value | perplexity, KL as served | perplexity, KL, every token coded |\n|---|---|---|---|"
+    )
+    return "\n".join([header, *(line for _, line in sorted(lines, key=lambda line: line[0])), "", *sources])
 
 
 def ablation_table() -> str:
