@@ -8,7 +8,7 @@ import numpy as np
 
 from polarlm.engine.backends.native.attention.heads import HeadOps, Norms, PreparedTransform
 from polarlm.engine.backends.native.attention.prompts import PromptOps
-from polarlm.engine.backends.native.kernels.attention.prompts import supports
+from polarlm.engine.backends.native.kernels.attention.unit import supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.numpy.encoders import EncoderOps as NumpyEncoderOps
@@ -41,9 +41,4 @@ class EncoderOps:
             return self._plain.self_attention(qkv, rope, transform, lengths, scale, window, norms)
         k, v = self._launch.empty((2, transform.kv_heads, rows, dim))
         q = self._heads.transform_into(qkv, rope, transform, norms, (k, v))
-        out, first = self._launch.empty(q.shape), 0
-        for length in lengths:
-            own = slice(first, first + length)
-            first += length
-            self._prompts.attend_to_own(q[own], k[:, own], v[:, own], out[own], scale, window)
-        return out
+        return self._prompts.attend_to_texts(q, (k, v), lengths, scale, window)
