@@ -83,7 +83,7 @@ class PromptOps:
         window: int | None = None,
     ) -> np.ndarray:
         """Attention of q (T, H, D) to the keys and values of the same text that are at most window // 2 away → (T, H,
-        D), all float32. sides: k and v (K, T, D). lengths: of the texts, whose sum is T."""
+        D), all float32. sides: k and v (K, T, D), with the same strides. lengths: of the texts, whose sum is T."""
         (rows, heads, dim), (k, v), kv_heads = q.shape, sides, len(sides[0])
         out, group = self._launch.empty(q.shape), heads // kv_heads
         texts = _text_rows(lengths, self._tile(rows, group, kv_heads))
@@ -93,6 +93,8 @@ class PromptOps:
             v=v,
             out=out,
             texts=texts,
+            q_stride=q.strides[0],
+            row_stride=k.strides[1],
             head_stride=k.strides[0],
             group=group,
             kv_heads=kv_heads,

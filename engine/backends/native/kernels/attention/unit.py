@@ -72,7 +72,17 @@ def supports(dim: int) -> bool:
 class Unit:
     """Emits the work of a unit on its queries. Their state is in scratch."""
 
-    def __init__(self, e: Emitter, spec: Prompt, layout: Scratch, scratch: Value, softcap: Value | None) -> None:
+    def __init__(
+        self,
+        e: Emitter,
+        spec: Prompt,
+        layout: Scratch,
+        scratch: Value,
+        softcap: Value | None,
+        row_stride: Value | None = None,
+    ) -> None:
+        """row_stride: bytes from row to row of keys and of values; None: they lie together."""
+        self._row_stride = 4 * spec.dim if row_stride is None else row_stride
         self._e, self._spec, self._dim, self._softcap = e, spec, spec.dim, softcap
         self._keys, self._weights, self._rescale = (
             scratch + at for at in (layout.keys, layout.weights, layout.rescale)
@@ -176,9 +186,9 @@ class Unit:
 
         vectors: of 16 keys that products read at once.
         """
-        e, row_bytes, step = self._e, 4 * self._dim, 16 * vectors
+        e, step = self._e, 16 * vectors
         with e.loop(0, (tokens + (step - 1)) // step * step, 16) as first:
-            rows = [k + e.imin(first + i, tokens - 1) * row_bytes for i in range(16)]
+            rows = [k + e.imin(first + i, tokens - 1) * self._row_stride for i in range(16)]
             target = self._keys + first * 4
             whole = self._dim // 16 * 16
             with e.loop(0, whole, 16) as channel:
@@ -236,7 +246,7 @@ class Unit:
                     for channel, lanes in part
                 ]
             )
-        sums = multiply(e, self._weights, 4 * KEYS, v + 4 * first, row_bytes, seen, start)
+        sums = multiply(e, self._weights, 4 * KEYS, v + 4 * first, self._row_stride, seen, start)
         for row, own in enumerate(sums):
             for (channel, _), value in zip(part, own, strict=True):
                 e.store(value, weighted, row_bytes * row + 4 * channel)
