@@ -51,8 +51,8 @@ class Vectors(ABC):
         self, prompts: Sequence[Prompt], pooling: str | None = None, options: PromptOptions | None = None
     ) -> list[Embedding]:
         """The embedding of each prompt, as `embed`. An encoder computes several together."""
-        options = self.embedding_options(pooling, options)
-        return _embeddings(self, [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts])
+        params, options = SamplingParams(max_tokens=0), self.embedding_options(pooling, options)
+        return _embeddings(self, [(prompt, params, options) for prompt in prompts])
 
     def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Embedding]:
         """How relevant each document is for `query`: vectors of one number from 0 to 1.

@@ -25,7 +25,7 @@ class EncoderOps(Protocol):
     def self_attention(
         self,
         qkv: Array,
-        rope: tuple[Array, Array],
+        rope: tuple[Array, Array] | None,
         transform: PreparedTransform,
         lengths: Sequence[int],
         scale: float,
@@ -34,6 +34,7 @@ class EncoderOps(Protocol):
     ) -> Array:
         """`transform_heads` of qkv (T, H + 2K, D), then attention of each text to its own rows → (T, H, D).
 
+        rope: None if heads have neither RoPE nor norms, and the transform changes nothing: they are taken as they are.
         lengths: the numbers of rows of the texts, in order; their sum is T. Nothing is kept. scale: multiplies scores.
         window: rows attend to those at most window // 2 away; None: to all. norms: as in `transform_heads`.
         """

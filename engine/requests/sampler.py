@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -41,7 +41,6 @@ class Sampler:
         self._vocabulary, self._constraint = vocabulary.stop, constraint
         bans = {token: -math.inf for token in ends if token in vocabulary}
         self._sampling_without_ends = replace(sampling, logit_bias={**sampling.logit_bias, **bans})
-        self._rng = np.random.default_rng(None if params.seed < 0 else params.seed)
         self._numbers: deque[float] = deque()  # random numbers drawn in advance, for the next tokens in order
         self._mask: np.ndarray | None = None  # the next token's, if `_has_mask`; None if all tokens are allowed
         self._has_mask = constraint is None
@@ -49,6 +48,11 @@ class Sampler:
         if sampling.is_dry:
             self._dry = Dry(sampling, partial(_token_text, tokenizer), len(sequence.prompt))
             self._dry.read(sequence.ids)  # here, outside the engine's lock
+
+    @cached_property
+    def _rng(self) -> np.random.Generator:
+        """Made for the first token: requests for vectors have none, and entropy of the system takes a while."""
+        return np.random.default_rng(None if self._params.seed < 0 else self._params.seed)
 
     @property
     def reach_ahead(self) -> bool:

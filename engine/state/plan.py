@@ -128,31 +128,42 @@ def smallest(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
 def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     """Return `plan` with room for further sequences that are kept, as many as fit into `memory` bytes.
 
-    tokens_each: the tokens for which there are blocks, for each of them; 0 if they share those of the plan.
+    tokens_each: the tokens for which there are blocks, for each of them; 0 if they share those of the plan. What they
+    leave of `memory` becomes blocks, too: of a shorter sequence if at least half of one fits, with its slots; else of
+    more tokens of the others.
     """
 
-    def larger(kept: int) -> StorePlan:
-        slots, tokens = 2 * kept, kept * tokens_each
+    def larger(kept: int, tokens: int) -> StorePlan:
+        slots = 2 * kept
         blocks = _quantized_blocks(plan.shape, plan.tokens, plan.full_slots, slots, tokens)
         return replace(plan, quantized_blocks=blocks, more_slots=slots, more_tokens=tokens)
 
     most = 1
     if not plan.shape.kv_layers:  # nothing is kept
         return plan
-    while larger(most).bytes <= memory:
+    while larger(most, most * tokens_each).bytes <= memory:
         most *= 2
-    return larger(bisect_right(range(1, most), memory, key=lambda kept: larger(kept).bytes))
+    kept = bisect_right(range(1, most), memory, key=lambda kept: larger(kept, kept * tokens_each).bytes)
+    tokens = kept * tokens_each
+    if not tokens_each or plan.bytes > memory:
+        return larger(kept, tokens)
+    shorter = larger(kept + 1, tokens + tokens_each // 2)
+    if shorter.bytes <= memory:
+        return with_more_tokens(shorter, memory)
+    return with_more_tokens(larger(kept, tokens), memory)
 
 
 def with_more_tokens(plan: StorePlan, memory: int) -> StorePlan:
-    """Return `plan` with quantized blocks for more tokens, as many as fit into `memory` bytes."""
+    """Return `plan` with quantized blocks for more tokens, as many as fit into `memory` bytes; `plan` itself if these
+    take none."""
 
     def larger(tokens: int) -> StorePlan:
         blocks = _quantized_blocks(plan.shape, plan.tokens, plan.full_slots, plan.more_slots, tokens)
         return replace(plan, quantized_blocks=blocks, more_tokens=tokens)
 
-    most = memory * plan.shape.block_size
-    longer = range(plan.more_tokens + 1, most)
+    if larger(plan.more_tokens + plan.tokens).bytes == plan.bytes:  # a whole context is in full precision
+        return plan
+    longer = range(plan.more_tokens + 1, (memory + 1) * plan.tokens)  # each context takes a byte at least
     return larger(plan.more_tokens + bisect_right(longer, memory, key=lambda tokens: larger(tokens).bytes))
 
 

@@ -25,8 +25,11 @@ from polarlm.engine.state.plan import (
     plan_for_tokens,
     with_kept,
 )
+from polarlm.engine.state.recurrent.conv_inputs import ConvShape
+from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape, LayerShape
 from polarlm.engine.state.store import KVStore
+from polarlm.model_loaders.config import GatedDelta
 
 codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])
 windows = st.one_of(st.none(), st.integers(1, 300))
@@ -69,17 +72,46 @@ def test_the_plan_is_the_longest_sequence_that_fits(shape, memory, max_tokens, s
     assert plan.tokens == max_tokens or one_more.bytes > memory
 
 
-@given(shapes(), st.integers(1, 1 << 24), st.integers(1, 500), st.sampled_from([0, 100]))
-def test_memory_that_is_left_holds_sequences_that_are_kept(shape, memory, tokens, each) -> None:
+@given(shapes(), st.integers(1, 1 << 24), st.integers(1, 500))
+def test_sequences_that_are_kept_share_the_blocks_of_a_context(shape, memory, tokens) -> None:
     one = plan_for_tokens(shape, tokens, 1)
-    plan = with_kept(one, memory, each)
-    kept = plan.more_slots // 2
-    assert (plan.tokens, plan.full_slots, plan.capacity) == (tokens, one.full_slots, tokens + kept * each)
+    plan = with_kept(one, memory, 0)
+    assert plan == replace(one, more_slots=plan.more_slots)
     if one.bytes > memory:
         assert plan == one
         return
-    another = shape.bytes(tuple(blocks + 1 for blocks in shape.quantized_blocks(each)), 2)
-    assert plan.bytes <= memory < plan.bytes + another
+    assert plan.bytes <= memory < plan.bytes + shape.bytes((0,) * len(plan.quantized_blocks), 2)
+
+
+RECURRENT = DeltaShape(GatedDelta(1, 2, 4, 3, 3))
+
+
+@pytest.mark.parametrize("more_layers", [(), (RECURRENT,), (ConvShape(16, 3), RECURRENT)])
+@given(shapes(), st.integers(1, 1 << 24), st.integers(1, 500), st.integers(1, 300))
+def test_memory_that_is_left_is_filled_to_the_last_block(more_layers, shape, memory, tokens, each) -> None:
+    """A token more would need a block that does not fit, and so would the slots of half a sequence more."""
+    shape = replace(shape, layers=(*shape.layers, *more_layers))
+    one = plan_for_tokens(shape, tokens, 1)
+    plan = with_kept(one, memory, each)
+    if one.bytes > memory:
+        assert plan == one
+        return
+
+    def larger(more: int, slots: int) -> StorePlan:
+        """The plan with blocks for `more` tokens besides the context, of sequences that are no longer."""
+        whole, rest = divmod(more, tokens)
+        own = (shape.quantized_blocks(tokens), shape.quantized_blocks(rest), shape.more_blocks(one.full_slots, slots))
+        blocks = tuple((1 + whole) * a + b + c for a, b, c in zip(*own, strict=True))
+        return replace(one, quantized_blocks=blocks, more_slots=slots, more_tokens=more)
+
+    slots = plan.more_slots
+    assert plan == larger(plan.more_tokens, slots)
+    assert plan.bytes <= memory
+    assert plan.capacity == tokens + plan.more_tokens
+    if larger(plan.more_tokens + tokens, slots).bytes > plan.bytes:  # tokens take blocks
+        assert larger(plan.more_tokens + 1, slots).bytes > memory
+    assert plan.more_tokens >= each * (slots // 2) - (each + 1) // 2
+    assert larger(each * (slots // 2 + 1), slots + 2).bytes > memory
 
 
 @given(shapes(), st.integers(0, 600), st.integers(1, 5))

@@ -59,9 +59,10 @@ class EncoderLayer:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
         ops, of_encoders, shape = self._ops, self._of_encoders, self._shape
         heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
+        turned = None if shape.rope is None and self._qk_norms is None else rope
         qkv = ops.linear(x, self._attention.qkv, norm=self._norm).reshape(len(x), heads, dim)
         mixed = of_encoders.self_attention(
-            qkv, rope, self._transform, lengths, shape.score_scale, shape.window, self._qk_norms
+            qkv, turned, self._transform, lengths, shape.score_scale, shape.window, self._qk_norms
         )
         mixed = mixed.reshape(len(x), shape.heads * dim)
         add_projected(ops, x, mixed, self._attention.out, None, self._post_norm, recorded=False)

@@ -12,8 +12,8 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
-from polarlm.engine.backends.native.kernels.attention.prompts import Prompt
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel
+from polarlm.engine.backends.native.kernels.attention.unit import Prompt
 from polarlm.engine.backends.native.kernels.linear.block_sums import passes
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import erf
 
 import numpy as np
@@ -45,19 +46,43 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.n
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 12), (12, 12, 32), (6, 2, 64)])
 def test_a_token_sees_all_of_its_own_text(rng: np.random.Generator, heads: int, kv_heads: int, dim: int) -> None:
-    """Of texts shorter and longer than a tile of keys (128) and a unit of queries (192)."""
-    lengths = [1, 5, 127, 129, 400, 2]
+    """Of texts shorter and longer than the sizes that there is code for (32, 64, 128) and a unit of queries (192)."""
+    lengths = [1, 5, 32, 33, 64, 65, 127, 129, 400, 2]
     qkv = rng.standard_normal((sum(lengths), heads + 2 * kv_heads, dim)).astype(np.float32)
     rope = np.ones((len(qkv), dim // 2), np.float32), np.zeros((len(qkv), dim // 2), np.float32)
     q, k, v = np.split(qkv.copy(), [heads, heads + kv_heads], axis=1)
-    for ops in BACKENDS:
+    for ops, turns in product(BACKENDS, (rope, None)):
         (transform,) = ops.prepare([HeadTransform(kv_heads)])
-        found = ops.of_encoders.self_attention(qkv.copy(), rope, transform, lengths, 0.3)
+        found = ops.of_encoders.self_attention(qkv.copy(), turns, transform, lengths, 0.3)
         first = 0
         for length in lengths:
             own = slice(first, first + length)
             first += length
             assert np.abs(found[own] - attention(q[own], k[own], v[own], 0.3)).max() <= 2e-5
+
+
+@pytest.mark.parametrize("window", [2, 7, 60, 300])
+def test_a_token_sees_those_of_its_text_that_are_near(rng: np.random.Generator, window: int) -> None:
+    lengths, heads, dim = [1, 30, 50, 140, 260], 2, 16
+    qkv = rng.standard_normal((sum(lengths), 3 * heads, dim)).astype(np.float32)
+    rope = np.ones((len(qkv), dim // 2), np.float32), np.zeros((len(qkv), dim // 2), np.float32)
+    expected, found = (
+        ops.of_encoders.self_attention(qkv.copy(), rope, ops.prepare([HeadTransform(heads)])[0], lengths, 0.3, window)
+        for ops in BACKENDS
+    )
+    assert np.abs(found - expected).max() <= 2e-5
+
+
+def test_a_vector_does_not_depend_on_the_other_texts(rng: np.random.Generator) -> None:
+    lengths, heads, dim = [31, 200, 3, 64], 2, 32
+    qkv = rng.standard_normal((sum(lengths), 3 * heads, dim)).astype(np.float32)
+    rope = np.ones((len(qkv), dim // 2), np.float32), np.zeros((len(qkv), dim // 2), np.float32)
+    (transform,) = (ops := NativeOps()).prepare([HeadTransform(heads)])
+    together, first = ops.of_encoders.self_attention(qkv.copy(), rope, transform, lengths, 0.3).copy(), 0
+    for length in lengths:
+        own, first = slice(first, first + length), first + length
+        alone = ops.of_encoders.self_attention(qkv[own].copy(), (rope[0][own], rope[1][own]), transform, [length], 0.3)
+        np.testing.assert_array_equal(alone, together[own])
 
 
 def test_gelu_is_that_of_the_normal_distribution() -> None:

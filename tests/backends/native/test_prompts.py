@@ -23,7 +23,7 @@ from tests.jit.levels import every_level
 from polarlm.engine.backends.native.attention import prompts  # isort: skip
 from polarlm.engine.backends.native.kv.cache import CacheOps  # isort: skip
 from polarlm.engine.backends.native.attention.heads import HeadOps  # isort: skip
-from polarlm.engine.backends.native.kernels.attention.prompts import Prompt  # isort: skip
+from polarlm.engine.backends.native.kernels.attention.unit import Prompt  # isort: skip
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel  # isort: skip
 from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
 from polarlm.engine.backends.native.attention.prompts import PromptOps  # isort: skip

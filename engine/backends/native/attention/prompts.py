@@ -10,13 +10,9 @@ from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native.attention.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention.spans import NO_WINDOW
 from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments, Decoding, decode
-from polarlm.engine.backends.native.kernels.attention.prompts import (
-    MOST_QUERIES,
-    Prompt,
-    PromptArguments,
-    Segment,
-    attend,
-)
+from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments, Segment, attend
+from polarlm.engine.backends.native.kernels.attention.texts import TextArguments, attend_to_texts
+from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.numpy.attention import ScoreRule, blocks_of
@@ -78,17 +74,35 @@ class PromptOps:
         if not parts:
             attend_to(segments, is_first=True, is_last=True)
 
-    def attend_to_own(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, scale: float, window: int | None = None
-    ) -> None:
-        """Attention of q (T, H, D) to k, v (K, T, D) that are at most window // 2 away → out (T, H, D), all float32.
-
-        The rows have positions after those of the keys that they see, which is what the kernel's window ends with.
-        """
-        tokens = len(q)
-        reach = tokens if window is None else window // 2
-        attend_to = self._launcher(q, out, len(k), reach, scale, ScoreRule(2 * reach + 1), None)
-        attend_to([_segment((k, v), 0, tokens)], is_first=True, is_last=True)
+    def attend_to_texts(
+        self,
+        q: np.ndarray,
+        sides: tuple[np.ndarray, np.ndarray],
+        lengths: Sequence[int],
+        scale: float,
+        window: int | None = None,
+    ) -> np.ndarray:
+        """Attention of q (T, H, D) to the keys and values of the same text that are at most window // 2 away → (T, H,
+        D), all float32. sides: k and v (K, T, D), with the same strides. lengths: of the texts, whose sum is T."""
+        (rows, heads, dim), (k, v), kv_heads = q.shape, sides, len(sides[0])
+        out, group = self._launch.empty(q.shape), heads // kv_heads
+        texts = _text_rows(lengths, self._tile(rows, group, kv_heads))
+        arguments = TextArguments(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            texts=texts,
+            q_stride=q.strides[0],
+            row_stride=k.strides[1],
+            head_stride=k.strides[0],
+            group=group,
+            kv_heads=kv_heads,
+            reach=max(lengths) if window is None else window // 2,
+            scale=scale,
+        )
+        self._launch(attend_to_texts(dim), len(texts) * kv_heads, arguments, grain=1)
+        return out
 
     def _launcher(
         self,
@@ -180,6 +194,15 @@ def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[TileCach
         for stored, ids in blocks_of(cache, span)
         for first in range(skipped, len(ids), block_tile)
     ]
+
+
+def _text_rows(lengths: Sequence[int], most: int) -> np.ndarray:
+    """The `TextRows` of texts, each of up to `most` rows: int64 (n, 4)."""
+    of_texts = np.asarray(lengths, np.int64)
+    counts = -(-of_texts // most)
+    part = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    first, length = np.repeat(of_texts.cumsum() - of_texts, counts), np.repeat(of_texts, counts)
+    return np.stack([first + part * most, np.minimum(length - part * most, most), first, length], axis=1)
 
 
 def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:

@@ -8,10 +8,11 @@ import numpy as np
 
 from polarlm.engine.backends.native.attention.heads import HeadOps, Norms, PreparedTransform
 from polarlm.engine.backends.native.attention.prompts import PromptOps
-from polarlm.engine.backends.native.kernels.attention.prompts import supports
+from polarlm.engine.backends.native.kernels.attention.unit import supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.numpy.encoders import EncoderOps as NumpyEncoderOps
+from polarlm.engine.backends.numpy.encoders import parts_of
 
 
 class EncoderOps:
@@ -29,7 +30,7 @@ class EncoderOps:
     def self_attention(
         self,
         qkv: np.ndarray,
-        rope: tuple[np.ndarray, np.ndarray],
+        rope: tuple[np.ndarray, np.ndarray] | None,
         transform: PreparedTransform,
         lengths: Sequence[int],
         scale: float,
@@ -39,11 +40,9 @@ class EncoderOps:
         rows, _, dim = qkv.shape
         if not supports(dim):
             return self._plain.self_attention(qkv, rope, transform, lengths, scale, window, norms)
+        if rope is None:
+            q, k, v = parts_of(qkv, transform)
+            return self._prompts.attend_to_texts(q, (k.swapaxes(0, 1), v.swapaxes(0, 1)), lengths, scale, window)
         k, v = self._launch.empty((2, transform.kv_heads, rows, dim))
         q = self._heads.transform_into(qkv, rope, transform, norms, (k, v))
-        out, first = self._launch.empty(q.shape), 0
-        for length in lengths:
-            own = slice(first, first + length)
-            first += length
-            self._prompts.attend_to_own(q[own], k[:, own], v[:, own], out[own], scale, window)
-        return out
+        return self._prompts.attend_to_texts(q, (k, v), lengths, scale, window)

@@ -15,7 +15,7 @@ def multiply(
     left: Value,
     left_stride: int,
     right: Value,
-    right_stride: int,
+    right_stride: int | Value,
     size: Value,
     start: Sequence[Sequence[Value]],
 ) -> list[list[Value]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native import codecs
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-from polarlm.engine.backends.native.kernels.attention.prompts import supports
+from polarlm.engine.backends.native.kernels.attention.unit import supports
 
 
 def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:

@@ -30,20 +30,27 @@ class EncoderOps:
     def self_attention(
         self,
         qkv: np.ndarray,
-        rope: tuple[np.ndarray, np.ndarray],
+        rope: tuple[np.ndarray, np.ndarray] | None,
         transform: HeadTransform,
         lengths: Sequence[int],
         scale: float,
         window: int | None = None,
         norms: Any = None,
     ) -> np.ndarray:
-        q, k, v = self._transform_heads(qkv, rope, transform, norms)
+        q, k, v = parts_of(qkv, transform) if rope is None else self._transform_heads(qkv, rope, transform, norms)
         out, first = np.empty(q.shape, np.float32), 0
         for length in lengths:
             own = slice(first, first + length)
             first += length
             _attend(q[own], k[own], v[own], scale, window, out[own])
         return out
+
+
+def parts_of(qkv: np.ndarray, transform: HeadTransform) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The queries (T, H, D), keys and values (T, K, D) in qkv (T, H + 2K, D)."""
+    values = qkv.shape[1] - transform.kv_heads
+    keys = values - transform.kv_heads
+    return qkv[:, :keys], qkv[:, keys:values], qkv[:, values:]
 
 
 def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, out: np.ndarray) -> None:

@@ -2,75 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
-from polarlm.engine.backends.native.kernels.multiply import multiply, pieces
-from polarlm.engine.backends.native.kernels.rotation import rotate
-from polarlm.engine.backends.native.kernels.rows import capped
+from polarlm.engine.backends.native.kernels.attention.unit import KEYS, Prompt, Scratch, Unit
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
-from polarlm.engine.jit.lang.values import F32, I32, I64, Value, vector
-from polarlm.engine.jit.run.workers import SCRATCH
-
-KEYS = 128  # keys of a tile
-MOST_QUERIES = 192  # most queries of a unit
-_QUERY_TILE = 6  # queries whose sums stay in registers
-_F16 = vector(F32, 16)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The properties that a kernel is specialized for.
-
-    dim: D. is_scaled: whether results are multiplied by a scale for each head. order: of the `Rotation` of results.
-    is_capped: whether scores have a soft cap. has_sink_scores: whether each query head has a score without a value.
-    """
-
-    dim: int
-    is_scaled: bool = False
-    order: int = 1
-    is_capped: bool = False
-    has_sink_scores: bool = False
-
-    @property
-    def name(self) -> str:
-        rule = "_capped" * self.is_capped + "_sink_scores" * self.has_sink_scores
-        return f"prompt_attention_{self.dim}_{'scaled' * self.is_scaled}{self.order}{rule}"
-
-
-class _Scratch:
-    """Offsets in bytes of a unit's arrays in scratch, float32 if not said otherwise.
-
-    keys (D, KEYS): a tile, transposed. weights (_QUERY_TILE, KEYS): scores, then their exponentials. rescale (2, 16):
-    the factors of older sums, then the sums of new weights. For each query: position, int64; query (D,), scaled;
-    weighted (D,), the weighted values; row_max and row_sum, the maximum of its scores and the sum of its weights.
-    """
-
-    def __init__(self, dim: int) -> None:
-        self.end = 0
-        self.keys = self._room(KEYS * dim)
-        self.weights = self._room(_QUERY_TILE * KEYS)
-        self.rescale = self._room(32)
-        self.position = self._room(2 * MOST_QUERIES)
-        self.query = self._room(MOST_QUERIES * dim)
-        self.weighted = self._room(MOST_QUERIES * dim)
-        self.row_max = self._room(MOST_QUERIES)
-        self.row_sum = self._room(MOST_QUERIES)
-
-    def _room(self, numbers: int) -> int:
-        start = self.end
-        self.end += -(-numbers // 16) * 64
-        return start
-
-
-def supports(dim: int) -> bool:
-    """Whether scratch has room for a unit with heads of `dim` channels."""
-    return _Scratch(dim).end <= SCRATCH
+from polarlm.engine.jit.lang.values import Value
 
 
 class Segment(NamedTuple):
@@ -122,11 +61,11 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
     row_sum (T, H) hold the maxima and the sums of weights, and out the weighted sums. The last launch multiplies
     results by scale_back (H,) and rotates them: before (D,) and rotation are those of a `Rotation`.
     """
-    layout, row_bytes = _Scratch(spec.dim), 4 * spec.dim
+    layout, row_bytes = Scratch(spec.dim), 4 * spec.dim
 
     def emit(e: Emitter, args: PromptArguments, begin: Value, end: Value, scratch: Value) -> None:
         group, kv_heads, out = args.group, args.kv_heads, args.out
-        unit_state = _Unit(e, spec, layout, scratch, args.softcap)
+        unit_state = Unit(e, spec, layout, scratch, args.softcap if spec.is_capped else None)
         with e.loop(begin, end) as unit:
             head, first_row = unit % kv_heads, unit // kv_heads * args.tile
             own_rows = e.imin(args.rows - first_row, args.tile)
@@ -158,181 +97,6 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                     unit_state.suspend(row * group + member, target, args.row_max, args.row_sum, number)
                 with e.when(args.is_last > 0):
                     own_scale = args.scale_back + (head * group + member) * 4
-                    unit_state.finish(row * group + member, target, own_scale, args.before, args.rotation)
+                    unit_state.finish(row * group + member, target, (own_scale, args.before, args.rotation))
 
     return Kernel(spec.name, emit, PromptArguments, scratch=layout.end)
-
-
-class _Unit:
-    """Emits the work of a unit on its queries. Their state is in scratch."""
-
-    def __init__(self, e: Emitter, spec: Prompt, layout: _Scratch, scratch: Value, softcap: Value) -> None:
-        self._e, self._spec, self._dim, self._softcap = e, spec, spec.dim, softcap
-        self._keys, self._weights, self._rescale = (
-            scratch + at for at in (layout.keys, layout.weights, layout.rescale)
-        )
-        self._position, self._query, self._weighted = (
-            scratch + at for at in (layout.position, layout.query, layout.weighted)
-        )
-        self._row_max, self._row_sum = scratch + layout.row_max, scratch + layout.row_sum
-        rows, vectors = e.level.float_tile
-        self._rows = max(n for n in (1, 2, 3, 4, _QUERY_TILE) if n <= rows)  # divisors of MOST_QUERIES
-        self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of KEYS / 16
-
-    def _row(self, i: Value) -> tuple[Value, Value]:
-        """The addresses of query i and of its weighted sum."""
-        return self._query + i * (4 * self._dim), self._weighted + i * (4 * self._dim)
-
-    def open(self, i: Value, position: Value, q: Value, scale: Value, sink: Value | None = None) -> None:
-        """Initialize query i from q (D,), times scale, with an empty sum, or with the score at `sink`."""
-        e = self._e
-        query, weighted = self._row(i)
-        for first, lanes in pieces(self._dim):
-            e.store(e.load(q, vector(F32, lanes), 4 * first) * scale, query, 4 * first)
-            e.store(e.zero(vector(F32, lanes)), weighted, 4 * first)
-        e.store(e.constant(F32, LOWEST) if sink is None else e.load(sink, F32), self._row_max + i * 4)
-        e.store(e.constant(F32, 0.0 if sink is None else 1.0), self._row_sum + i * 4)
-        e.store(position, self._position + i * 8)
-
-    def fill_up(self, queries: Value, position: Value) -> None:
-        """Initialize padding queries up to a multiple of `_rows`; their results are not read."""
-        e = self._e
-        with e.loop(queries, (queries + (self._rows - 1)) // self._rows * self._rows) as i:
-            self.open(i, position, self._query, e.constant(F32, 0.0))
-
-    def resume(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None:
-        """Load the state of query i that an earlier launch has stored."""
-        e = self._e
-        _copy(e, out, self._row(i)[1], self._dim)
-        e.store(e.load(row_max + number * 4, F32), self._row_max + i * 4)
-        e.store(e.load(row_sum + number * 4, F32), self._row_sum + i * 4)
-
-    def suspend(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None:
-        """Store the state of query i for a later launch."""
-        e = self._e
-        _copy(e, self._row(i)[1], out, self._dim)
-        e.store(e.load(self._row_max + i * 4, F32), row_max + number * 4)
-        e.store(e.load(self._row_sum + i * 4, F32), row_sum + number * 4)
-
-    def finish(self, i: Value, out: Value, scale_back: Value, before: Value, rotation: Value) -> None:
-        """Store the result of query i: normalized, scaled and rotated."""
-        e, weighted, order = self._e, self._row(i)[1], self._spec.order
-        row_sum = e.load(self._row_sum + i * 4, F32)
-        factor = e.like(1.0, row_sum) / row_sum
-        if self._spec.is_scaled:
-            factor = factor * e.load(scale_back, F32)
-        for first, lanes in pieces(self._dim):
-            x = e.load(weighted, vector(F32, lanes), 4 * first) * factor
-            e.store(x * e.load(before, x.type, 4 * first) if order > 1 else x, weighted, 4 * first)
-        rotate(e, weighted, out, rotation, self._dim, order)
-
-    def attend(self, k: Value, v: Value, start: Value, tokens: Value, queries: Value, window: Value) -> None:
-        """Attend with all queries to a tile of keys and values, whose first token has position `start`."""
-        e, rows = self._e, self._rows
-        self._transpose(k, tokens)
-        with e.loop(0, queries, rows) as i:
-            at = self._position + i * 8
-            lowest, highest = e.load(at, I64), e.load(at, I64, 8 * (rows - 1))
-            with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
-                query, weighted = self._row(i)
-                seen = e.imin(highest - start + 1, tokens)
-                step = 16 * self._vectors
-                with e.loop(0, seen, step) as first:
-                    panel = multiply(
-                        e,
-                        query,
-                        4 * self._dim,
-                        self._keys + first * 4,
-                        4 * KEYS,
-                        e.i64(self._dim),
-                        [[e.zero(_F16)] * self._vectors for _ in range(rows)],
-                    )
-                    for row, sums in enumerate(panel):
-                        for number, value in enumerate(sums):
-                            e.store(value, self._weights + first * 4, 4 * (KEYS * row + 16 * number))
-                self._softmax(i, start, tokens, window)
-                for part in _groups(list(pieces(self._dim)), self._vectors):
-                    self._add_values(weighted, v, seen, part)
-
-    def _transpose(self, k: Value, tokens: Value) -> None:
-        """k (tokens, D) → keys (D, KEYS), where copies of the last token are padding, as far as products read them."""
-        e, row_bytes, step = self._e, 4 * self._dim, 16 * self._vectors
-        with e.loop(0, (tokens + (step - 1)) // step * step, 16) as first:
-            rows = [k + e.imin(first + i, tokens - 1) * row_bytes for i in range(16)]
-            target = self._keys + first * 4
-            whole = self._dim // 16 * 16
-            with e.loop(0, whole, 16) as channel:
-                square = e.transposed([e.load(row + channel * 4, _F16) for row in rows])
-                for number, column in enumerate(square):
-                    e.store(column, target + channel * (4 * KEYS), 4 * KEYS * number)
-            for rest in range(whole, self._dim):
-                e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)
-
-    def _softmax(self, i: Value, start: Value, tokens: Value, window: Value) -> None:
-        """Scores → weights in place; updates row_max, row_sum and rescale of `_rows` queries from i on."""
-        e = self._e
-        integers = vector(I32, 16)
-        keys = [e.constant(integers, list(range(first, first + 16))) for first in range(0, KEYS, 16)]
-        with e.loop(0, self._rows) as row:
-            position = e.load(self._position + (i + row) * 8, I64)
-            last = e.imax(e.imin(position - start, tokens - 1), -1).trunc(I32)
-            first = e.imin(e.imax(position - start - window + 1, 0), KEYS).trunc(I32)
-            at, seen, scores = self._weights + row * (4 * KEYS), [], []
-            for number, key in enumerate(keys):
-                seen.append((key <= last) & (key >= first))
-                score = e.load(at, _F16, 64 * number)
-                if self._spec.is_capped:
-                    score = capped(e, score, e.like(self._softcap, score))
-                scores.append(e.select(seen[-1], score, e.like(LOWEST, score)))
-            own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
-            before = e.load(own_row_max, F32)
-            row_max = e.fmax(e.fmax_lanes(_reduced(scores, e.fmax)), before)
-            weights = [
-                e.select(own, e.exp(score - row_max), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)
-            ]
-            for number, weight in enumerate(weights):
-                e.store(weight, at, 64 * number)
-            # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
-            marked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
-            e.store(row_max, own_row_max)
-            e.store(before - row_max, rescale)
-            e.store(e.sum_lanes(_reduced(marked, lambda a, b: a + b)), rescale, 64)
-        e.store(e.exp(e.load(self._rescale, _F16)), self._rescale)
-        for number in range(self._rows):
-            row_sum, rescale = self._row_sum + i * 4, e.load(self._rescale, F32, 4 * number)
-            added = e.load(self._rescale, F32, 64 + 4 * number)
-            e.store(e.fma(e.load(row_sum, F32, 4 * number), rescale, added), row_sum, 4 * number)
-
-    def _add_values(self, weighted: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
-        """Add weights · values to the rescaled sums, for the channels of `part`."""
-        e, row_bytes, first = self._e, 4 * self._dim, part[0][0]
-        start = []
-        for row in range(self._rows):
-            rescale = e.load(self._rescale, F32, 4 * row)
-            start.append(
-                [
-                    e.load(weighted, vector(F32, lanes), row_bytes * row + 4 * channel) * rescale
-                    for channel, lanes in part
-                ]
-            )
-        sums = multiply(e, self._weights, 4 * KEYS, v + 4 * first, row_bytes, seen, start)
-        for row, own in enumerate(sums):
-            for (channel, _), value in zip(part, own, strict=True):
-                e.store(value, weighted, row_bytes * row + 4 * channel)
-
-
-def _copy(e: Emitter, source: Value, target: Value, dim: int) -> None:
-    for first, lanes in pieces(dim):
-        e.store(e.load(source, vector(F32, lanes), 4 * first), target, 4 * first)
-
-
-def _reduced(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    """The values combined pairwise, as a tree."""
-    whole = list(values)
-    while len(whole) > 1:
-        whole = [combine(a, b) for a, b in zip(whole[::2], whole[1::2], strict=True)]
-    return whole[0]
-
-
-def _groups(parts: Sequence[tuple[int, int]], size: int) -> list[Sequence[tuple[int, int]]]:
-    return [parts[first : first + size] for first in range(0, len(parts), size)]

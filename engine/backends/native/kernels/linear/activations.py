@@ -27,7 +27,7 @@ from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_column
 from polarlm.engine.backends.native.tiles import QUAD
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.byte_ops import LARGEST_SPLIT
+from polarlm.engine.jit.lang.byte_ops import LARGEST_SPLIT, dot2
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
@@ -113,28 +113,40 @@ def quantize_rows(
                     norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, float(inputs.value))
-                totals = [e.sum_lanes(half) for half in integers]
                 target = start + group * (size * row_tile)
                 words = target + place * (2 * GROUP)
                 numbers = target + place * number_bytes(e.level) + 2 * GROUP * row_tile
                 for number, half in enumerate(integers):
                     e.store(_split(e, half) if e.level.splits_words else half.trunc(I16), words, 32 * number)
-                e.store(top * (1 / inputs.value), numbers)
-                e.store(e.collect([-total for total in (totals[0] + totals[1], *totals)]), numbers, 4)
                 if e.level.halves_products:
-                    crossed = [e.sum_lanes(_crossed(e, half)) for half in integers]
-                    e.store(e.collect([-total for total in (crossed[0] + crossed[1], *crossed)]), numbers, CROSSED)
+                    e.store(_sums_and_crossed(e, e.join([half.trunc(I16) for half in integers])), numbers)
+                else:
+                    totals = [e.sum_lanes(half) for half in integers]
+                    e.store(e.collect([-total for total in (totals[0] + totals[1], *totals)]), numbers, 4)
+                e.store(top * (1 / inputs.value), numbers)
 
     for_words = "_words" * (inputs is Inputs.WORDS)
     name = f"quantize{for_words}{'_normed' * normed}{'_picked' * picks}_{row_tile}"
     return Kernel(name, emit, RowArguments)
 
 
-def _crossed(e: Emitter, integers: Value) -> Value:
-    """The products of the two pairs of each four of int32 (16,): int32 (8,)."""
-    pairs = [[lane for lane in range(16) if lane & 2 == second] for second in (0, 2)]
-    first, second = (e.shuffle(integers, integers, lanes) for lanes in pairs)
-    return first * second
+def _sums_and_crossed(e: Emitter, words: Value) -> Value:
+    """Of int16 (32,) the numbers of a row that are int32, as int32 (8,): the first and the last of them are anything.
+
+    Sums of two kinds are added up in the even and in the odd lanes of one vector.
+    """
+    pairs, zero = words.bits(vector(I32, 16)), e.zero(vector(I32, 16))
+
+    def exchanged(x: Value, distance: int) -> Value:
+        return e.shuffle(x, x, [lane ^ distance for lane in range(16)])
+
+    sums = dot2(e, zero, pairs, e.constant(words.type, 1).bits(pairs.type))
+    sums, crossed = sums + exchanged(sums, 1), dot2(e, zero, pairs, exchanged(pairs, 1))
+    both = e.shuffle(sums, crossed, [lane + lane % 2 * 16 for lane in range(16)])
+    for distance in (2, 4):  # within the first eight lanes, those of the first 16 words, and within the last
+        both = both + exchanged(both, distance)
+    whole = both + exchanged(both, 8)
+    return -e.shuffle(both, whole, [16, 16, 0, 8, 17, 1, 9, 9])
 
 
 def _split(e: Emitter, integers: Value) -> Value:
