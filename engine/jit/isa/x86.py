@@ -29,6 +29,7 @@ class Avx2(ConvertsHalves):
     needs: tuple[str, ...] = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
     lanes = 8
     code_tiles: tuple[tuple[int, int], ...] = ((3, 1), (4, 1))
+    sums_in_order = True
     float_tile = 6, 1
     unpacks_first = True
     byte_register = 32
@@ -201,6 +202,7 @@ class Avx2Vnni(_Vnni):
     name = "avx2-vnni"
     needs = (*Avx2.needs, "avxvnni")
     wishes = ("+fast-dpwssd",)  # vpdpwssd instead of a product and a sum
+    sums_in_order = False
 
 
 class Avx512(Avx2):
@@ -214,7 +216,8 @@ class Avx512(Avx2):
     registers = 32
     code_tiles: tuple[tuple[int, int], ...] = ((8, 1),)
     float_tile = 6, 4
-    unpacks_first = False  # registers have room
+    sums_in_order = False  # registers have room
+    unpacks_first = False
     byte_register = 64
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:

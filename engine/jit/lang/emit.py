@@ -259,3 +259,15 @@ class Emitter(MemoryEmitter):
         """The joined results of `operation` on parts of `lanes` lanes of the operands."""
         parts = range(0, operands[0].lanes, lanes)
         return self.join([operation(*(self.part(operand, first, lanes) for operand in operands)) for first in parts])
+
+    def in_order(self, total: Value) -> Value:
+        """Where a level `sums_in_order`: the same vector, whole registers of int32, computed before what is emitted
+        after it. Elsewhere the vector itself. No instruction comes of it."""
+        if not self.level.sums_in_order:
+            return total
+
+        def same(part: Value) -> Value:
+            kept = ir.InlineAsm(ir.FunctionType(part.type, [part.type]), "", "=x,0", side_effect=True)
+            return Value(self, self.builder.call(kept, [part.ir]))
+
+        return self.by_parts(self.level.lanes, same, total)

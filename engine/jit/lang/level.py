@@ -37,6 +37,9 @@ class Level(ABC):
     keeps_order = False
     """Whether `keep_order` and `unknown` do something. Kernels of such a level read again what has no place in
     registers, and compute a few sums after the other, where others would compute all of them together."""
+    sums_in_order = False
+    """Whether `in_order` does something: sums of several rows are computed in the order in which they are emitted, and
+    stay in registers. Where those are few, LLVM would write products to the stack and add them later."""
     float_tile = 2, 1
     """The same of products of float32."""
     byte_register = 0

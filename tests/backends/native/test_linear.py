@@ -126,7 +126,7 @@ def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch
     """They take those of many rows meanwhile, with the same results; steps, which are recorded, wait."""
     rng = np.random.default_rng(3)
     may_compile = threading.Event()
-    (most, tiles), rows = largest_tiling(best()), {16: 5, 8: 2}[best().lanes]
+    (most, tiles, _), rows = largest_tiling(best()), {16: 5, 8: 2}[best().lanes]
 
     def slow(kernel: Kernel, level: Level) -> bytes:
         assert may_compile.wait(120)

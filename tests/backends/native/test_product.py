@@ -274,6 +274,24 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
         assert loop.on_stack <= products / 4
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "q8_0"])
+def test_results_do_not_depend_on_what_unpacks_codes(name: str) -> None:
+    """Unpacked for each panel, or to words in memory. Of sums, only those of floats go to the stack."""
+    for level in (level for level in levels() if level.sums_in_order):
+        rng, most = np.random.default_rng(8), largest_tiling(level)
+        for rows in (4, 6, 16):
+            (format, packed, _), x = stored(rng, name, 16, 512), rng.standard_normal((rows, 512)).astype(np.float32)
+            sizes, outputs = tiling(rows, level), np.empty((2, rows, 16), np.float32)
+            for own, y in zip((sizes, most), outputs, strict=True):
+                spec, (panels, *_) = Product(format, own), quantized(x, own.rows, level)
+                run(product(spec), level, 1, _products(spec, packed, panels, y, y[0], 512, rows))
+            np.testing.assert_array_equal(*outputs)
+            if name != "q6_k":
+                loop = Loop(product(Product(format, sizes)), level)
+                assert loop.count("vpmaddwd") == 32 * sizes.rows
+                assert loop.spilled <= 4 * sizes.rows
+
+
 @pytest.mark.parametrize(("level", "name"), each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0", "f16"]), ids=name_of)
 def test_instructions_of_words(name: str, level: Level) -> None:
     """Two pairs of words are multiplied at a time: of each a load and a dot product for 16 outputs and each row, whose

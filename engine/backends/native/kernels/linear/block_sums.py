@@ -131,7 +131,8 @@ def _dots(
         for row in rows:
             words = e.broadcast(inputs, I32, outputs, 2 * GROUP * row + 4 * pair)
             for dots, code in zip(sums, own_codes, strict=True):
-                dots[row][chain] = dot2(e, dots[row][chain], code, words)
+                total = dot2(e, dots[row][chain], code, words)
+                dots[row][chain] = total if len(less) == 1 else e.in_order(total)
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
 

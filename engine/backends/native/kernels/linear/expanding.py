@@ -46,8 +46,15 @@ class Expander(Protocol):
 def is_expanded(format: WeightFormat, given: Inputs, size: Tiling, level: Level) -> bool:
     """Whether blocks of a format are expanded before they are multiplied. given: how inputs are read."""
     if given is Inputs.CODES:
-        return _has_expander(format) or become_words(size, level)
+        if _has_expander(format):
+            return True
+        return become_words(size, level) and not (size.unpacks_again and _are_simple(format))
     return given is Inputs.WORDS
+
+
+def _are_simple(format: WeightFormat) -> bool:
+    """Whether a shift and a mask unpack the codes of a format."""
+    return format.table is None and layout(format).planes in ((4,), (8,))
 
 
 def _has_expander(format: WeightFormat) -> bool:

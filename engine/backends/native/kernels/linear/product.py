@@ -53,9 +53,9 @@ class Product:
     @property
     def name(self) -> str:
         options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
-        rows, tiles = self.tiling
+        rows, tiles, unpacks_again = self.tiling
         sizes = f"{rows}x{tiles}" if tiles > 1 else rows
-        kind = "_words" * (self.inputs is Inputs.WORDS)
+        kind = "_words" * (self.inputs is Inputs.WORDS) + "_codes" * unpacks_again
         return f"product_{self.format.name}{kind}_{sizes}{options}{'_experts' * self.by_expert}"
 
     @property

@@ -7,14 +7,20 @@ from typing import NamedTuple
 from polarlm.engine.jit.isa.levels import Level
 
 _FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
+_FEW_ROWS = 16  # up to which words in memory save nothing, where sums are in order
+_MOST_IN_ORDER = 6  # rows whose sums have 12 of 16 registers
 _FEW_PANELS = 2  # for which unpacking weights again would cost more than loading inputs seldom saves
 
 
 class Tiling(NamedTuple):
-    """What a kernel multiplies at once: rows of inputs, those of a panel, and tiles of weights."""
+    """What a kernel multiplies at once: rows of inputs, those of a panel, and tiles of weights.
+
+    unpacks_again: codes are unpacked for each panel, unless they take more than a shift and a mask.
+    """
 
     rows: int
     tiles: int
+    unpacks_again: bool = False
 
 
 SINGLE = Tiling(1, 1)
@@ -26,6 +32,10 @@ def tiling(rows: int, level: Level, *, are_words: bool = True) -> Tiling:
 
     are_words: whether all products read their inputs as words.
     """
+    if level.sums_in_order and are_words and rows <= _FEW_ROWS:
+        # Unpacking a tile of codes, and scaling its sums, take about as long as a row.
+        size = Tiling(min(range(1, 1 + _MOST_IN_ORDER), key=lambda own: -(-rows // own) * (own + 1)), 1)
+        return size._replace(unpacks_again=become_words(size, level))
     few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, are_words=are_words)
     if rows <= _FEW_PANELS * few.rows:
         most = few
