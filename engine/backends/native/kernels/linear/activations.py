@@ -27,7 +27,7 @@ from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_column
 from polarlm.engine.backends.native.tiles import QUAD
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.byte_ops import LARGEST_SPLIT
+from polarlm.engine.jit.lang.byte_ops import LARGEST_SPLIT, dot2
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
@@ -113,28 +113,34 @@ def quantize_rows(
                     norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, float(inputs.value))
-                totals = [e.sum_lanes(half) for half in integers]
                 target = start + group * (size * row_tile)
                 words = target + place * (2 * GROUP)
                 numbers = target + place * number_bytes(e.level) + 2 * GROUP * row_tile
+                halved = [half.trunc(I16) for half in integers]
                 for number, half in enumerate(integers):
-                    e.store(_split(e, half) if e.level.splits_words else half.trunc(I16), words, 32 * number)
+                    e.store(_split(e, half) if e.level.splits_words else halved[number], words, 32 * number)
+                sums = _negative_sums(e, e.join(halved).bits(vector(I32, 16)), crossed=e.level.halves_products)
                 e.store(top * (1 / inputs.value), numbers)
-                e.store(e.collect([-total for total in (totals[0] + totals[1], *totals)]), numbers, 4)
-                if e.level.halves_products:
-                    crossed = [e.sum_lanes(_crossed(e, half)) for half in integers]
-                    e.store(e.collect([-total for total in (crossed[0] + crossed[1], *crossed)]), numbers, CROSSED)
+                e.store(sums, numbers, 4)
 
     for_words = "_words" * (inputs is Inputs.WORDS)
     name = f"quantize{for_words}{'_normed' * normed}{'_picked' * picks}_{row_tile}"
     return Kernel(name, emit, RowArguments)
 
 
-def _crossed(e: Emitter, integers: Value) -> Value:
-    """The products of the two pairs of each four of int32 (16,): int32 (8,)."""
-    pairs = [[lane for lane in range(16) if lane & 2 == second] for second in (0, 2)]
-    first, second = (e.shuffle(integers, integers, lanes) for lanes in pairs)
-    return first * second
+def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
+    """The sums in the numbers of a row, int32 (3,), or with those of products (6,). words: the row's 32 int16 as pairs,
+    int32 (16,)."""
+    zero, ones = e.zero(words.type), e.constant(words.type, [0x10001] * 16)
+    pairs, fours = dot2(e, zero, words, ones), zero
+    if crossed:  # in the even lanes; the odd ones hold the same again
+        fours = dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
+    even, odd = range(0, 32, 2), range(1, 16, 2)
+    found = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
+    for step in (2, 1):  # of each four lanes, the sum: of both halves of the words, and of both of products
+        found = found + e.shuffle(found, found, [lane ^ step for lane in range(16)])
+    both = found + e.shuffle(found, found, [lane ^ 4 for lane in range(16)])
+    return -e.shuffle(both, found, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
 
 
 def _split(e: Emitter, integers: Value) -> Value:
