@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from copy import copy
@@ -19,6 +20,7 @@ from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.plan import plan_for_sequences
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
+from polarlm.engine.weight_formats import Matrix
 from polarlm.model_loaders.config import Experts, GenerationDefaults
 
 _UNTIL_RECORDED = 2  # calls of `run_graph` before a device launches the recorded graph
@@ -58,11 +60,16 @@ class Ours:
 
     def weight_bytes(self) -> int:
         """Bytes of the matrices that a step of one token multiplies by, as the backend holds them."""
-        weights, total = self._model.weights, self._model.weights.head.nbytes
+        ops, weights = self._model.ops, self._model.weights
+
+        def held(parts: Sequence[Matrix]) -> int:
+            return sum(ops.matrix_bytes(part.format, math.prod(part.shape)) for part in parts)
+
+        total = held(weights.head.parts)
         for layer, own in zip(self._model.config.layers, weights.layers, strict=True):
-            total += sum(matrix.nbytes for matrix in own.matrices.values())
+            total += sum(held(linear.parts) for linear in own.matrices.values())
             if isinstance(own.ffn, ExpertsWeights) and isinstance(layer.ffn, Experts):
-                total += (own.ffn.gate_up.nbytes + own.ffn.down.nbytes) * layer.ffn.top_k // layer.ffn.count
+                total += held([*own.ffn.gate_up.parts, *own.ffn.down.parts]) * layer.ffn.top_k // layer.ffn.count
         return total
 
     def resident(self) -> dict[str, int]:

@@ -116,37 +116,31 @@ def quantize_rows(
                 target = start + group * (size * row_tile)
                 words = target + place * (2 * GROUP)
                 numbers = target + place * number_bytes(e.level) + 2 * GROUP * row_tile
+                halved = [half.trunc(I16) for half in integers]
                 for number, half in enumerate(integers):
-                    e.store(_split(e, half) if e.level.splits_words else half.trunc(I16), words, 32 * number)
-                if e.level.halves_products:
-                    e.store(_sums_and_crossed(e, e.join([half.trunc(I16) for half in integers])), numbers)
-                else:
-                    totals = [e.sum_lanes(half) for half in integers]
-                    e.store(e.collect([-total for total in (totals[0] + totals[1], *totals)]), numbers, 4)
+                    e.store(_split(e, half) if e.level.splits_words else halved[number], words, 32 * number)
+                sums = _negative_sums(e, e.join(halved).bits(vector(I32, 16)), crossed=e.level.halves_products)
                 e.store(top * (1 / inputs.value), numbers)
+                e.store(sums, numbers, 4)
 
     for_words = "_words" * (inputs is Inputs.WORDS)
     name = f"quantize{for_words}{'_normed' * normed}{'_picked' * picks}_{row_tile}"
     return Kernel(name, emit, RowArguments)
 
 
-def _sums_and_crossed(e: Emitter, words: Value) -> Value:
-    """Of int16 (32,) the numbers of a row that are int32, as int32 (8,): the first and the last of them are anything.
-
-    Sums of two kinds are added up in the even and in the odd lanes of one vector.
-    """
-    pairs, zero = words.bits(vector(I32, 16)), e.zero(vector(I32, 16))
-
-    def exchanged(x: Value, distance: int) -> Value:
-        return e.shuffle(x, x, [lane ^ distance for lane in range(16)])
-
-    sums = dot2(e, zero, pairs, e.constant(words.type, 1).bits(pairs.type))
-    sums, crossed = sums + exchanged(sums, 1), dot2(e, zero, pairs, exchanged(pairs, 1))
-    both = e.shuffle(sums, crossed, [lane + lane % 2 * 16 for lane in range(16)])
-    for distance in (2, 4):  # within the first eight lanes, those of the first 16 words, and within the last
-        both = both + exchanged(both, distance)
-    whole = both + exchanged(both, 8)
-    return -e.shuffle(both, whole, [16, 16, 0, 8, 17, 1, 9, 9])
+def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
+    """The sums in the numbers of a row, int32 (3,), or with those of products (6,). words: the row's 32 int16 as pairs,
+    int32 (16,)."""
+    zero, ones = e.zero(words.type), e.constant(words.type, [0x10001] * 16)
+    pairs, fours = dot2(e, zero, words, ones), zero
+    if crossed:  # in the even lanes; the odd ones hold the same again
+        fours = dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
+    even, odd = range(0, 32, 2), range(1, 16, 2)
+    found = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
+    for step in (2, 1):  # of each four lanes, the sum: of both halves of the words, and of both of products
+        found = found + e.shuffle(found, found, [lane ^ step for lane in range(16)])
+    both = found + e.shuffle(found, found, [lane ^ 4 for lane in range(16)])
+    return -e.shuffle(both, found, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
 
 
 def _split(e: Emitter, integers: Value) -> Value:

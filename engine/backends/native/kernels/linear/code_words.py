@@ -10,7 +10,8 @@ of its time so. Words in memory are loaded, multiplied and added. For 32 inputs 
 
 Two pairs x, y of inputs and their words v, w give vx + wy = (x + w)(y + v) − xy − vw (Winograd, A New Algorithm for
 Inner Product, 1968): one product of two sums instead of two products. The sum of the xy belongs to a row and comes with
-its panel, that of the vw belongs to an output. int32 wraps, so that the differences are exact.
+its panel, that of the vw belongs to an output. int32 wraps, so that the differences are exact. Each third row is
+multiplied without that, in the pipes that sums leave free.
 """
 
 from __future__ import annotations
@@ -90,7 +91,11 @@ class Words:
             return [e.zero(_I16) for _ in numbers]
         of_words = e.load(at, _I16, self._starts + _VECTOR * group)
         place = CROSSED if self._groups == 1 else CROSSED + 4 + 4 * group
-        return [of_words + e.broadcast(own, I32, ROWS, place) for own in numbers]
+        whole = _whole_rows(len(numbers))
+        return [
+            e.zero(_I16) if row in whole else of_words + e.broadcast(own, I32, ROWS, place)
+            for row, own in enumerate(numbers)
+        ]
 
     def _products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """Add the products of two pairs of inputs to those of each tile and row. at: addresses of the tiles' words."""
@@ -103,13 +108,16 @@ class Words:
                     of_tile[row].set(dot2(e, of_tile[row].get(), own, given))
 
     def _half_products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
-        """The same with one product of sums, and the products of the two pairs of inputs and of words in addition."""
-        e = self._e
+        """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in
+        all rows but those of `_whole_rows`."""
+        e, whole = self._e, _whole_rows(len(dots[0]))
         words = [[e.load(own, _WORDS, _VECTOR * number) for number in range(2)] for own in at]
         for row in range(len(dots[0])):
             x, y = (e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number).bits(_WORDS) for number in range(2))
             for (v, w), of_tile in zip(words, dots, strict=True):
-                of_tile[row].set(dot2(e, of_tile[row].get(), (x + w).bits(_I16), (y + v).bits(_I16)))
+                factors = ((x, v), (y, w)) if row in whole else ((x + w, y + v),)
+                for a, b in factors:
+                    of_tile[row].set(dot2(e, of_tile[row].get(), a.bits(_I16), b.bits(_I16)))
 
     def _add_group(
         self, at: Value, group: int, dots: Sequence[Value], numbers: Sequence[Value], totals: Sequence[Variable]
@@ -122,6 +130,13 @@ class Words:
                 less = e.broadcast(own, I32, ROWS, place_of_sum).to_float()
                 value = e.fma(less, e.load(at, _F16, self._offsets + _VECTOR * group), value)
             total.set(e.fma(value, e.broadcast(own, F32, ROWS), total.get()))
+
+
+def _whole_rows(row_tile: int) -> range:
+    """The rows, a third of them, whose products are not halved. All of four pipes add, and two multiply: a product of
+    sums takes six turns of a pipe, two of them of pipes that multiply, and the two products that it replaces take four
+    of these. With only one of both, pipes would wait."""
+    return range(0, row_tile // 3 * 3, 3)
 
 
 class CodeWords(Words):

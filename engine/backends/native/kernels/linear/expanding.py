@@ -1,7 +1,7 @@
 """Sums of products with blocks that are expanded first: lattices and digits to codes of 8 bits, numbers of 16 bits to
 words (`number_words`), and for products of many rows codes to words (`code_words`) where the level is faster so.
 
-A block of 16 rows is expanded in memory of the thread that stays in the cache, once for 32 panels.
+A block of 16 rows is expanded in memory of the thread that stays in the cache, once for 64 panels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
-_PANELS = 32  # whose sums are kept while a block is expanded: enough that expanding it costs little beside products
+_PANELS = 64  # whose sums are kept while a block is expanded: enough that expanding it costs little beside products
 SUMS = 128  # the offset of the sums in the scratch memory
 _ROW = 4 * ROWS
 _INPUTS = 256  # whose codes become words at a time: those of the largest block
@@ -81,7 +81,7 @@ def expanded_sums(
     """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
 
     tiles: addresses. at_once: how many of them are multiplied at a time. panels: the address of panels from
-    `quantize_rows`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums of 32
+    `quantize_rows`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums of 64
     panels and all tiles, and then for words.
     """
     x, stride, blocks, rows = panels
