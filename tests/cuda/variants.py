@@ -144,12 +144,12 @@ def _decode_attention() -> list[Variant]:
 
 def _prefill_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring5", "turbo3"), ("turbo4", "f16"), ("ring3", "turbo2"))
-    types += (("trellis4", "trellis3.5"),)
     caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     caches += [Cache("f16", "f16", d, mean_bits=0) for d in _HEAD_DIMS]
     caches += [Cache("ring4", "ring4", 128, block_size=n) for n in (16, 32, 128)]
     caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
+    caches += [Cache("trellis4", "trellis3.5", d) for d in _HEAD_DIMS]
     caches += _others(caches)
     variants = []
     for cache, group in zip(caches, itertools.cycle((1, 4, 8, 3)), strict=False):
