@@ -42,9 +42,12 @@
 //   Codes, .load(record, part, lane)            loads the codes of a part into registers
 //   Decoder(codes, shared, lane), .next(t, a)   decodes tile t into registers; t is a constant after unrolling, and
 //                                               ascends from 0 unless RANDOM_ACCESS
+//   Decoder.pass(t)                             in place of next(t, a) for a tile that is not wanted
 //   norms(norm, record, part, lane, shared)     norm[2i + h] = norm of token 16i + 8h + g; ones unless NORMED
 //   ROUNDED         whether encode_blocks.cu chooses codes among POINTS points of WIDTH values, at tables + POINTS_F32,
 //                   and stores them by `pack`; else `encode` chooses and stores them
+//   PATHS           if ROUNDED: whether the two lowest bits of the code before negate the values of a point, so that
+//                   codes are chosen by a search for the best path
 //   pack(record, codes, norms, tables, thread, threads)   codes [N][D / WIDTH] and norms [N] ≥ 0, in shared memory
 //   encode(record, x, scratch, tables, thread, threads)   x [N][D] in shared memory
 // PRECOND of all: records aligned to 128 bytes, tables to 16.

@@ -1,5 +1,5 @@
-// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: the base of ring and
-// turbo. Twin of engine/records/pair_table.py.
+// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: the base of ring, turbo
+// and trellis. Twin of engine/records/pair_table.py.
 //
 // L has, beside the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
 // LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;
@@ -10,6 +10,7 @@ template <class L>
 struct PairTable {
     static constexpr int ROWS = L::ROWS;
     static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false;
+    static constexpr bool PATHS = false;
     static constexpr int ROUNDED = 1, WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 
     // Row `byte` has, in every lane's column, the point whose code is the upper BITS bits of that byte. With ten bits,
@@ -51,6 +52,13 @@ struct PairTable {
                 ten_bits(codes.words[t], codes.words[L::TILES + t / 4], t % 4 * 2, c);
             else
                 bytes(word(t), c);
+            arrange(c, a);
+        }
+
+        __device__ __forceinline__ void pass(int t) { word(t); }
+
+        // Points of a tile's codes as its registers.
+        static __device__ __forceinline__ void arrange(const unsigned (&c)[4], unsigned (&a)[4]) {
             if constexpr (L::VALUES) {
                 a[0] = __byte_perm(c[0], c[1], 0x5410), a[1] = __byte_perm(c[0], c[1], 0x7632);
                 a[2] = __byte_perm(c[2], c[3], 0x5410), a[3] = __byte_perm(c[2], c[3], 0x7632);

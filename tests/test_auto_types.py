@@ -31,7 +31,7 @@ from tests.server.http_server import serving
 from tests.tiny import load_tiny, make_model
 
 N = 16
-BITS = 5.0  # of the tiny model's heads of 8 channels in blocks of 16, ring3 takes 4 bits and ring5 6, and means 0.6
+BITS = 5.0  # of the tiny model's heads of 8 channels in blocks of 16, trellis3 takes 4 bits and ring5 6, and means 0.6
 BACKENDS: dict[str, Callable[[], Ops]] = {
     "numpy": lambda: NumpyOps(1),
     "native": lambda: select("cpu", 1)[0],
@@ -150,7 +150,7 @@ def test_it_is_measured_once(tiny_path: Path, measured: list[Any]) -> None:
     assert len(measured) == 1
     assert sum("what errors of each layer" in one for one in said) == 1
     line = engine._fit_line
-    assert "as auto:5 (keys ring" in line
+    assert "as auto:5 (keys trellis" in line
     assert f"({engine.cache_shape.bits_per_value:.2f} bits/value)" in line
 
 
@@ -174,7 +174,7 @@ def test_a_server_says_what_is_in_memory(tiny_path: Path) -> None:
     keys, values = by_layer([k for k, _ in pairs]), by_layer([v for _, v in pairs])
     assert (stats["cache_type_k"], stats["cache_type_v"]) == (keys, values)
     assert f'cache_type_k="{keys}",cache_type_v="{values}"' in build
-    assert stats["cache_types"].startswith("auto:5 (keys ring")
+    assert stats["cache_types"].startswith("auto:5 (keys trellis")
     for name, count in Counter(k for k, _ in pairs).items():
         assert f"{name} ×{count}" in stats["cache_types"].partition(";")[0]
 
@@ -223,8 +223,8 @@ def test_a_layer_whose_attention_has_no_output_costs_nothing(tiny_path: Path, mo
         ({"cache_type": "auto:5", "cache_type_v": "ring3"}, "leave cache_type_v out"),
         ({"cache_type": "auto:5", "calibration": False}, "which calibration=False leaves out"),
         ({"cache_type": "auto:5", "key_conditioning": False}, "which key_conditioning=False leaves out"),
-        ({"cache_type": "auto:2"}, "ring3 to ring5 take 4."),
-        ({"cache_type": "auto:9"}, "ring3 to ring5 take 4."),
+        ({"cache_type": "auto:2"}, "trellis3 to ring5 take 4."),
+        ({"cache_type": "auto:9"}, "trellis3 to ring5 take 4."),
         ({"cache_type": "auto:5", "block_size": 128}, "measuring takes 3 blocks of 128 tokens"),
         ({"cache_type": "auto:5/ring3"}, "give the bits per value"),
         ({"cache_type_k": "auto:5"}, "there is no such type"),

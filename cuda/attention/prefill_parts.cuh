@@ -119,8 +119,11 @@ __device__ __forceinline__ void decode_keys(unsigned char *to, const unsigned ch
 #pragma unroll
         for (int t = KeyCodec::RANDOM_ACCESS ? first : 0; t < TILES * (W + 1) / WARPS; ++t) {
             unsigned a[4], mean[2];
+            if (t < first) {
+                decoder.pass(t);
+                continue;
+            }
             decoder.next(t, a);
-            if (t < first) continue;
             mean_tile<KeyLayout>(mean, record, t / PT, lane % 4);
 #pragma unroll
             for (int r = 0; r < 4; ++r)
@@ -147,8 +150,11 @@ __device__ __forceinline__ void decode_values(unsigned char *to, const unsigned 
 #pragma unroll
         for (int t = ValueCodec::RANDOM_ACCESS ? first : 0; t < TILES * (W + 1) / WARPS; ++t) {
             unsigned a[4];
+            if (t < first) {
+                decoder.pass(t);
+                continue;
+            }
             decoder.next(t, a);
-            if (t < first) continue;
             if constexpr (ValueCodec::NORMED) {
                 if (t == first || t % STEPS == 0) {
 #pragma unroll

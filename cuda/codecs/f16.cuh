@@ -23,6 +23,7 @@ struct f16 {
 
         __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *, int) : first(codes.first) {}
         __device__ __forceinline__ void next(int t, unsigned (&a)[4]) { load_f16_tile(a, first + t * 512); }
+        __device__ __forceinline__ void pass(int) {}
     };
 
     static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *, int, int,

@@ -89,6 +89,11 @@ struct polarpair {
             }
         }
 
+        __device__ __forceinline__ void pass(int t) {
+            unsigned a[4];
+            next(t, a);
+        }
+
         // The scale for register r, in both halves.
         __device__ __forceinline__ __half2 both(unsigned scale, int r) const {
             return r < 2 ? __low2half2(as_half2(scale)) : __high2half2(as_half2(scale));

@@ -82,6 +82,11 @@ struct polarquant {
             }
         }
 
+        __device__ __forceinline__ void pass(int t) {
+            unsigned a[4];
+            next(t, a);
+        }
+
         // Computes what the lane's sharers need of the tiles that it stores of four.
         __device__ __forceinline__ void prepare(int i) {
             const unsigned rows = codes.words[ANGLES + i];

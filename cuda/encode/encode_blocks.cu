@@ -1,26 +1,28 @@
 // The op `encode_blocks`: quantizes complete blocks. Full-precision records become records of codes, which are chosen
 // as engine/quantization/encode.py and `Codec.encode` choose them.
 //
-// sides (rows, 8): addresses, a SideArrays in each row. The first `values` rows are values of a layer, the others keys.
+// sides (rows, 9): addresses, a SideArrays in each row. The first `values` rows are values of a layer, the others keys.
 // jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. Values come first: they
 // take longer where errors are fed back between tokens. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  those of the codec
-//   candidates uint16 (64, 64, MOST)     for codes of pairs: made by engine/backends/cuda/kv/candidates.py
+//   candidates uint16                    for codes of pairs: made by engine/backends/cuda/kv/candidates.py
 // The others are float32, from engine.quantization.metric, each null where the metric does not have it:
 //   feedback (K, D, D)      error feedback between channels, F transposed: row c has the weights with which the error
 //                           of channel c is added to the others. Null: without a metric. Then every pair takes the
 //                           nearest point and every norm is the rms, and none of the following is read
+//   weights (K, PAIRS)      of pairs in the cost of a path; read for PATHS
 //   matrix (K, D, D)        M: an error e costs e·M·eᵀ, and norms are fitted to it; or, where norms are tilted, the
 //                           second moments of queries
 //   mean_query (K, D)       by which norms of keys are tilted
 //   token_feedback (N, N)   values only: error feedback between tokens, transposed: row i has the weights with which
-//                           the error of token i is added to the others
+//                           the error of token i is added to the others; of PATHS, tokens are in the order of rounds
 //
 // A lane has a token. Pair j (or value j) of token t depends on the token's pairs before j and, with feedback between
 // tokens, on pair j of the tokens before t. So the CTA rounds the cells (t, j) in wavefronts: front number j, or t + j
 // with feedback between tokens. One thread per token rounds; the other warps add up the feedback of earlier errors. x
 // in shared memory holds targets; those that have been rounded are replaced by their errors.
+// Codes that depend on the ones before are those of the best path instead: paths.cuh.
 // Without a metric, codes, norms and means equal NumPy's to the bit: sums are in its order, multiplications not fused.
 //
 // Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not
@@ -28,18 +30,16 @@
 // DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS,
 // a multiple of TOKENS / 32, at least twice that; LARGEST, to which values are clipped before rounding; TILT_LOW,
 // TILT_HIGH, least and largest ratio of a tilted norm to the norm of least squares; NORM_FACTORS, a list of floats:
-// norms to round keys with, over the rms.
+// norms to round keys with, over the rms; PATH_NORMS, how many of them are tried for PATHS.
 // PRECOND: full-precision records are finite; pools aligned to 128 bytes, other arrays to 16.
-// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, fitting.cuh, rounding.cuh.
+// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, fitting.cuh, rounding.cuh, path_search.cuh, paths.cuh.
 
 template <class Codec, class L, class Full>
 __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
     DYNAMIC_SHARED(unsigned char, shared);
     if constexpr (Codec::ROUNDED) {
-        const SideArrays &side = *move.side;
-        const Cost cost = {at_head(side.feedback, L::D * L::D), at_head(side.matrix, L::D * L::D),
-                           at_head(side.mean_query, L::D), L::VALUES ? side.token_feedback : nullptr};
-        Rounder<L, Codec>(shared, side.candidates, cost).encode(move);
+        if constexpr (Codec::PATHS) PathRounder<L, Codec>(shared, move.side).encode(move);
+        else Rounder<L, Codec>(shared, move.side->candidates, cost_of<L>(*move.side)).encode(move);
     } else {
         float *x = reinterpret_cast<float *>(shared), *mean = x + L::N * L::D;
         load_tokens<L, L::D, 1>(x, move.full(), 0, L::N);

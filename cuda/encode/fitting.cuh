@@ -1,6 +1,6 @@
 // Fits the norms of a block's tokens to what errors cost, once their codes are chosen. Part of encode_blocks.cu.
 
-// x, points, partial, codes: `Rounder` lists them. size: the norm that a token was rounded with.
+// x, points, partial, codes: `Rounder` and `PathRounder` list them. size: the norm that a token was rounded with.
 template <class L, class Codec>
 struct NormFit {
     using R = RounderMemory<L, Codec>;
@@ -15,6 +15,11 @@ struct NormFit {
     __device__ __forceinline__ void read_back(float (&y)[W], float (&v)[W], float (&a)[W], int pair, int token,
                                               float size) const {
         load_cell(y, points + codes[pair * R::CODE_STRIDE + token] * W);
+        if constexpr (Codec::PATHS) {
+            const unsigned before = pair ? codes[(pair - 1) * R::CODE_STRIDE + token] : 0;
+            if (before & 1) y[0] = -y[0];
+            if (before & 2) y[1] = -y[1];
+        }
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             const float error = x[(pair * W + w) * STRIDE + token];

@@ -8,7 +8,7 @@ struct SideArrays {
     unsigned char *quantized;
     const unsigned char *full, *tables;
     const unsigned short *candidates;
-    const float *feedback, *matrix, *mean_query, *token_feedback;
+    const float *feedback, *weights, *matrix, *mean_query, *token_feedback;
 };
 
 // The block and KV head of this CTA. Addresses are computed again at each call, which is cheaper than keeping them in
@@ -110,4 +110,33 @@ __device__ void store_mean(unsigned char *record, float *mean) {
         if (c < L::D) mean[c] = stored;
     }
     if (L::MEAN_BITS == 8 && threadIdx.x == 0) *reinterpret_cast<__half *>(record + L::MEAN_SCALE) = scale;
+}
+
+// Sums of squares of channels from … to − 1 of a token, whose column of x begins at `column`: see `measure`.
+template <class L, int STRIDE>
+__device__ __forceinline__ float sum_squares(float *column, const float *mean, int from, int to, bool clipped) {
+    float sum = 0.0f;
+    for (int c = from + thread_read_anew() % 8; c < to; c += 8) {
+        float value = column[c * STRIDE];
+        if (L::MEAN_BITS) value = __fsub_rn(value, mean[c]);
+        if (clipped) value = fminf(fmaxf(value, -LARGEST), LARGEST);
+        column[c * STRIDE] = value;
+        sum = __fadd_rn(sum, __fmul_rn(value, value));
+    }
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, step));
+    return sum;
+}
+
+// Subtracts the mean, if there is one, from the first `count` tokens of x (D, STRIDE), a multiple of four, clips them
+// if `clipped`, and writes their rms, times `factor`. Eight lanes share a token and add in NumPy's order.
+template <class L, int STRIDE>
+__device__ void measure(float *sizes, float *x, const float *mean, int count, float factor, bool clipped) {
+    constexpr int head = L::D <= 128 ? L::D : L::D / 2 / 8 * 8;
+    for (int four = threadIdx.x / 32; four < count / 4; four += WARPS) {
+        const int t = 4 * four + threadIdx.x % 32 / 8;
+        float sum = sum_squares<L, STRIDE>(x + t, mean, 0, head, clipped);
+        if (head < L::D) sum = __fadd_rn(sum, sum_squares<L, STRIDE>(x + t, mean, head, L::D, clipped));
+        if (threadIdx.x % 8 == 0) sizes[t] = __fmul_rn(__fsqrt_rn(__fdiv_rn(sum, float(L::D))), factor);
+    }
 }

@@ -55,7 +55,7 @@ struct Rounder {
                 if (L::MEAN_BITS == 0 || TOKENS < L::N || number > 0)
                     load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
                 __syncthreads();
-                measure(first, factor);
+                measure<L, STRIDE>(sizes + first, x, mean, TOKENS, factor, cost.feedback);
                 __syncthreads();
                 full = move.full();
                 if (cost.feedback) round_with_feedback(first, number);
@@ -68,32 +68,6 @@ struct Rounder {
                 __syncthreads();
             }
         Codec::pack(move.record(), codes, norms, move.side->tables, threadIdx.x, THREADS);
-    }
-
-    // Subtracts the mean from x and writes the rms of its tokens, times `factor`. Eight lanes share a token and add in
-    // NumPy's order.
-    __device__ void measure(int first, float factor) {
-        constexpr int head = D <= 128 ? D : D / 2 / 8 * 8;
-        for (int four = threadIdx.x / 32; four < TOKENS / 4; four += WARPS) {
-            const int t = 4 * four + threadIdx.x % 32 / 8;
-            float sum = squares(x + t, 0, head);
-            if (head < D) sum = __fadd_rn(sum, squares(x + t, head, D));
-            if (threadIdx.x % 8 == 0) sizes[first + t] = __fmul_rn(__fsqrt_rn(__fdiv_rn(sum, float(D))), factor);
-        }
-    }
-
-    __device__ __forceinline__ float squares(float *column, int from, int to) {
-        float sum = 0.0f;
-        for (int c = from + thread_read_anew() % 8; c < to; c += 8) {
-            float value = column[c * STRIDE];
-            if (L::MEAN_BITS) value = __fsub_rn(value, mean[c]);
-            if (cost.feedback) value = fminf(fmaxf(value, -LARGEST), LARGEST);
-            column[c * STRIDE] = value;
-            sum = __fadd_rn(sum, __fmul_rn(value, value));
-        }
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, step));
-        return sum;
     }
 
     // As Codec.encode: the nearest points, and the rms as the norm.

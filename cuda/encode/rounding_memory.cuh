@@ -1,11 +1,17 @@
-// The inputs of `Rounder`, and its arrays in shared memory. Part of encode_blocks.cu.
+// The inputs of `Rounder` and `PathRounder`, and their arrays in shared memory. Part of encode_blocks.cu.
 
 // The metric of one KV head. mean: mean_query; null where norms are not tilted.
 struct Cost {
     const float *feedback, *matrix, *mean, *token_feedback;
 };
 
-// Offsets of the arrays that `Rounder` lists, in bytes of shared memory.
+template <class L>
+__device__ __forceinline__ Cost cost_of(const SideArrays &side) {
+    return {at_head(side.feedback, L::D * L::D), at_head(side.matrix, L::D * L::D), at_head(side.mean_query, L::D),
+            L::VALUES ? side.token_feedback : nullptr};
+}
+
+// Offsets of the arrays that both list, in bytes of shared memory.
 template <class L, class Codec>
 struct RounderMemory {
     static constexpr int PAIRS = L::D / Codec::WIDTH;
@@ -20,7 +26,8 @@ struct RounderMemory {
     static constexpr int MEAN = POINTS + Codec::POINTS * Codec::WIDTH * 4;
     static constexpr int SIZES = MEAN + (L::MEAN_BITS ? L::D * 4 : 0), NORMS = SIZES + L::N * 4;
     static constexpr int LEAST = NORMS + L::N * 4, CODES = LEAST + TOKENS * 4, NEW_CODES = CODES + L::N * PAIRS * 2;
-    static constexpr int BYTES = NEW_CODES + PAIRS * CODE_STRIDE * 2;
+    static constexpr int LINKS = NEW_CODES + PAIRS * CODE_STRIDE * 2;
+    static constexpr int BYTES = LINKS + (Codec::PATHS ? PAIRS * TOKENS * 4 * 2 : 0);
 };
 
 template <class T>

@@ -24,7 +24,7 @@ class PairRecord(Record):
     """The record of pair codes and norms.
 
     points (P, width) float32: the value (width 1) or pair (width 2) of each code that the encoder chooses. pairs
-    (2^bits, 2) float32: the values of each pair code.
+    (2^bits, 2) float32: the values of each pair code, or (256, 2), those of each byte.
     """
 
     codec: str
@@ -32,6 +32,7 @@ class PairRecord(Record):
     store: PairStore
     points: np.ndarray
     pairs: np.ndarray
+    searches_paths: bool = False
 
     @property
     def rows(self) -> int:
@@ -85,7 +86,7 @@ class PairRecord(Record):
 
 
 def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
-    """The codec's record; None if points depend on other codes."""
-    if codec.points is None or codec.flips:
+    """The codec's record; None if it has no points."""
+    if codec.points is None:
         return None
     return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pair_points(codec))

@@ -39,4 +39,4 @@ def test_the_command(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert allocation.main([*flags, "--windows", "99", "--bits", "5"]) == 2
     assert "is too short for 99 windows of 256" in capsys.readouterr().err
     assert allocation.main([*flags, "--bits", "1"]) == 2
-    assert "ring3 to ring5 take" in capsys.readouterr().err
+    assert "trellis3 to ring5 take" in capsys.readouterr().err

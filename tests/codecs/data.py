@@ -17,10 +17,7 @@ def _has_points(codec: Codec) -> bool:
 
 
 TABLED = [name for name in codecs.available() if _has_points(codecs.get(name))]
-"""The cache types whose codes each stand for a point of a table: kernels of a CPU read them all alike."""
-
-ON_A_GPU = [name for name in TABLED if not codecs.get(name).flips]
-"""Those that kernels of a GPU read all alike."""
+"""The cache types whose codes each stand for a point of a table: kernels read them all alike."""
 
 
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:

@@ -12,7 +12,7 @@ from polarlm.engine.codecs.parts.norms import ByteNorm
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.records import Layout
-from tests.codecs.data import ON_A_GPU, stored_norms
+from tests.codecs.data import TABLED, stored_norms
 from tests.cuda.programs import Program
 from tests.cuda.readers import ENCODE, PACK, READ, read, text
 from tests.pairs import each
@@ -20,7 +20,7 @@ from tests.pairs import each
 SEEDS = [0, 1, 2]
 HALF_EPS, HALF_TINY = 2.0**-10, 2.0**-24  # distance of halves: relative to them, and of the smallest
 
-NAMES = [*ON_A_GPU, "ring3.5+norm16"]
+NAMES = [*TABLED, "ring3.5+norm16"]
 # (head dim, block size): every number of tokens and channels that differs in kind appears with every codec.
 SHAPES = [(64, 64), (8, 16), (48, 32), (144, 64), (16, 128), (80, 32), (256, 16), (24, 64)]
 
@@ -170,7 +170,7 @@ def test_tables_of_both_sides_share_rows_without_overlap(
 
 # Product: a codec's codes lie in another order for keys, which have a mean, and registers may run out in either.
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("name", "head_dim"), each([*ON_A_GPU, "f16"], [128, 128, 256, 80, 64, 96]))
+@pytest.mark.parametrize(("name", "head_dim"), each([*TABLED, "f16"], [128, 128, 256, 80, 64, 96]))
 @pytest.mark.parametrize("values", [False, True])
 def test_readers_compile_without_spills(name: str, head_dim: int, values: bool) -> None:
     try:

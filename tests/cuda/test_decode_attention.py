@@ -105,6 +105,9 @@ CACHES = [
     ("ring4", "polarquant", 80, 1, 64, 8),
     ("polarpair-m4n4", "ring3", 64, 4, 64, 8),
     ("polarpair-m4n2", "polarquant", 96, 1, 32, 0),
+    ("trellis4", "trellis3.5", 128, 8, 64, 8),
+    ("trellis3", "trellis4", 80, 3, 32, 8),
+    ("trellis3.5", "trellis3", 256, 2, 64, 16),
 ]
 
 

@@ -608,7 +608,7 @@ def drafts_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
     return seen
 
 
-TYPES = [("f16", "f16"), ("ring4", "ring3.5"), ("turbo4", "f16"), ("polarquant", "ring5")]
+TYPES = [("f16", "f16"), ("ring4", "ring3.5"), ("turbo4", "f16"), ("polarquant", "ring5"), ("trellis4", "trellis3")]
 
 
 @pytest.mark.slow
@@ -733,9 +733,12 @@ def test_round_trip_replaces_tokens_by_their_decoded_block(ops: CudaOps, count: 
     assert np.abs(pair[0] - pair[1]).max() <= 4 * STEP["__half"] * np.abs(pair[1]).max()
 
 
-def test_encoding_with_a_metric_gives_nearly_all_codes_of_numpy(rng: np.random.Generator) -> None:
-    """Nearly all codes are NumPy's, and they are not the nearest ones."""
-    types = codecs.get("ring4"), codecs.get("ring3.5")
+@pytest.mark.parametrize("names", [("ring4", "ring3.5"), ("trellis4", "trellis3")])
+def test_encoding_with_a_metric_gives_nearly_all_codes_of_numpy(
+    rng: np.random.Generator, names: tuple[str, str]
+) -> None:
+    """Nearly all codes are NumPy's, and they are not those without a metric."""
+    types = codecs.get(names[0]), codecs.get(names[1])
     directions = rng.standard_normal((KV_HEADS, 5 * D, D)) * np.geomspace(1, 0.1, D) + 0.2
     second, output = directions.swapaxes(1, 2) @ directions / (5 * D), rng.standard_normal((48, HEADS * D))
     metric_k = key_metric(second, directions.mean(1), np.ones((KV_HEADS, D)), None, types[0].rounding)
@@ -743,7 +746,7 @@ def test_encoding_with_a_metric_gives_nearly_all_codes_of_numpy(rng: np.random.G
 
     def fields(ops: Ops, metrics: Any) -> list[np.ndarray]:
         """Of the first quantized block: keys' codes, norms and means, values'."""
-        store = store_of(ops, ("ring4", "ring3.5"), (None,), [metrics])
+        store = store_of(ops, names, (None,), [metrics])
         kv = store.new_sequence()
         feed(store, [kv], 4 * N + 3, 0)
         cache, ids = store.cache(0), kv.tables[0].quantized

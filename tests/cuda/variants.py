@@ -122,6 +122,7 @@ def _of_other_scores(variants: list[Variant]) -> list[Variant]:
 def _decode_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
     types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
+    types += (("trellis4", "trellis3.5"), ("trellis3", "trellis4"))
     caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     caches += [Cache("f16", "f16", d, mean_bits=0) for d in _HEAD_DIMS]
     caches += [Cache("ring4+norm16", "ring4+norm16", d, mean_bits=16) for d in _HEAD_DIMS]
@@ -148,6 +149,7 @@ def _prefill_attention() -> list[Variant]:
     caches += [Cache("ring4", "ring4", 128, block_size=n) for n in (16, 32, 128)]
     caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
+    caches += [Cache("trellis4", "trellis3.5", d) for d in _HEAD_DIMS]
     caches += _others(caches)
     variants = []
     for cache, group in zip(caches, itertools.cycle((1, 4, 8, 3)), strict=False):
@@ -161,6 +163,11 @@ def _encode_blocks() -> list[Variant]:
     shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
     caches = [Cache(keys, values, *next(shapes)) for keys in types for values in types]
     caches += [Cache("ring4+norm16", "ring4+norm16", 8, mean_bits=16), Cache("polarpair-m4n4", "polarquant", 128)]
+    caches += [
+        Cache("trellis4", "ring3.5", 256),
+        Cache("trellis3.5", "trellis3", 128, 128),
+        Cache("f16", "trellis4", 80),
+    ]
     caches += _others(caches)
     variants = []
     for cache in caches:

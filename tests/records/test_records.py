@@ -174,7 +174,7 @@ def test_tables_of_both_sides_share_rows() -> None:
     assert records.table_bytes(byte_norms, half_norms) == 264 * 256
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "kivi4", "trellis3"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "kivi4"])
 def test_codecs_without_a_kernel_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has no GPU kernel"):
         records.layout(codecs.get(name), False, 64, 64)

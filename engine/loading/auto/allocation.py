@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs.ring import NAMES
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import mean_fields
 from polarlm.engine.state.cache_types import by_layer
 from polarlm.model_loaders.config import Attention
+
+NAMES = "trellis3", "trellis3.5", "trellis4", "ring5"  # ascending; trellis has less error than ring of equal bits
 
 _ROUNDING = 1e-6  # bits
 
@@ -33,7 +34,7 @@ def types(
     included.
 
     attentions: of each layer with K/V of its own. layers: the number of all layers. costs: None if errors cost the same
-    everywhere. mean_bits: of the means of keys. Raises EngineError for a budget that no ring types have.
+    everywhere. mean_bits: of the means of keys. Raises EngineError for a budget that none of `NAMES` have.
     """
     if not attentions:
         return NAMES[0]
@@ -67,7 +68,8 @@ def allocate(cost: np.ndarray, values: np.ndarray, bits: np.ndarray, budget: flo
     """Return an index into the types (n,) for each of n sides, whose bits per value are at most `budget` on average.
 
     cost: of the errors of each side at equal bits. values: of each side, for a token. bits (n, types): ascending. The
-    square of an error, and with it its cost, falls by half with each half bit more. So each step to more bits saves
+    square of an error, and with it its cost, falls by half with each half bit more (with `ring5` after `trellis4` it
+    falls a little less: from .0059 to .0020). So each step to more bits saves
     less for its bits than the one before, and the best choice takes the steps in the order of what they save for their
     bits, from the fewest bits on. Of equal steps the first one is taken.
     """

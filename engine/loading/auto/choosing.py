@@ -46,7 +46,7 @@ def with_types(
     """Return `config` with the types that auto:BITS stands for in its place, unless the model has no K/V.
 
     loaded: settings → a context with an engine's parts, to measure its model; called unless what errors cost is kept.
-    Raises EngineError for bits that no ring types have, and for a text that is too short.
+    Raises EngineError for bits that no types have, and for a text that is too short.
     """
     budget, layers = cache_types.auto_bits(config.cache_type), source.config.kv_attentions
     if budget is None or not layers:

@@ -64,6 +64,7 @@ class SideArrays(NamedTuple):
     tables: Array | None
     candidates: Array | None
     feedback: Array | None
+    weights: Array | None
     matrix: Array | None
     mean_query: Array | None
     token_feedback: Array | None
@@ -74,7 +75,8 @@ class Side:
     """Keys or values of one layer. Arrays are None where the codec or the metric has no such array.
 
     quantized: the pool of quantized blocks. tables: the layout's tables. candidates: of the codec's points, see
-    `candidates`. The other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean.
+    `candidates`. The other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean;
+    weights only of a codec whose codes are chosen as paths.
     """
 
     layout: Layout
@@ -82,13 +84,14 @@ class Side:
     tables: Array | None
     candidates: Array | None
     feedback: Array | None = None
+    weights: Array | None = None
     matrix: Array | None = None
     mean_query: Array | None = None
     token_feedback: Array | None = None
 
     def arrays(self, full: Array) -> SideArrays:
         """The arrays for encoding into this side. full: the pool of full-precision records to encode."""
-        costs = self.feedback, self.matrix, self.mean_query, self.token_feedback
+        costs = self.feedback, self.weights, self.matrix, self.mean_query, self.token_feedback
         return SideArrays(self.quantized, full, self.tables, self.candidates, *costs)
 
 

@@ -1,12 +1,14 @@
 """Candidates for the nearest point of a codec's table: a short list for every cell of a grid.
 
 `cuda/encode/encode_blocks.cu` compares a pair only with the candidates of its cell, and finds the same point as by a
-comparison with all points.
+comparison with all points. A path search has the candidates of `engine.codecs.parts.cosets`.
 """
 
 from __future__ import annotations
 
 import numpy as np
+
+from polarlm.engine.codecs.parts.cosets import CELLS, STATES, Cosets
 
 _CELLS = 64  # cells along each axis of the square [−4, 4)²
 _SIDE = 8 / _CELLS
@@ -37,3 +39,10 @@ def candidates(points: np.ndarray) -> np.ndarray:
         codes = np.flatnonzero(winners)
         row[:] = ALL if len(codes) > room else np.pad(codes, (0, room - len(codes)), constant_values=codes[0])
     return lists.reshape(_CELLS, _CELLS, room)
+
+
+def path_candidates(points: np.ndarray) -> np.ndarray:
+    """points (P, 2) float32 → (256, 256, 2) uint16: for each cell, the codes of its four candidates, a byte each."""
+    cosets = Cosets(points)
+    codes = np.ascontiguousarray(cosets.codes.T.astype(np.uint8)[cosets.entries])  # (65536, 4)
+    return codes.view(np.uint16).reshape(CELLS, CELLS, STATES // 2)

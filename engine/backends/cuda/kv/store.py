@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
 from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, Layouts, Side, SpanTable, pack_spans
-from polarlm.engine.backends.cuda.kv.candidates import candidates
+from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, SpanView
@@ -90,13 +90,14 @@ class CacheOps:
         if metric is None:
             return side
 
-        tokens = metric.token_feedback  # (1, N, 1, N): codecs with kernels round one token at a time
+        tokens, block_size = metric.token_feedback, format.block_size
         return replace(
             side,
             feedback=self._upload(metric.feedback.swapaxes(1, 2)),
+            weights=self._upload(metric.weights if layout.record.searches_paths else None),
             matrix=self._upload(metric.matrix),
             mean_query=self._upload(metric.tilt_mean),
-            token_feedback=self._upload(None if tokens is None else tokens[0, :, 0].T),
+            token_feedback=self._upload(None if tokens is None else tokens[0].reshape(block_size, block_size).T),
         )
 
     def _upload(self, x: np.ndarray | None) -> Array | None:
@@ -216,7 +217,9 @@ class CacheOps:
 def _nearest(layout: Layout) -> np.ndarray | None:
     """The candidates of the codec's points, if it has points in the plane. They take a while to find."""
     points = layout.record.points
-    return None if points is None or points.shape[1] == 1 else candidates(points)
+    if points is None or points.shape[1] == 1:
+        return None
+    return path_candidates(points) if layout.record.searches_paths else candidates(points)
 
 
 def _layout(format: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
