@@ -40,7 +40,7 @@ def source(kernel: str, keys: Layout | None = None, values: Layout | None = None
 
     keys, values: layouts of records; they define `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`. defines: the
     constants that the kernel's DEFINES line names; an int is written as it is, a float as the nearest float32, a str
-    (a type) as text. WEIGHT may name a weight format, whose struct is included.
+    (a type) as text. WEIGHT and BESIDE may name weight formats, whose structs are included.
     Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
@@ -54,7 +54,7 @@ def with_readers(
 ) -> str:
     """`source` for a kernel that is given as text, not by name."""
     constants = [f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items())]
-    readers = _readers({"Key": keys, "Value": values}) + _weights(defines.get("WEIGHT"))
+    readers = _readers({"Key": keys, "Value": values}) + _weights(defines.get("WEIGHT"), defines.get("BESIDE"))
     return "".join(constants) + prelude() + readers + text
 
 
@@ -63,11 +63,10 @@ def can_read(weight_format: str) -> bool:
     return f"weights/{weight_format}.cuh" in _files()
 
 
-def _weights(name: object) -> str:
-    """The text of the struct of the weight format `name`; empty for other types."""
-    if not can_read(str(name)):
-        return ""
-    return _text("plain_weights.cuh") + _text("packed_weights.cuh") + _text(f"weights/{name}.cuh")
+def _weights(*names: object) -> str:
+    """The text of the structs of the weight formats among `names`; empty for other types."""
+    structs = [_text(f"weights/{name}.cuh") for name in names if can_read(str(name))]
+    return "".join([_text("plain_weights.cuh"), _text("packed_weights.cuh"), *structs]) if structs else ""
 
 
 def _readers(sides: Mapping[str, Layout | None]) -> str:
