@@ -438,7 +438,7 @@ def test_the_shapes_have_as_many_weights_as_the_models() -> None:
 def test_launches_that_overlap_begin_no_later_than_the_one_before_them_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
     parts = cost.predict(list(parts_of(2048, 1).values()), H200, LLAMA_8B)
-    whole, launches = sum(part.seconds for part in parts), 5 + 32 * 6
+    whole, launches = sum(part.seconds for part in parts), 3 + 32 * 6
     assert cost.overlapped(parts, H200) == pytest.approx(whole - 0.63 * (launches - 1) * 1.3e-6)
     assert cost.overlapped(parts, MACHINES["a100"]) is None
 

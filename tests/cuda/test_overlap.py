@@ -36,7 +36,7 @@ WAITING = {
     *("rotate_kernel", "rotate_dense_kernel", "decode_attention_kernel", "sample_adjust_kernel"),
     *("route_kernel", "group_pairs_kernel", "add_experts_kernel", "gate_kernel", "softcap_kernel", "scale_kernel"),
     *("activate_kernel", "short_conv_kernel", "gated_delta_kernel", "mamba2_kernel", "mamba2_results_kernel"),
-    *("sample_maxima_kernel", "sample_list_kernel", "sample_kernel", "sample_restore_kernel"),
+    *("sample_kernel", "sample_restore_kernel"),
 }
 EARLY = ("gemv", "gemv_packed", "gemm_packed", "gemm_small", "decode_attention")  # first loads of weights or tables
 

@@ -15,7 +15,8 @@ import numpy as np
 from polarlm.engine.codecs import FULL
 from polarlm.engine.records import Layout
 
-_JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # at the top of a kernel: the files that precede it
+# At the top of a kernel: the files that precede it, on as many lines as it takes.
+_JOINS = re.compile(r"^// JOINS: ((?:.+,\n// )*.+)\.$", re.MULTILINE)
 
 OVERLAPS = "OVERLAPS"  # if defined, kernels wait for their predecessor by themselves, see `waits`
 
@@ -44,9 +45,13 @@ def source(kernel: str, keys: Layout | None = None, values: Layout | None = None
     Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
-    joined = _JOINS.search(text)
-    parts = [_text(name) for name in joined[1].split(", ")] if joined else []
-    return with_readers("".join([*parts, text]), keys, values, **defines)
+    return with_readers("".join([*map(_text, joined(text)), text]), keys, values, **defines)
+
+
+def joined(text: str) -> list[str]:
+    """The names of the files that a kernel of this text JOINS."""
+    found = _JOINS.search(text)
+    return re.split(r",\s(?:// )?", found[1]) if found else []
 
 
 def with_readers(
