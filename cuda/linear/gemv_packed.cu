@@ -76,48 +76,6 @@ struct Product {
     static_assert(S > M && !(GATED && M % 2) && U % W::VALUES == 0 && U <= 256, "as the head says");
     static_assert(W::GROUP == 32 || W::GROUP == 16, "a step has one group or two");
 
-    unsigned char *shared, *places;  // the block's, and this warp's slots
-    const unsigned char *weight;
-    int warp, lane, units, sets, first_tile, in, out, number, blocks;
-    // The unit and the set whose weights are copied next.
-    int next_unit, next_set;
-    const unsigned char *tiles[M];
-
-    // Begins the copies of the first weights. number: the block's, of the `blocks` that multiply the matrix.
-    __device__ __forceinline__ Product(unsigned char *shared, const unsigned char *weight, int first_tile, int in,
-                                       int out, int number, int blocks)
-        : shared(shared), weight(weight), warp(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)), lane(threadIdx.x % 32),
-          units((in + U - 1) / U), sets(((GATED ? 2 : 1) * out + TILE - 1) / TILE), first_tile(first_tile), in(in),
-          out(out), number(number), blocks(blocks), next_unit(warp), next_set(number) {
-        places = shared + warp * (S * BYTES);
-        point();
-#pragma unroll
-        for (int i = 0; i < S; ++i) copy(i * BYTES, i % M);
-    }
-
-    __device__ __forceinline__ Tile tile_of(int set) const { return {set * (GATED ? TILE / 2 : TILE), out}; }
-    __device__ __forceinline__ void point() {
-        const Tile tile = tile_of(next_set);
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-            tiles[m] = W::block_at(weight, first_tile + tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
-    }
-    // Commits one group of copies, of that unit of tile m; it is empty after the last unit.
-    __device__ __forceinline__ void copy(int slot, int m) {
-        if (next_unit < units && next_set < sets) {
-            const int left = WHOLE ? U : min(U, in - next_unit * U);
-            const int end = left / W::VALUES * W::BLOCK;
-            const unsigned char *const from = tiles[m] + next_unit * (long long)BYTES;
-#pragma unroll
-            for (int at = 0; at < BYTES; at += 512)
-                if (at + 16 * lane < end) cp_async<16>(places + slot + 16 * lane + at, from + at);
-        }
-        cp_async_commit();
-        if (m < M - 1) return;
-        next_unit += WARPS;
-        if (next_unit >= units) next_unit = warp, next_set += blocks, point();
-    }
-
     // The lane's part of B for a span of a unit whose inputs the warp has in `octet`: in column n = lane / 4 those of
     // group n, zeros elsewhere.
     static __device__ __forceinline__ uint4 columns_of(const uint4 &octet, int span) {
@@ -138,9 +96,47 @@ struct Product {
         multiply(sums, ones, bases, columns);
     }
 
-    // Multiplies all rows of x and writes y. partial: of shared memory, for 1 / rms.
-    __device__ __forceinline__ void run(TO *y, const ACT *x, const float *bias, const float *norm, int rows,
-                                        long long pitch, float eps, float (*partial)[32]) {
+    // Multiplies all rows of x and writes y. number: the block's, of the `blocks` that multiply the matrix. partial: of
+    // shared memory, for 1 / rms. wait: for the launch before, while the first weights are on their way.
+    template <class Wait>
+    static __device__ __forceinline__ void run(TO *y, const ACT *x, const unsigned char *weight, const float *bias,
+                                               const float *norm, int rows, int in, int out, long long pitch, float eps,
+                                               int first_tile, int number, int blocks, unsigned char *shared,
+                                               float (*partial)[32], Wait wait) {
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+        const int units = (in + U - 1) / U, sets = ((GATED ? 2 : 1) * out + TILE - 1) / TILE;
+        const auto tile_of = [&](int set) { return Tile{set * (GATED ? TILE / 2 : TILE), out}; };
+        unsigned char *const places = shared + warp * (S * BYTES);
+
+        // The unit and the set whose weights are copied next.
+        int next_unit = warp, next_set = number;
+        const unsigned char *tiles[M];
+        const auto point = [&] {
+            const Tile tile = tile_of(next_set);
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+                tiles[m] = W::block_at(weight, first_tile + tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
+        };
+        // Commits one group of copies, of that unit of tile m; it is empty after the last unit.
+        const auto copy = [&](int slot, int m) {
+            if (next_unit < units && next_set < sets) {
+                const int left = WHOLE ? U : min(U, in - next_unit * U);
+                const int end = left / W::VALUES * W::BLOCK;
+                const unsigned char *const from = tiles[m] + next_unit * (long long)BYTES;
+#pragma unroll
+                for (int at = 0; at < BYTES; at += 512)
+                    if (at + 16 * lane < end) cp_async<16>(places + slot + 16 * lane + at, from + at);
+            }
+            cp_async_commit();
+            if (m < M - 1) return;
+            next_unit += WARPS;
+            if (next_unit >= units) next_unit = warp, next_set += blocks, point();
+        };
+        point();
+#pragma unroll
+        for (int i = 0; i < S; ++i) copy(i * BYTES, i % M);
+        wait();
+
         Inputs inputs[ROWS];
         float norms[8];  // of the next unit
         const auto fetch = [&](int unit) {
@@ -271,18 +267,17 @@ gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float
 #else
     constexpr int first_tile = 0;
 #endif
+    const auto wait = [] { wait_for_previous(); };
 #ifdef BESIDE
     if (int(blockIdx.x) >= border) {
-        Other product(shared, beside, 0, in, beside_out, blockIdx.x - border, gridDim.x - border);
-        wait_for_previous();
-        product.run(y + out, x, bias ? bias + out : nullptr, norm, rows, pitch, eps, partial);
+        Other::run(y + out, x, beside, bias ? bias + out : nullptr, norm, rows, in, beside_out, pitch, eps, 0,
+                   blockIdx.x - border, gridDim.x - border, shared, partial, wait);
         return;
     }
     const int blocks = border;
 #else
     const int blocks = gridDim.x;
 #endif
-    Own product(shared, weight, first_tile, in, out, blockIdx.x, blocks);
-    wait_for_previous();
-    product.run(y, x, bias, norm, rows, pitch, eps, partial);
+    Own::run(y, x, weight, bias, norm, rows, in, out, pitch, eps, first_tile, blockIdx.x, blocks, shared, partial,
+             wait);
 }
