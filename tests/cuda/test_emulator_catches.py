@@ -168,8 +168,8 @@ def test_the_last_block_reads_what_others_have_stored_before_a_fence_and_an_atom
 
 
 def test_shared_memory_goes_on_as_before_behind_a_fence_of_one_thread() -> None:
-    """Its own time is ahead of that of other lanes, whose loads a barrier orders before its next store all the same; and
-    an atomic in shared memory, which all blocks have at one address, passes nothing on."""
+    """Its own time is ahead of that of other lanes, whose loads a barrier orders before its next store all the same;
+    and an atomic in shared memory, which all blocks have at one address, passes nothing on."""
     body = """
     __shared__ int s[64];
     s[threadIdx.x] = 1;
