@@ -10,6 +10,7 @@ From data sheets, or assumed: `cards.MACHINES`.
 A multiprocessor takes as long as its busiest unit: memory, the L2 cache, instruction issue, the integer pipe, the port
 of shared memory and L1, or tensor cores; a warp of attention takes as long as it would alone, by the compiler's own
 stalls and estimated delays of shared memory and shuffles, or longer; a block of gemm_small as long as it waits for x.
+Matrices of two formats in one launch take as long as each alone, but begin and end once.
 Bank conflicts are not counted, nor what blocks of
 a multiprocessor may share in L1.
 """
@@ -50,7 +51,7 @@ NARROW = _BEGIN + _RAMP  # of `narrow` with few rows
 _ATTENTION_RAMP = 11.7e-6
 _STATE_RAMP = 4.0e-6  # an estimate: no GPU has run kernels with states
 _PRODUCT_RAMP = {"gemv": 3.5e-6, "gemv_packed": 2.6e-6, "gemm_packed": 1.4e-6, "gemm_small": 5.0e-6}
-_SAMPLING_RAMP = 6.4e-6  # of each of its kernels: 23 µs for three, docs/kernels.md, 7.1
+_SAMPLING_RAMP = 8.0e-6  # an estimate, docs/kernels.md, 7.1: no GPU has run it in one launch
 
 # Reading alone is faster than a copy: the slope of products of bfloat16 from 34 MB to 1 GB, on both GPUs.
 _READ = 1.045
@@ -166,8 +167,9 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
         times += [_state_time(launch, part, machine) for launch in part.launches if launch.kernel in STATES]
         times += [_delta_time(launch, machine) for launch in part.launches if launch.kernel in DELTA]
     elif part.products:
-        for launch, product in zip(counted, part.products, strict=True):
-            times.append(_product_time(launch, product, machine))
+        alone = part.alone or counted
+        times += [_product_time(one, product, machine) for one, product in zip(alone, part.products, strict=True)]
+        beside -= (len(alone) - len(counted)) * (_BEGIN + _PRODUCT_RAMP[alone[0].kernel])  # those of one launch
     else:
         times += [_attention_time(launch, part, machine, config) for launch in counted]
     _, limit, registers, instructions = max(times, default=(0.0, "latency", 0, 0.0))
@@ -361,5 +363,5 @@ def packed_steps(text: str) -> int:
 
 def _small(launch: Launch, machine: Machine) -> float:
     """Seconds of a kernel that only moves activations, or chooses tokens."""
-    ramp = _SAMPLING_RAMP if launch.kernel.startswith("sample") else _RAMP
+    ramp = _SAMPLING_RAMP if launch.kernel == "sample" else _RAMP
     return launch.activations / machine.bandwidth + _BEGIN + ramp

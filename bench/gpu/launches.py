@@ -56,6 +56,7 @@ class Multiplied(NamedTuple):
 class Part:
     """A part of a step or of a prompt. repeats: how often it is there. bytes: what one of them must read from memory:
     weights, states, or codes and full-precision blocks. products: of its kernels in `cuda/linear`, in their order.
+    alone: where these share a launch, what each would be by itself, whose loops are its own.
     units: of attention in a step, which all multiprocessors share (see cuda/attention/shares.cuh); unit_tokens: of one.
     state_bytes: what all heads of a step read of states; heads of a group each read its keys. prompt: tokens of the
     prompt whose attention this is; visible: how many of them all of its tokens see together. is_coded: of the encoding
@@ -67,6 +68,7 @@ class Part:
     launches: Sequence[Launch]
     bytes: int
     products: Sequence[Multiplied] = ()
+    alone: Sequence[Launch] = ()
     units: int = 0
     unit_tokens: int = BLOCK_SIZE
     state_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -220,8 +221,20 @@ class _Pass:
             own = name if len(choices) == 1 else f"{name} ({', '.join(formats)})"
             products = [_whole(part) for part in w.parts]
             work = partial(self.ops.linear, x, w, **given)
-            y = self._note(own, times * repeats, work, sum(part.bytes for part in products), products=products)
+            read = sum(part.bytes for part in products)
+            y = self._note(own, times * repeats, work, read, products=products, alone=self._alone(x, w, given))
         return y
+
+    def _alone(self, x: TracingArray, w: Linear, given: Mapping[str, Any]) -> list[Launch]:
+        """The launches of w's parts where some of them are multiplied in one launch; else none."""
+        if not any(packed.joins(part, beside, len(x)) for part, beside in itertools.pairwise(w.parts)):
+            return []
+        first = len(self._launches)
+        for part in w.parts:
+            self.ops.linear(x, Linear((part,)), **given)
+        noted = self._launches[first:]
+        del self._launches[first:]
+        return [launch for launch in noted if launch.kernel != "narrow"]
 
     def _mlp(
         self, x: TracingArray, ffn: GatedMLP, layers: int, *, times: int, norm: Any, recorded: bool, of: str = ""

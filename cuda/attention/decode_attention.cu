@@ -30,7 +30,8 @@
 // A cell inside one CTA's share is finished there. Of any other, each CTA stores its sum, and the last one to do so,
 // by `counts`, adds them up. Sums are added in the order of the row, so the result is the same in every run. By
 // rounding it depends on the number of CTAs and on the lengths of all sequences, which say where the row is cut.
-// JOINS: attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh, sums.cuh.
+// JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh,
+// sums.cuh.
 
 // The dynamic shared memory, at an address that the compiler knows: then it is an immediate of each lookup's load, and
 // no instruction adds it. Up to sm_89 the compiler finds the address itself; from sm_90 on, where CTAs may be in
@@ -43,16 +44,6 @@ __device__ __forceinline__ unsigned char *at_known_address(unsigned char *dynami
 #else
     return dynamic;
 #endif
-}
-
-// Whether this CTA, whose sums are stored, is the last one of `sharing` that share a cell; then it may read the sums of
-// the others, and the count is zero again.
-__device__ __forceinline__ bool arrives_last(int *count, int sharing) {
-    fence_gpu();
-    if (atomicAdd(count, 1) + 1 < sharing) return false;
-    fence_gpu();
-    atomicExch(count, 0);  // behind the fence, which would wait for it as well
-    return true;
 }
 
 // The CTAs that share a cell: `count` from number `first` on.

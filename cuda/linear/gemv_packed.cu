@@ -18,25 +18,17 @@
 // blocks of the format, which lie together, to SLOTS in shared memory, those of the next set while it multiplies and
 // adds, and its lanes unpack from there the A operands (packed_weights.cuh).
 // Grid (sets of tiles, or fewer), 32 · WARPS threads. With EXPERTS (0 or 1, default 0) it has pairs in z, and more
-// arguments: chosen_expert.cuh.
+// arguments: chosen_expert.cuh. With BESIDE it has more blocks and arguments: beside.cuh.
 // DEFINES: ACT (of x: float), WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of
 // VALUES), TILES (even if GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), SHARED (bytes
 // of dynamic shared memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined),
-// TO (of y, see output_tile.cuh).
-// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh.
+// TO (of y, see output_tile.cuh), BESIDE.
+// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh, beside.cuh.
 // Cost: bytes of the weights, of which at least WARPS · (SLOTS − TILES) units per block are in flight; each block reads
 // all rows of x from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS.
 
-constexpr int TILE = 16 * TILES, THREADS = 32 * WARPS;
-constexpr int BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;               // of a unit of a tile
-constexpr int SPAN = 8 * WEIGHT::GROUP < UNIT ? 8 * WEIGHT::GROUP : UNIT;  // inputs of up to 8 groups
-constexpr int UNROLLED = ROWS == 1 && TILES == 1 ? UNIT / SPAN : 1;         // spans: more would need more registers
-constexpr bool WHOLE = UNIT == WEIGHT::VALUES;                             // then the inputs are whole units
-constexpr int JOINED = WARPS * ROWS * pitch_of(TILE);                      // floats: the sums of all warps
-static_assert(SLOTS > TILES && !(GATED && TILES % 2) && UNIT % WEIGHT::VALUES == 0 && UNIT <= 256, "as the head says");
-static_assert(WEIGHT::GROUP == 32 || WEIGHT::GROUP == 16, "a step has one group or two");
-static_assert(SHARED == WARPS * SLOTS * BYTES + 2 * JOINED * 4, "the slots of each warp, and the sums of two sets");
+constexpr int THREADS = 32 * WARPS;
 
 // A row of x: lane l has inputs 8l … 8l + 7 of a unit, and zeros behind it.
 struct Inputs {
@@ -64,17 +56,6 @@ struct Inputs {
     }
 };
 
-// The lane's part of B for a span of a unit whose inputs the warp has in `octet`: in column n = lane / 4 those of group
-// n, zeros elsewhere.
-__device__ __forceinline__ uint4 columns_of(const uint4 &octet, int span) {
-    if (WEIGHT::GROUP == 32) return octet;
-    const int lane = threadIdx.x % 32, from = span * 16 + lane / 8 * 4 + lane % 4;
-    const bool own = lane % 4 / 2 == lane / 4 % 2;  // a step has the inputs of two groups
-    const uint4 other = {__shfl_sync(0xffffffffu, octet.x, from), __shfl_sync(0xffffffffu, octet.y, from),
-                         __shfl_sync(0xffffffffu, octet.z, from), __shfl_sync(0xffffffffu, octet.w, from)};
-    return own ? other : make_uint4(0, 0, 0, 0);
-}
-
 // d += the A operand (w0, w1) of 16 rows and 32 inputs, rows 0 … 7 in w0, times x.
 __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&w0)[4], const unsigned (&w1)[4],
                                          const uint4 &x) {
@@ -82,163 +63,221 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&w0)[4],
     mma_m16n8k16_f16(d, {w0[2], w1[2], w0[3], w1[3]}, {x.z, x.w});
 }
 
-// Of columns 2t and 2t + 1, t = lane % 4: Σ x in [0] and [1], Σ (base + ZERO) x in [2] and [3].
-__device__ __forceinline__ void add_up(float (&sums)[4], const uint4 &columns) {
-    unsigned ones[4], bases[4];
+// What a block does with a matrix of the format W. U, M, S: its UNIT, TILES and SLOTS.
+template <class W, int U, int M, int S>
+struct Product {
+    static constexpr int TILE = 16 * M;
+    static constexpr int BYTES = U / W::VALUES * W::BLOCK;               // of a unit of a tile
+    static constexpr int SPAN = 8 * W::GROUP < U ? 8 * W::GROUP : U;     // inputs of up to 8 groups
+    static constexpr int UNROLLED = ROWS == 1 && M == 1 ? U / SPAN : 1;  // spans: more would need more registers
+    static constexpr bool WHOLE = U == W::VALUES;                        // then the inputs are whole units
+    static constexpr int JOINED = WARPS * ROWS * pitch_of(TILE);         // floats: the sums of all warps
+    static constexpr int ALL_BYTES = WARPS * S * BYTES + 2 * JOINED * 4;  // slots of all warps, sums of two sets
+    static_assert(S > M && !(GATED && M % 2) && U % W::VALUES == 0 && U <= 256, "as the head says");
+    static_assert(W::GROUP == 32 || W::GROUP == 16, "a step has one group or two");
+
+    // The lane's part of B for a span of a unit whose inputs the warp has in `octet`: in column n = lane / 4 those of
+    // group n, zeros elsewhere.
+    static __device__ __forceinline__ uint4 columns_of(const uint4 &octet, int span) {
+        if (W::GROUP == 32) return octet;
+        const int lane = threadIdx.x % 32, from = span * 16 + lane / 8 * 4 + lane % 4;
+        const bool own = lane % 4 / 2 == lane / 4 % 2;  // a step has the inputs of two groups
+        const uint4 other = {__shfl_sync(0xffffffffu, octet.x, from), __shfl_sync(0xffffffffu, octet.y, from),
+                             __shfl_sync(0xffffffffu, octet.z, from), __shfl_sync(0xffffffffu, octet.w, from)};
+        return own ? other : make_uint4(0, 0, 0, 0);
+    }
+    // Of columns 2t and 2t + 1, t = lane % 4: Σ x in [0] and [1], Σ (base + ZERO) x in [2] and [3].
+    static __device__ __forceinline__ void add_up(float (&sums)[4], const uint4 &columns) {
+        unsigned ones[4], bases[4];
 #pragma unroll
-    for (int p = 0; p < 4; ++p) ones[p] = 0x3c003c00u, bases[p] = as_bits(__float2half2_rn(WEIGHT::zero(p)));
+        for (int p = 0; p < 4; ++p) ones[p] = 0x3c003c00u, bases[p] = as_bits(__float2half2_rn(W::zero(p)));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
-    multiply(sums, ones, bases, columns);
-}
+        for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
+        multiply(sums, ones, bases, columns);
+    }
+
+    // Multiplies all rows of x and writes y. number: the block's, of the `blocks` that multiply the matrix. partial: of
+    // shared memory, for 1 / rms. wait: for the launch before, while the first weights are on their way.
+    template <class Wait>
+    static __device__ __forceinline__ void run(TO *y, const ACT *x, const unsigned char *weight, const float *bias,
+                                               const float *norm, int rows, int in, int out, long long pitch, float eps,
+                                               int first_tile, int number, int blocks, unsigned char *shared,
+                                               float (*partial)[32], Wait wait) {
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+        const int units = (in + U - 1) / U, sets = ((GATED ? 2 : 1) * out + TILE - 1) / TILE;
+        const auto tile_of = [&](int set) { return Tile{set * (GATED ? TILE / 2 : TILE), out}; };
+        unsigned char *const places = shared + warp * (S * BYTES);
+
+        // The unit and the set whose weights are copied next.
+        int next_unit = warp, next_set = number;
+        const unsigned char *tiles[M];
+        const auto point = [&] {
+            const Tile tile = tile_of(next_set);
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+                tiles[m] = W::block_at(weight, first_tile + tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
+        };
+        // Commits one group of copies, of that unit of tile m; it is empty after the last unit.
+        const auto copy = [&](int slot, int m) {
+            if (next_unit < units && next_set < sets) {
+                const int left = WHOLE ? U : min(U, in - next_unit * U);
+                const int end = left / W::VALUES * W::BLOCK;
+                const unsigned char *const from = tiles[m] + next_unit * (long long)BYTES;
+#pragma unroll
+                for (int at = 0; at < BYTES; at += 512)
+                    if (at + 16 * lane < end) cp_async<16>(places + slot + 16 * lane + at, from + at);
+            }
+            cp_async_commit();
+            if (m < M - 1) return;
+            next_unit += WARPS;
+            if (next_unit >= units) next_unit = warp, next_set += blocks, point();
+        };
+        point();
+#pragma unroll
+        for (int i = 0; i < S; ++i) copy(i * BYTES, i % M);
+        wait();
+
+        Inputs inputs[ROWS];
+        float norms[8];  // of the next unit
+        const auto fetch = [&](int unit) {
+            const int k = 8 * lane < U ? unit * U + 8 * lane : in;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) inputs[r].fetch(k, in);
+            if (NORMED && k < in) load_floats(norms, norm + k);
+        };
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) inputs[r].row = x + min(r, rows - 1) * (long long)in;
+        fetch(warp);
+#if NORMED
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) inputs[r].factor = inverse_rms(inputs[r].row, in, eps, partial[r]);
+#endif
+        const unsigned zero = unsigned(rows) >> 31;  // see PackedWeights::unpack
+        int slots[M];                            // of the unit's tiles
+#pragma unroll
+        for (int m = 0; m < M; ++m) slots[m] = m * BYTES;
+        float *joined = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
+        int first = 0;  // of the threads that write to y: others for the next set, whose sums have another place
+        for (int set = number; set < sets; set += blocks) {
+            float sums[M][ROWS][2] = {};  // of rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
+            for (int unit = warp; unit < units; unit += WARPS) {
+                uint4 octets[ROWS];
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) octets[r] = inputs[r].rounded(norms);
+                fetch(unit + WARPS < units ? unit + WARPS : warp);
+                const int left = WHOLE ? U : min(U, in - unit * U);
+                cp_async_wait<S - M>();
+                __syncwarp();
+#pragma unroll UNROLLED
+                for (int span = 0; span < U / SPAN; ++span) {
+                    uint4 columns[ROWS];
+                    float constants[ROWS][4], products[M][ROWS][4] = {};
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r) {
+                        columns[r] = columns_of(octets[r], span);
+                        add_up(constants[r], columns[r]);
+                    }
+#pragma unroll
+                    for (int step = 0; step < SPAN / 32; ++step) {
+                        const int k = span * SPAN + 32 * step;
+                        if (!WHOLE && k >= left) break;
+                        uint4 x[ROWS];
+#pragma unroll
+                        for (int r = 0; r < ROWS; ++r)
+                            x[r] = lane / 4 * W::GROUP / 32 == step ? columns[r] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+                        for (int m = 0; m < M; ++m) {
+                            const unsigned char *const block = places + slots[m] + k / W::VALUES * W::BLOCK;
+                            const unsigned char *const plane = block + W::plane(k % W::VALUES);
+                            const auto low = W::unpack(plane, lane, 0, zero);
+                            const auto high = W::unpack(plane, lane, 1, zero);
+#pragma unroll
+                            for (int r = 0; r < ROWS; ++r) multiply(products[m][r], low.pairs, high.pairs, x[r]);
+                        }
+                    }
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        const int k = span * SPAN + (lane % 4 * 2 + c) * W::GROUP;
+                        if (!WHOLE && k >= left) continue;
+#pragma unroll
+                        for (int m = 0; m < M; ++m)
+#pragma unroll
+                            for (int half = 0; half < 2; ++half) {
+                                const unsigned char *const block = places + slots[m] + k / W::VALUES * W::BLOCK;
+                                const int group = k % W::VALUES / W::GROUP;
+                                const float2 f = W::products(W::factors(block, half * 8 + lane / 4, group));
+#pragma unroll
+                                for (int r = 0; r < ROWS; ++r) {
+                                    float &sum = sums[m][r][half];
+                                    sum += f.x * (products[m][r][2 * half + c] - constants[r][2 + c]);
+                                    if (W::OFFSETS) sum += f.y * constants[r][c];
+                                }
+                            }
+                    }
+                }
+                __syncwarp();
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    copy(slots[m], (m + S) % M);
+                    slots[m] += slots[m] >= (S - M) * BYTES ? (M - S) * BYTES : M * BYTES;
+                }
+            }
+
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        float sum = sums[m][r][half];
+#pragma unroll
+                        for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+                        float *const to = joined + (warp * ROWS + r) * pitch_of(TILE) + m * 16;
+                        if (lane % 4 == 0) to[half * 8 + lane / 4] = sum;
+                    }
+            __syncthreads();
+            store_tile<WARPS, TILE>(y, joined, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
+            joined += first % 64 == 0 ? JOINED : -JOINED;
+            first += 32;
+        }
+    }
+};
+
+using Own = Product<WEIGHT, UNIT, TILES, SLOTS>;
+#ifdef BESIDE
+using Other = Product<BESIDE, BESIDE_UNIT, BESIDE_TILES, BESIDE_SLOTS>;
+static_assert(SHARED == (Own::ALL_BYTES > Other::ALL_BYTES ? Own::ALL_BYTES : Other::ALL_BYTES), "for either");
+#else
+static_assert(SHARED == Own::ALL_BYTES, "the slots of each warp, and the sums of two sets");
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
-                   int in, int out, long long pitch, float eps EXPERT_ARGUMENTS) {
+                   int in, int out, long long pitch, float eps EXPERT_ARGUMENTS BESIDE_ARGUMENTS) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int units = (in + UNIT - 1) / UNIT, sets = ((GATED ? 2 : 1) * out + TILE - 1) / TILE;
-    const auto tile_of = [&](int set) { return Tile{set * (GATED ? TILE / 2 : TILE), out}; };
-    unsigned char *const places = shared + warp * (SLOTS * BYTES);
+#if NORMED
+    __shared__ float partial[ROWS][32];
+#else
+    float(*const partial)[32] = nullptr;
+#endif
 #if EXPERTS
     const int size = (GATED ? 2 : 1) * out;
     const int first_tile = begin_pair(x, y, bias, experts, sharing, bias_pitch, in, size, pitch) / 16;
 #else
     constexpr int first_tile = 0;
 #endif
-
-    // The unit and the set whose weights are copied next.
-    int next_unit = warp, next_set = blockIdx.x;
-    const unsigned char *tiles[TILES];
-    const auto point = [&] {
-        const Tile tile = tile_of(next_set);
-#pragma unroll
-        for (int m = 0; m < TILES; ++m)
-            tiles[m] = WEIGHT::block_at(weight, first_tile + tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
-    };
-    // Commits one group of copies, of that unit of tile m; it is empty after the last unit.
-    const auto copy = [&](int slot, int m) {
-        if (next_unit < units && next_set < sets) {
-            const int left = WHOLE ? UNIT : min(UNIT, in - next_unit * UNIT);
-            const int end = left / WEIGHT::VALUES * WEIGHT::BLOCK;
-            const unsigned char *const from = tiles[m] + next_unit * (long long)BYTES;
-#pragma unroll
-            for (int at = 0; at < BYTES; at += 512)
-                if (at + 16 * lane < end) cp_async<16>(places + slot + 16 * lane + at, from + at);
-        }
-        cp_async_commit();
-        if (m < TILES - 1) return;
-        next_unit += WARPS;
-        if (next_unit >= units) next_unit = warp, next_set += gridDim.x, point();
-    };
-    point();
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) copy(i * BYTES, i % TILES);
-    wait_for_previous();
-
-    Inputs inputs[ROWS];
-    float norms[8];  // of the next unit
-    const auto fetch = [&](int unit) {
-        const int k = 8 * lane < UNIT ? unit * UNIT + 8 * lane : in;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) inputs[r].fetch(k, in);
-        if (NORMED && k < in) load_floats(norms, norm + k);
-    };
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) inputs[r].row = x + min(r, rows - 1) * (long long)in;
-    fetch(warp);
-#if NORMED
-    __shared__ float partial[ROWS][32];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) inputs[r].factor = inverse_rms(inputs[r].row, in, eps, partial[r]);
-#endif
-    const unsigned zero = unsigned(rows) >> 31;  // see PackedWeights::unpack
-    int slots[TILES];                            // of the unit's tiles
-#pragma unroll
-    for (int m = 0; m < TILES; ++m) slots[m] = m * BYTES;
-    float *joined = reinterpret_cast<float *>(shared + WARPS * SLOTS * BYTES);
-    int first = 0;  // of the threads that write to y: others for the next set, whose sums have another place
-    for (int set = blockIdx.x; set < sets; set += gridDim.x) {
-        float sums[TILES][ROWS][2] = {};  // of rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
-        for (int unit = warp; unit < units; unit += WARPS) {
-            uint4 octets[ROWS];
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) octets[r] = inputs[r].rounded(norms);
-            fetch(unit + WARPS < units ? unit + WARPS : warp);
-            const int left = WHOLE ? UNIT : min(UNIT, in - unit * UNIT);
-            cp_async_wait<SLOTS - TILES>();
-            __syncwarp();
-#pragma unroll UNROLLED
-            for (int span = 0; span < UNIT / SPAN; ++span) {
-                uint4 columns[ROWS];
-                float constants[ROWS][4], products[TILES][ROWS][4] = {};
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    columns[r] = columns_of(octets[r], span);
-                    add_up(constants[r], columns[r]);
-                }
-#pragma unroll
-                for (int step = 0; step < SPAN / 32; ++step) {
-                    const int k = span * SPAN + 32 * step;
-                    if (!WHOLE && k >= left) break;
-                    uint4 x[ROWS];
-#pragma unroll
-                    for (int r = 0; r < ROWS; ++r)
-                        x[r] = lane / 4 * WEIGHT::GROUP / 32 == step ? columns[r] : make_uint4(0, 0, 0, 0);
-#pragma unroll
-                    for (int m = 0; m < TILES; ++m) {
-                        const unsigned char *const block = places + slots[m] + k / WEIGHT::VALUES * WEIGHT::BLOCK;
-                        const unsigned char *const plane = block + WEIGHT::plane(k % WEIGHT::VALUES);
-                        const auto low = WEIGHT::unpack(plane, lane, 0, zero);
-                        const auto high = WEIGHT::unpack(plane, lane, 1, zero);
-#pragma unroll
-                        for (int r = 0; r < ROWS; ++r) multiply(products[m][r], low.pairs, high.pairs, x[r]);
-                    }
-                }
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const int k = span * SPAN + (lane % 4 * 2 + c) * WEIGHT::GROUP;
-                    if (!WHOLE && k >= left) continue;
-#pragma unroll
-                    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const unsigned char *const block = places + slots[m] + k / WEIGHT::VALUES * WEIGHT::BLOCK;
-                            const int group = k % WEIGHT::VALUES / WEIGHT::GROUP;
-                            const float2 f = WEIGHT::products(WEIGHT::factors(block, half * 8 + lane / 4, group));
-#pragma unroll
-                            for (int r = 0; r < ROWS; ++r) {
-                                float &sum = sums[m][r][half];
-                                sum += f.x * (products[m][r][2 * half + c] - constants[r][2 + c]);
-                                if (WEIGHT::OFFSETS) sum += f.y * constants[r][c];
-                            }
-                        }
-                }
-            }
-            __syncwarp();
-#pragma unroll
-            for (int m = 0; m < TILES; ++m) {
-                copy(slots[m], (m + SLOTS) % TILES);
-                slots[m] += slots[m] >= (SLOTS - TILES) * BYTES ? (TILES - SLOTS) * BYTES : TILES * BYTES;
-            }
-        }
-
-#pragma unroll
-        for (int m = 0; m < TILES; ++m)
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float sum = sums[m][r][half];
-#pragma unroll
-                    for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-                    float *const to = joined + (warp * ROWS + r) * pitch_of(TILE) + m * 16;
-                    if (lane % 4 == 0) to[half * 8 + lane / 4] = sum;
-                }
-        __syncthreads();
-        store_tile<WARPS, TILE>(y, joined, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
-        joined += first % 64 == 0 ? JOINED : -JOINED;
-        first += 32;
+    const auto wait = [] { wait_for_previous(); };
+#ifdef BESIDE
+    if (int(blockIdx.x) >= border) {
+        Other::run(y + out, x, beside, bias ? bias + out : nullptr, norm, rows, in, beside_out, pitch, eps, 0,
+                   blockIdx.x - border, gridDim.x - border, shared, partial, wait);
+        return;
     }
+    const int blocks = border;
+#else
+    const int blocks = gridDim.x;
+#endif
+    Own::run(y, x, weight, bias, norm, rows, in, out, pitch, eps, first_tile, blockIdx.x, blocks, shared, partial,
+             wait);
 }

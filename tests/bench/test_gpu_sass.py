@@ -157,7 +157,7 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
     elif kernel == "gemm_small":
         config, *_ = launch_configs.gemm_small(rows, out, 4096, *sizes)
     else:
-        configured = getattr(launch_configs, kernel)
+        configured = getattr(packed, kernel)
         config, _ = configured(rows, out, *sizes, format.values, packed.block_bytes(format), gated)
     x: dict[str, Define] = {"ACT": "float", "NORMED": 1}
     if rows > launch_configs.GEMV_ROWS:  # as `narrow` gives it

@@ -12,6 +12,15 @@ STEP = {"float": EPS32, "__half": float(np.finfo(np.float16).eps), "__nv_bfloat1
 # CUDA type → the weight format of such numbers.
 FORMATS = {"float": "f32", "__half": "f16", "__nv_bfloat16": "bf16"}
 
+# Two packed formats of q, k and v in one layer: the mixtures of llama.cpp, from those of two bits on; the formats that
+# take the place of these where rows are no whole blocks of 256; and those of eight experts, where k and v have q8_0.
+# The engine has q8_0 in the place of formats that a GPU does not read.
+_OF_256 = [("q2_k", "q3_k"), ("q2_k", "q4_k"), ("q2_k", "q5_k"), ("q3_k", "q4_k"), ("q3_k", "q5_k"), ("q4_k", "q5_k")]
+_OF_256 += [("q4_k", "q6_k"), ("q5_k", "q6_k"), ("iq4_xs", "q5_k"), ("iq4_nl", "q5_k"), ("q8_0", "q4_k")]
+_OF_32 = [("q4_0", "q5_0"), ("q4_0", "q5_1"), ("q5_0", "q5_1"), ("q5_0", "q8_0"), ("q5_1", "q8_0"), ("iq4_nl", "q5_1")]
+_OF_EIGHT = [(name, "q8_0") for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "q4_1", "iq4_xs", "iq4_nl")]
+BESIDE = [*_OF_256, *_OF_32, *_OF_EIGHT]
+
 
 def store(x: np.ndarray, kind: str) -> np.ndarray:
     """x as an array of CUDA type `kind`, rounded to nearest even; bfloat16 as its bits, uint16. `x` has no NaN."""

@@ -19,7 +19,7 @@ from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
-from polarlm.engine.backends.cuda.linear import result_type
+from polarlm.engine.backends.cuda.launch import result_type
 from polarlm.engine.codecs.parts.rotation import twice_signed_hadamard
 from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.formats import EPS32, poisoned, read, store

@@ -167,6 +167,25 @@ def test_the_last_block_reads_what_others_have_stored_before_a_fence_and_an_atom
     assert count == 0
 
 
+def test_shared_memory_goes_on_as_before_behind_a_fence_of_one_thread() -> None:
+    """Its own time is ahead of that of other lanes, whose loads a barrier orders before its next store all the same;
+    and an atomic in shared memory, which all blocks have at one address, passes nothing on."""
+    body = """
+    __shared__ int s[64];
+    s[threadIdx.x] = 1;
+    __syncthreads();
+    if (threadIdx.x == 0) __threadfence();
+    const int sum = s[0] + s[threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) s[0] = sum;
+    __syncthreads();
+    y[64 * blockIdx.x + threadIdx.x] = atomicAdd(s, 1) > 0;
+    """
+    y = np.zeros(128, np.float32)
+    assert_passes(body, y, arguments="float *y", grid=(2,))
+    assert y.all()
+
+
 @pytest.mark.parametrize("missing", ["RELEASE", ""])
 def test_every_thread_may_have_a_fence_of_its_own(missing: str) -> None:
     """Before the barrier that orders it before the atomic of one thread."""

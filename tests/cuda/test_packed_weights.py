@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import weight_formats
-from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda import packed
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -176,7 +176,7 @@ def test_blocks_that_stay_multiply_several_sets_of_tiles(
     """A GPU of one multiprocessor has fewer blocks than sets. The last set's tiles are not all there."""
     monkeypatch.setattr(EmulatedDevice, "processors", 1)
     block = get(name).values, packed.block_bytes(get(name))
-    config, blocks = launch_configs.gemv_packed(rows, 300, 1, 228 << 10, *block)
+    config, blocks = packed.gemv_packed(rows, 300, 1, 228 << 10, *block)
     assert 3 * blocks < -(-300 // (16 * config.defines["TILES"]))
     check_product(ops, rng, name, rows, 300, width_of(name, 11))
     check_activation(ops, rng, name, rows, 112)
@@ -190,7 +190,7 @@ def test_products_of_large_matrices_share_x_among_four_tiles(
     """A GPU of one multiprocessor has many blocks for a small matrix. The last block's tiles are not all there."""
     monkeypatch.setattr(EmulatedDevice, "processors", 1)
     block = get(name).values, packed.block_bytes(get(name))
-    assert launch_configs.gemm_packed(rows, 70, 1, 228 << 10, *block)[0].defines["TILES"] == 4
+    assert packed.gemm_packed(rows, 70, 1, 228 << 10, *block)[0].defines["TILES"] == 4
     check_product(ops, rng, name, rows, 70, width_of(name, 11))
     check_activation(ops, rng, name, rows, 48)
 

@@ -61,7 +61,7 @@ def test_packed_products_of_one_or_two_rows_stay_on_their_multiprocessors(format
     block = format.values, packed.block_bytes(format)
     for case in itertools.product(MACHINES, (1, 2), (32, 4096, 28672, 128256), (False, True)):
         machine, rows, out, gated = case
-        config, blocks = launch_configs.gemv_packed(rows, out, *machine, *block, gated)
+        config, blocks = packed.gemv_packed(rows, out, *machine, *block, gated)
         tiles, slots, warps, resident = (config.defines[name] for name in ("TILES", "SLOTS", "WARPS", "RESIDENT"))
         assert config.defines["ROWS"] == rows, case
         assert 8 <= warps * resident <= 24, case
@@ -80,7 +80,7 @@ def test_packed_products_of_few_rows_fit_shared_memory(format: WeightFormat) -> 
     cases = itertools.product(MACHINES, range(3, GEMM_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True))
     for case in cases:
         machine, rows, out, gated = case
-        config, blocks = launch_configs.gemm_packed(rows, out, *machine, *block, gated)
+        config, blocks = packed.gemm_packed(rows, out, *machine, *block, gated)
         most, tiles, slots = (config.defines[name] for name in ("ROWS", "TILES", "SLOTS"))
         assert most in (4, 8, 16), case
         assert rows <= most < 2 * rows, case

@@ -126,17 +126,16 @@ def test_no_file_is_long() -> None:
 
 
 def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
-    text = kernel_source._text("encode_blocks.cu")
-    (parts,) = re.findall(r"^// JOINS: (.+)\.$", text, re.MULTILINE)
+    parts = kernel_source.joined(kernel_source._text("decode_attention.cu"))
+    assert (parts[0], parts[-1], len(parts)) == ("last.cuh", "sums.cuh", 8)  # on two lines
     named = {part for file in SOURCES if file.suffix == ".cu" for part in _joined(file)}
     readers = {file.name for file in SOURCES if file.parent.name in {"cuda", *TWINS}}
     assert named == {file.name for file in SOURCES if file.suffix == ".cuh"} - readers
-    assert set(parts.split(", ")) <= named
+    assert set(parts) <= named
 
 
 def _joined(file: Path) -> list[str]:
-    found = re.search(r"^// JOINS: (.+)\.$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1].split(", ") if found else []
+    return kernel_source.joined(file.read_text(encoding="utf-8"))
 
 
 def test_a_span_is_the_same_on_both_sides() -> None:

@@ -16,6 +16,7 @@ from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
+from tests.cuda.formats import BESIDE
 
 Define = int | float | str
 
@@ -248,7 +249,7 @@ def _packed() -> dict[str, list[Variant]]:
         format = weight_formats.get(weight)
         kernel, act = ("gemv_packed", "float") if rows <= launch_configs.GEMV_ROWS else ("gemm_packed", "__half")
         for memory, gated in itertools.product((100 << 10, 228 << 10), (False, True)):
-            configured = getattr(launch_configs, kernel)
+            configured = getattr(packed, kernel)
             config, _ = configured(rows, out, 128, memory, format.values, packed.block_bytes(format), gated)
             constants = {name: (value,) for name, value in config.defines.items()}
             variants[kernel] += [
@@ -258,7 +259,25 @@ def _packed() -> dict[str, list[Variant]]:
                 if not (act == "__half" and variant.defines["NORMED"])
             ]
     both = {kernel: [*some, *_rounded_results(some)] for kernel, some in variants.items()}
-    return {**both, "gemv_packed": [*both["gemv_packed"], *_of_experts(both["gemv_packed"])]}
+    beside = _beside()
+    more = {"gemv_packed": [*_of_experts(both["gemv_packed"]), *beside["gemv_packed"]]}
+    return {kernel: [*some, *more.get(kernel, beside[kernel])] for kernel, some in both.items()}
+
+
+def _beside() -> dict[str, list[Variant]]:
+    """Products with matrices of two formats, of the sizes of queries and values, after a norm."""
+    variants: dict[str, list[Variant]] = {"gemv_packed": [], "gemm_packed": []}
+    cases = itertools.product(BESIDE, (1, 2, 8, 16), ((5120, 1024), (9216, 1024)), (100 << 10, 228 << 10))
+    for (first, second), rows, sizes, memory in cases:
+        kernel, act = ("gemv_packed", "float") if rows <= launch_configs.GEMV_ROWS else ("gemm_packed", "__half")
+        given = [
+            packed.PackedRows(out, weight_formats.get(name).values, packed.block_bytes(weight_formats.get(name)))
+            for name, out in zip((first, second), sizes, strict=True)
+        ]
+        config, *_ = getattr(packed, f"{kernel}_beside")(rows, 128, memory, *given)
+        types: dict[str, Define] = {"ACT": act, "WEIGHT": first, "BESIDE": second, "NORMED": int(act == "float")}
+        variants[kernel].append(Variant(kernel, {**types, "ADD": 0, **config.defines}, dynamic_shared=config.shared))
+    return variants
 
 
 def _gemv() -> list[Variant]:
@@ -349,9 +368,12 @@ VARIANTS: dict[str, list[Variant]] = {
 
 def traits(variant: Variant) -> set[tuple[str, str]]:
     """What of a variant has to be compiled somewhere: its kernel with each of its codecs, with its head dim, for one
-    row of a sequence or for several, with a soft cap or sink scores; and with the matrices of experts."""
+    row of a sequence or for several, with a soft cap or sink scores; and with the matrices of experts, or of a second
+    format of 16 or 32 weights of a group."""
     cache, constants = variant.cache, ("STEP_ROWS", "SOFTCAP", "SINK_SCORES", "EXPERTS")
     of = {f"{name}={variant.defines[name]}" for name in constants if name in variant.defines}
+    if "BESIDE" in variant.defines:
+        of.add(f"beside {weight_formats.get(str(variant.defines['BESIDE'])).group}")
     if cache is not None:
         of |= {cache.keys, cache.values, str(cache.head_dim)}
     return {(variant.kernel, trait) for trait in of}

@@ -2,6 +2,7 @@
 // the same address and a fence. Only this orders the stores of one block before the accesses of another.
 #include "machine.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 
@@ -61,14 +62,15 @@ void fence() {
 }
 
 void pass_on(const void *address) {
-    if (!library->checked) return;
+    if (!library->checked || !is_global(address)) return;  // shared memory is the block's own
     enter_block();
     std::vector<Shared> &there = released[address];
     std::vector<Shared> &seen = seen_atomically[running().id];
     for (const Shared &other : there)
         if (other->block != block) seen.push_back(other);
     for (const Fence &f : fences)
-        if (is_before(f.thread, f.time)) there.push_back(f.ordered);
+        if (is_before(f.thread, f.time) && std::find(there.begin(), there.end(), f.ordered) == there.end())
+            there.push_back(f.ordered);
 }
 
 bool was_passed_on(uint64_t from, int thread, uint32_t time) {

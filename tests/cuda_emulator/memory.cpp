@@ -179,13 +179,18 @@ bool is_in_a_library(const char *p) {
 
 }  // namespace
 
+bool is_global(const void *address) {
+    const char *p = static_cast<const char *>(address);
+    return p >= arena && p < arena_end;
+}
+
 void access(const void *address, size_t bytes, Access kind, size_t alignment) {
     if (!in_kernel() || !library->checked || on_a_stack(address)) return;
     const char *p = static_cast<const char *>(address);
     if (uintptr_t(p) % alignment)
         fail("misaligned: %s of %zu bytes at an address that is no multiple of %zu", verb(kind), bytes, alignment);
     const char *dynamic = reinterpret_cast<const char *>(dynamic_start);
-    if (p >= arena && p < arena_end) {
+    if (is_global(p)) {
         check_global(p, bytes, kind);
         count_access(calling(), p, bytes, kind, false);
     } else if (p >= dynamic - kGap && p < dynamic + kMostDynamic + kGap) {

@@ -10,10 +10,13 @@ int waiting, barrier_line, true_votes;
 uint32_t barrier_count;
 BarrierVotes votes;
 
-// All accesses of all threads so far are ordered before all later ones.
+// All accesses of all threads so far are ordered before all later ones. All get one time, since some may have gone
+// ahead by fences of their own, and the loads of a warp are remembered with the newest time of its lanes.
 void order_block() {
     ++barrier_count;
-    for (int id = 0; id < threads; ++id) fibers[id].barrier_time = ++fibers[id].time;
+    uint32_t newest = 0;
+    for (int id = 0; id < threads; ++id) newest = fibers[id].time > newest ? fibers[id].time : newest;
+    for (int id = 0; id < threads; ++id) fibers[id].barrier_time = fibers[id].time = newest + 1;
     for (int id = 0; id < threads; ++id)
         for (int other = 0; other < kLanes && id / kLanes * kLanes + other < threads; ++other)
             warps[id / kLanes].known[id % kLanes][other] = fibers[id / kLanes * kLanes + other].time;

@@ -10,9 +10,9 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps
 from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanTable
-from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, result_type
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
-from polarlm.engine.backends.cuda.linear import input_type, result_type
+from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
 from polarlm.engine.weight_formats import Linear
 
@@ -39,7 +39,6 @@ class AttentionOps:
 
     def __init__(self, device: Device, launch: Launcher, heads: HeadOps):
         self._device, self._launch, self._heads = device, launch, heads
-        self._counts: dict[int, Array] = {}
 
     def attention(
         self,
@@ -111,17 +110,10 @@ class AttentionOps:
             (blocks,),
             config,
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
-            *(self._zeros(cells), q, cache.keys.quantized, cache.values.quantized, *cache.full),
+            *(self._launch.counts(cells), q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables),
             *(parameters.scale_back, back.before, back.after, count, spans.table.shape[1], kv_heads, chunks),
             *(parameters.window, parameters.scale, parameters.sink_scores),
             layouts=cache.layouts,
         )
         return out
-
-    def _zeros(self, size: int) -> Array:
-        """At least `size` int32 zeros. Kernels reset them to zero; they are never freed, since recordings use them."""
-        size = 1 << (size - 1).bit_length()
-        if size not in self._counts:
-            self._counts[size] = self._device.from_host(np.zeros(size, np.int32))
-        return self._counts[size]

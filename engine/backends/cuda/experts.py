@@ -16,9 +16,9 @@ import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
-from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, Product, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
-from polarlm.engine.backends.cuda.linear import LinearOps, Product, gates, input_type
+from polarlm.engine.backends.cuda.linear import LinearOps, gates, input_type
 from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.ops import KeptTiles, Ops, Routing
 from polarlm.engine.errors import EngineError
@@ -213,7 +213,7 @@ class ExpertOps:
         if packed.is_packed(weight.format):
             kernel, tiles = "gemv_packed", (weight.format.values, packed.block_bytes(weight.format))
             machine, gated = (device.processors, device.shared_memory), product.activation is not None
-            config, blocks = launch_configs.gemv_packed(1, rows, *machine, *tiles, gated)
+            config, blocks = packed.gemv_packed(1, rows, *machine, *tiles, gated)
         else:
             kernel = "gemv"
             config, blocks = launch_configs.gemv(1, rows, width, device.processors)

@@ -11,6 +11,7 @@ import numpy as np
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, source
 from polarlm.engine.records import Layout
+from polarlm.engine.weight_formats import Matrix
 
 WARP = 32
 MOST_THREADS = 1024
@@ -27,12 +28,35 @@ class LaunchConfig(NamedTuple):
     shared: int = 0
 
 
+class Product(NamedTuple):
+    """The arguments of `linear` beside x, for one matrix. add: to y instead of overwriting it. beside: a matrix of
+    another packed format, whose columns of y follow those of `weight`."""
+
+    weight: Matrix
+    bias: Any | None
+    norm: tuple[Any, float] | None
+    add: bool
+    activation: str | None
+    beside: Matrix | None = None
+
+    def with_types(self, x: Any, y: Any, config: LaunchConfig) -> LaunchConfig:
+        """`config` of one of our own kernels with the DEFINES of this product with x into y."""
+        flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add), **result_type(y)}
+        if self.activation is not None:
+            flags["ACTIVATION"] = self.activation
+        if self.beside is not None:
+            flags["BESIDE"] = self.beside.format.name
+        types = {"ACT": type_of(x), "WEIGHT": self.weight.format.name}
+        return config._replace(defines={**types, **flags, **config.defines})
+
+
 class Launcher:
     """Launches kernels of `cuda/` on a device."""
 
     def __init__(self, device: Device):
         self._device = device
         self._defines = {OVERLAPS: 1} if device.overlaps else {}
+        self._counts: dict[int, Any] = {}
 
     def __call__(
         self,
@@ -52,6 +76,13 @@ class Launcher:
         numbers = [_number(arg) for arg in args]
         self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), numbers, config.shared)
 
+    def counts(self, size: int) -> Any:
+        """At least `size` int32 zeros. Kernels reset them to zero; they are never freed, since recordings use them."""
+        size = 1 << (size - 1).bit_length()
+        if size not in self._counts:
+            self._counts[size] = self._device.from_host(np.zeros(size, np.int32))
+        return self._counts[size]
+
 
 _source = lru_cache(maxsize=None, typed=True)(source)
 
@@ -65,6 +96,11 @@ def _number(arg: Any) -> Any:
 def type_of(x: Any) -> str:
     """The CUDA type of an array's elements."""
     return CUDA_TYPES[x.dtype.name]
+
+
+def result_type(y: Any) -> dict[str, str]:
+    """The DEFINES of a kernel that writes y: none if that is float32."""
+    return {} if y.dtype == np.float32 else {"TO": type_of(y)}
 
 
 def threads_for(work: int, most: int = 256) -> int:

@@ -34,10 +34,6 @@ DEQUANTIZED_BYTES = 64 << 20
 
 _TILE_BYTES = 512
 SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
-_GEMV_PACKED_STATIC_BYTES = 128 * GEMV_ROWS  # static shared memory of gemv_packed, at most
-_PACKED_WARPS = 8  # of gemm_packed
-_GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of the weights has more
-_SLOT_BYTES = 80 << 10  # of slots of gemm_packed, unless these are too few: the rest is left to the L1 cache, for x
 _ENCODE_WARPS = 12  # of encode_blocks, at most: two blocks fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
@@ -63,60 +59,6 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
         split *= 2
     defines = {"ROWS": 1 << (rows - 1).bit_length(), "OUTPUTS": _OUTPUTS, "SPLIT": split}
     return LaunchConfig(defines, 256), -(-out * split // (_OUTPUTS * 8))
-
-
-def gemv_packed(
-    rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
-) -> tuple[LaunchConfig, int]:
-    """The launch for x (rows ≤ GEMV_ROWS, in) and packed weights (out, in) → configuration, blocks.
-
-    values, nbytes: of a block of one row of the format on the device. gated: weights are [gate | up].
-    """
-    most = 1 << (rows - 1).bit_length()
-    # Two tiles share a block's work on x; but with few blocks processors are idle.
-    tiles = 2 if gated or out >= 32 * 2 * processors else 1
-    unit = 256 if values == 256 or 16 * 256 * nbytes <= _GEMV_PACKED_COPIED * values else 128
-    copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
-    sums = 2 * 4 * most * (16 * tiles + 4)  # bytes of a warp
-    # As many warps of a multiprocessor as shared memory is enough for: 24, if they can do with so few registers.
-    most_warps = 24 if most == 1 and (tiles == 1 or 8 * nbytes <= 5 * values) else 16
-    choices = [(warps, resident) for warps in (8, 4) for resident in range(1, most_warps // warps + 1)]
-    for warps, resident in sorted(choices, key=lambda choice: (choice[0] * choice[1], choice[0]), reverse=True):
-        free = min(SHARED_BYTES, shared_memory // resident) - SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
-        slots = (free // warps - sums) // copied
-        if slots > tiles:
-            break
-    slots = min(slots, 2 * tiles)  # measured on an H200: more of them make it slower
-    defines: dict[str, int | float | str] = {"ROWS": most, "TILES": tiles, "SLOTS": slots, "WARPS": warps}
-    shared = warps * (slots * copied + sums)
-    defines |= {"UNIT": unit, "RESIDENT": resident, "SHARED": shared}
-    return LaunchConfig(defines, 32 * warps, shared), min(-(-out // (16 * tiles)), resident * processors)
-
-
-def gemm_packed(
-    rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
-) -> tuple[LaunchConfig, int]:
-    """The same for GEMV_ROWS < rows ≤ GEMM_PACKED_ROWS."""
-    most, warps = 1 << (rows - 1).bit_length(), _PACKED_WARPS
-    # Tiles share a block's reads of x, which are worth it from 9 rows on: with fewer rows, measured on an H100, blocks
-    # of one tile are 1 to 9 % faster. With few blocks, processors are idle.
-    blocks, shares = processors * 7 // 8, most > 8
-    tiles = 2 if gated or (shares and out >= 32 * blocks) else 1
-    unit = max(128, values)
-    copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
-    # Of so many rows, blocks read more bytes of x from the L2 cache than weights: four tiles share them, where two
-    # blocks of so many slots are resident.
-    beside = SYSTEM_BYTES
-    if shares and out >= 64 * 2 * blocks and warps * 5 * copied + beside <= min(SHARED_BYTES, shared_memory // 2):
-        tiles = 4
-    slots = 0
-    for resident in (2, 1):  # blocks of a multiprocessor
-        free = min(SHARED_BYTES, shared_memory // resident) - beside
-        slots = slots if slots > tiles else free // warps // copied
-    slots = max(tiles + 1, min(slots, _SLOT_BYTES // (warps * copied)))
-    shared = warps * max(slots * copied, 4 * most * (16 * tiles + 4))
-    defines = {"ROWS": most, "TILES": tiles, "SLOTS": slots, "WARPS": warps, "UNIT": unit, "SHARED": shared}
-    return LaunchConfig(defines, 32 * warps, shared), -(-out // (16 * tiles))
 
 
 def gemm_small(

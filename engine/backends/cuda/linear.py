@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
-from polarlm.engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, threads_for, type_of
+from polarlm.engine.backends.cuda.launch import (
+    MOST_THREADS,
+    LaunchConfig,
+    Launcher,
+    Product,
+    result_type,
+    threads_for,
+    type_of,
+)
 from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMM_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.ops import KeptTiles
@@ -30,24 +37,6 @@ _UPLOAD_BYTES = 8 << 20
 _TILED_ROWS = 256  # a multiple of the rows of a tile of cuBLAS
 # Formats that `Device.gemm` multiplies, and their dtype. Products with other formats take x in half precision.
 _PLAIN: dict[str, type[np.generic]] = {"f16": np.float16, "bf16": np.uint16}
-
-
-class Product(NamedTuple):
-    """The arguments of `linear` beside x, for one matrix. add: to y instead of overwriting it."""
-
-    weight: Matrix
-    bias: Array | None
-    norm: tuple[Array, float] | None
-    add: bool
-    activation: str | None
-
-    def with_types(self, x: Array, y: Array, config: LaunchConfig) -> LaunchConfig:
-        """`config` of one of our own kernels with the DEFINES of this product with x into y."""
-        flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add), **result_type(y)}
-        if self.activation is not None:
-            flags["ACTIVATION"] = self.activation
-        types = {"ACT": type_of(x), "WEIGHT": self.weight.format.name}
-        return config._replace(defines={**types, **flags, **config.defines})
 
 
 class LinearOps:
@@ -155,15 +144,17 @@ class LinearOps:
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
             self._multiply(y, x, Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
             return y
-        # A product for each part; the activation follows, since it needs gate and up together.
+        # A product for each part, or for two; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
         if rows > GEMV_ROWS and is_whole and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
             x, norm = self.narrowed(x, Product(w.parts[0], None, norm, False, None)), None
-        end = 0
-        for matrix in w.parts:
-            columns = slice(end, end := end + matrix.shape[0])
+        end, parts = 0, list(w.parts)
+        while parts:
+            matrix = parts.pop(0)
+            beside = parts.pop(0) if parts and packed.joins(matrix, parts[0], rows) else None
+            columns = slice(end, end := end + matrix.shape[0] + (0 if beside is None else beside.shape[0]))
             bias = None if w.bias is None else w.bias[columns]
-            product = Product(matrix, bias, norm, residual is not None, None)
+            product = Product(matrix, bias, norm, residual is not None, None, beside)
             self._multiply(whole[:, columns], x, product, recorded)
         if activation is not None:
             self.activate(y, whole, activation)
@@ -186,31 +177,17 @@ class LinearOps:
         is_packed = packed.is_packed(weight.format)
         if rows > GEMV_ROWS:
             x, product = self.narrowed(x, product), product._replace(norm=None)
-        if rows > GEMV_ROWS or is_packed:
-            multiply = self._packed if is_packed and rows <= GEMM_PACKED_ROWS else self._tensor_cores
-            multiply(y, x, product)
+        if is_packed and rows <= GEMM_PACKED_ROWS:
+            packed.multiply(self._device, self._launch, y, x, product)
+            return
+        if rows > GEMV_ROWS:
+            self._tensor_cores(y, x, product)
             return
         norm_weight, eps = product.norm or (None, 0.0)
         config, blocks = launch_configs.gemv(rows, weight.shape[0], width, processors)
         sizes = rows, width, y.shape[1], row_stride(y)
         config = product.with_types(x, y, config)
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
-
-    def _packed(self, y: Array, x: Array, product: Product) -> None:
-        """`linear` of at most GEMM_PACKED_ROWS rows with a packed matrix into y; more than GEMV_ROWS come narrow."""
-        (rows, width), device, weight = x.shape, self._device, product.weight
-        shape = device.processors, device.shared_memory, weight.format.values, packed.block_bytes(weight.format)
-        given = rows, weight.shape[0], *shape, product.activation is not None
-        operands, sizes = (y, x, weight.data, product.bias), (rows, width, y.shape[1], row_stride(y))
-        if rows > GEMV_ROWS:
-            config, blocks = launch_configs.gemm_packed(*given)
-            config = product.with_types(x, y, config)
-            self._launch("gemm_packed", (blocks,), config, *operands, *sizes)
-            return
-        norm_weight, eps = product.norm or (None, 0.0)
-        config, blocks = launch_configs.gemv_packed(*given)
-        config = product.with_types(x, y, config)
-        self._launch("gemv_packed", (blocks,), config, *operands, norm_weight, *sizes, float(eps))
 
     def _tensor_cores(self, y: Array, x: Array, product: Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y; x is normalised and of the type that the product takes."""
@@ -294,11 +271,6 @@ def input_type(w: Linear | None, rows: int) -> type[np.generic]:
     where they differ, and without `w`."""
     types = {_narrow_type(part) for part in w.parts} if w is not None and rows > GEMV_ROWS else set()
     return types.pop() if len(types) == 1 else np.float32
-
-
-def result_type(y: Array) -> dict[str, str]:
-    """The DEFINES of a kernel that writes y: none if that is float32."""
-    return {} if y.dtype == np.float32 else {"TO": type_of(y)}
 
 
 def gates(format: WeightFormat, rows: int) -> bool:

@@ -16,7 +16,7 @@ from polarlm.engine.backends.cuda.kv.cache import HEADER, table_width
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.recurrent.memory import delta_prompt_bytes, heads_width, projected_columns
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
-from polarlm.engine.backends.cuda.sampling.sampler import SCRATCH_WORDS
+from polarlm.engine.backends.cuda.sampling.sampler import scratch_words
 from polarlm.engine.backends.ops import Load
 from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, Recurrent, ShortConv, is_gated
 
@@ -81,7 +81,7 @@ def step_bytes(load: Load, device: Device) -> int:
     layer = max(rows * max(project, attend, forward), experts) + max(_sum_bytes(load, device), parts)
     head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
-    sampling = 8 * rows * SCRATCH_WORDS
+    sampling = 8 * rows * scratch_words(model.vocab_size)
     of_layers = 2 * len(model.layers) * model.layer_embedding  # and the projections that are added to them
     return inputs + lists + sampling + rows * _FLOAT * (e + 1 + of_layers) + max(layer, head)
 

@@ -1,15 +1,27 @@
-"""Packed weight formats on a GPU: the sizes of the tiles of `cuda/packed_weights.cuh`."""
+"""Packed weight formats on a GPU: the sizes of the tiles of `cuda/packed_weights.cuh`, and products of few rows with
+them, which `gemv_packed` and `gemm_packed` compute.
+
+Matrices of two formats, such as q and k in one and v in another, are multiplied by the same x in one launch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import kernel_source
-from polarlm.engine.weight_formats import Grouped, WeightFormat
+from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, Product
+from polarlm.engine.backends.cuda.launch_configs import GEMM_PACKED_ROWS, GEMV_ROWS, SHARED_BYTES, SYSTEM_BYTES
+from polarlm.engine.weight_formats import Grouped, Matrix, WeightFormat
 
 ROWS = 16  # rows of a tile
+_GEMV_PACKED_STATIC_BYTES = 128 * GEMV_ROWS  # static shared memory of gemv_packed, at most
+_PACKED_WARPS = 8  # of gemm_packed
+_SIZES = ("TILES", "SLOTS", "UNIT")  # what differs between the formats of a launch of packed weights
+_GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of the weights has more
+_SLOT_BYTES = 80 << 10  # of slots of gemm_packed, unless these are too few: the rest is left to the L1 cache, for x
 
 
 def is_packed(format: WeightFormat) -> bool:
@@ -32,3 +44,156 @@ def block_bytes(format: WeightFormat) -> int:
 def tiles(format: WeightFormat, rows: int, width: int) -> tuple[int, int]:
     """The shape of a packed matrix (rows, width) as uint8: (tiles, bytes of a tile)."""
     return -(-rows // ROWS), ROWS * (width // format.values) * block_bytes(format)
+
+
+class PackedRows(NamedTuple):
+    """Rows of packed weights. values, nbytes: of a block of one row of the format on the device."""
+
+    out: int
+    values: int
+    nbytes: int
+
+
+def gemv_packed(
+    rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
+) -> tuple[LaunchConfig, int]:
+    """The launch for x (rows ≤ GEMV_ROWS, in) and packed weights (out, in) → configuration, blocks.
+
+    values, nbytes: of a block of one row of the format on the device. gated: weights are [gate | up].
+    """
+    weights = PackedRows(out, values, nbytes)
+    config, (tiles,), most = _gemv_packed(rows, processors, shared_memory, [weights], gated)
+    return config, min(-(-out // (16 * tiles)), most)
+
+
+def gemv_packed_beside(
+    rows: int, processors: int, shared_memory: int, weights: PackedRows, beside: PackedRows
+) -> tuple[LaunchConfig, int, int]:
+    """The same for weights of two formats in one launch → configuration, blocks, and how many of them, dealt out by
+    bytes, multiply the first of the two."""
+    config, tiles, most = _gemv_packed(rows, processors, shared_memory, [weights, beside])
+    sets, others = (-(-one.out // (16 * of)) for one, of in zip((weights, beside), tiles, strict=True))
+    blocks = min(sets + others, most)
+    first, second = (one.out * one.nbytes / one.values for one in (weights, beside))
+    border = round(blocks * first / (first + second))
+    return config, blocks, max(1, blocks - others, min(border, sets, blocks - 1))
+
+
+def _gemv_packed(
+    rows: int, processors: int, shared_memory: int, weights: Sequence[PackedRows], gated: bool = False
+) -> tuple[LaunchConfig, list[int], int]:
+    """The configuration of gemv_packed for weights of one format or of two, TILES of each, and most blocks."""
+    most = 1 << (rows - 1).bit_length()
+    # Two tiles share a block's work on x; but with few blocks processors are idle.
+    tiles = [2 if gated or one.out >= 32 * 2 * processors else 1 for one in weights]
+    units = [256 if v == 256 or 16 * 256 * nbytes <= _GEMV_PACKED_COPIED * v else 128 for _, v, nbytes in weights]
+    copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # of a tile
+    sums = [2 * 4 * most * (16 * of + 4) for of in tiles]  # bytes of a warp
+    # As many warps of a multiprocessor as shared memory is enough for: 24, if they can do with so few registers.
+    few = all(of == 1 or 8 * one.nbytes <= 5 * one.values for one, of in zip(weights, tiles, strict=True))
+    most_warps = 24 if most == 1 and few else 16
+    choices = [(warps, resident) for warps in (8, 4) for resident in range(1, most_warps // warps + 1)]
+    for warps, resident in sorted(choices, key=lambda choice: (choice[0] * choice[1], choice[0]), reverse=True):
+        free = min(SHARED_BYTES, shared_memory // resident) - SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
+        slots = [(free // warps - of_sums) // of_unit for of_sums, of_unit in zip(sums, copied, strict=True)]
+        if all(count > of for count, of in zip(slots, tiles, strict=True)):
+            break
+    # Measured on an H200: more slots make it slower.
+    slots = [min(count, 2 * of) for count, of in zip(slots, tiles, strict=True)]
+    shared = warps * max(a * b + c for a, b, c in zip(slots, copied, sums, strict=True))
+    defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps}
+    config = LaunchConfig({**defines, "RESIDENT": resident, "SHARED": shared}, 32 * warps, shared)
+    return config, tiles, resident * processors
+
+
+def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> dict[str, int]:
+    """The DEFINES of one format or of two, see `cuda/linear/beside.cuh`."""
+    named = zip(("", "BESIDE_"), tiles, slots, units, strict=False)
+    return {f"{of}{name}": size for of, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
+
+
+def gemm_packed(
+    rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
+) -> tuple[LaunchConfig, int]:
+    """The same for GEMV_ROWS < rows ≤ GEMM_PACKED_ROWS."""
+    config, (blocks,) = _gemm_packed(rows, processors, shared_memory, [PackedRows(out, values, nbytes)], gated)
+    return config, blocks
+
+
+def gemm_packed_beside(
+    rows: int, processors: int, shared_memory: int, weights: PackedRows, beside: PackedRows
+) -> tuple[LaunchConfig, int, int]:
+    """The same for weights of two formats in one launch, as `gemv_packed_beside` gives it."""
+    config, blocks = _gemm_packed(rows, processors, shared_memory, [weights, beside])
+    return config, sum(blocks), blocks[0]
+
+
+def _gemm_packed(
+    rows: int, processors: int, shared_memory: int, weights: Sequence[PackedRows], gated: bool = False
+) -> tuple[LaunchConfig, list[int]]:
+    """The configuration of gemm_packed for weights of one format or of two, and the blocks of each."""
+    most, warps = 1 << (rows - 1).bit_length(), _PACKED_WARPS
+    machine = processors, shared_memory
+    tiles, slots, units = zip(*(_gemm_packed_sizes(most, *machine, one, gated) for one in weights), strict=True)
+    copied = [warps * 16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]
+    places = max(count * nbytes for count, nbytes in zip(slots, copied, strict=True))
+    slots = tuple(places // nbytes for nbytes in copied)  # of another format, as many as that one has bytes for
+    shared = max(places, *(warps * 4 * most * (16 * of + 4) for of in tiles))
+    defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps}
+    blocks = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)]
+    return LaunchConfig({**defines, "SHARED": shared}, 32 * warps, shared), blocks
+
+
+def _gemm_packed_sizes(
+    most: int, processors: int, shared_memory: int, weights: PackedRows, gated: bool
+) -> tuple[int, int, int]:
+    """TILES, SLOTS and UNIT of gemm_packed."""
+    out, values, nbytes = weights
+    # Tiles share a block's reads of x, which are worth it from 9 rows on: with fewer rows, measured on an H100, blocks
+    # of one tile are 1 to 9 % faster. With few blocks, processors are idle.
+    blocks, shares, warps = processors * 7 // 8, most > 8, _PACKED_WARPS
+    tiles = 2 if gated or (shares and out >= 32 * blocks) else 1
+    unit = max(128, values)
+    copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
+    # Of so many rows, blocks read more bytes of x from the L2 cache than weights: four tiles share them, where two
+    # blocks of so many slots are resident.
+    beside = SYSTEM_BYTES
+    if shares and out >= 64 * 2 * blocks and warps * 5 * copied + beside <= min(SHARED_BYTES, shared_memory // 2):
+        tiles = 4
+    slots = 0
+    for resident in (2, 1):  # blocks of a multiprocessor
+        free = min(SHARED_BYTES, shared_memory // resident) - beside
+        slots = slots if slots > tiles else free // warps // copied
+    return tiles, max(tiles + 1, min(slots, _SLOT_BYTES // (warps * copied))), unit
+
+
+def joins(weight: Matrix, beside: Matrix, rows: int) -> bool:
+    """Whether one launch multiplies `rows` rows by both of these neighbouring matrices."""
+    formats = weight.format, beside.format
+    return rows <= GEMM_PACKED_ROWS and formats[0] is not formats[1] and all(map(is_packed, formats))
+
+
+def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Product) -> None:
+    """`linear` of at most GEMM_PACKED_ROWS rows into y; more than GEMV_ROWS come normalised in half precision."""
+    (rows, width), (weight, beside) = x.shape, (product.weight, product.beside)
+    machine, few = (device.processors, device.shared_memory), rows <= GEMV_ROWS
+    own, more = _rows_of(weight), tuple[Any, ...]()
+    if beside is None:
+        configured = gemv_packed if few else gemm_packed
+        config, blocks = configured(rows, own.out, *machine, own.values, own.nbytes, product.activation is not None)
+    else:
+        both = gemv_packed_beside if few else gemm_packed_beside
+        config, blocks, border = both(rows, *machine, own, _rows_of(beside))
+        more = beside.data, beside.shape[0], border
+    out = y.shape[1] - (0 if beside is None else beside.shape[0])
+    operands, sizes = (y, x, weight.data, product.bias), (rows, width, out, row_stride(y))
+    if not few:
+        launch("gemm_packed", (blocks,), product.with_types(x, y, config), *operands, *sizes, *more)
+        return
+    norm_weight, eps = product.norm or (None, 0.0)
+    config = product.with_types(x, y, config)
+    launch("gemv_packed", (blocks,), config, *operands, norm_weight, *sizes, float(eps), *more)
+
+
+def _rows_of(matrix: Matrix) -> PackedRows:
+    return PackedRows(matrix.shape[0], matrix.format.values, block_bytes(matrix.format))

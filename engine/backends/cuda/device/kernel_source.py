@@ -15,7 +15,8 @@ import numpy as np
 from polarlm.engine.codecs import FULL
 from polarlm.engine.records import Layout
 
-_JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # at the top of a kernel: the files that precede it
+# At the top of a kernel: the files that precede it, on as many lines as it takes.
+_JOINS = re.compile(r"^// JOINS: ((?:.+,\n// )*.+)\.$", re.MULTILINE)
 
 OVERLAPS = "OVERLAPS"  # if defined, kernels wait for their predecessor by themselves, see `waits`
 
@@ -40,13 +41,17 @@ def source(kernel: str, keys: Layout | None = None, values: Layout | None = None
 
     keys, values: layouts of records; they define `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`. defines: the
     constants that the kernel's DEFINES line names; an int is written as it is, a float as the nearest float32, a str
-    (a type) as text. WEIGHT may name a weight format, whose struct is included.
+    (a type) as text. WEIGHT and BESIDE may name weight formats, whose structs are included.
     Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
-    joined = _JOINS.search(text)
-    parts = [_text(name) for name in joined[1].split(", ")] if joined else []
-    return with_readers("".join([*parts, text]), keys, values, **defines)
+    return with_readers("".join([*map(_text, joined(text)), text]), keys, values, **defines)
+
+
+def joined(text: str) -> list[str]:
+    """The names of the files that a kernel of this text JOINS."""
+    found = _JOINS.search(text)
+    return re.split(r",\s(?:// )?", found[1]) if found else []
 
 
 def with_readers(
@@ -54,7 +59,7 @@ def with_readers(
 ) -> str:
     """`source` for a kernel that is given as text, not by name."""
     constants = [f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items())]
-    readers = _readers({"Key": keys, "Value": values}) + _weights(defines.get("WEIGHT"))
+    readers = _readers({"Key": keys, "Value": values}) + _weights(defines.get("WEIGHT"), defines.get("BESIDE"))
     return "".join(constants) + prelude() + readers + text
 
 
@@ -63,11 +68,10 @@ def can_read(weight_format: str) -> bool:
     return f"weights/{weight_format}.cuh" in _files()
 
 
-def _weights(name: object) -> str:
-    """The text of the struct of the weight format `name`; empty for other types."""
-    if not can_read(str(name)):
-        return ""
-    return _text("plain_weights.cuh") + _text("packed_weights.cuh") + _text(f"weights/{name}.cuh")
+def _weights(*names: object) -> str:
+    """The text of the structs of the weight formats among `names`; empty for other types."""
+    structs = [_text(f"weights/{name}.cuh") for name in names if can_read(str(name))]
+    return "".join([_text("plain_weights.cuh"), _text("packed_weights.cuh"), *structs]) if structs else ""
 
 
 def _readers(sides: Mapping[str, Layout | None]) -> str:

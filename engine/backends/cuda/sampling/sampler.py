@@ -17,8 +17,8 @@ _THREADS = 512  # per block of `cuda/sampling/logprobs.cu`
 # Constants of `cuda/sampling/sample.cu`, which does not compile if its arrays have other sizes.
 _NOTHING_LEFT = -2  # stands for an id if the chain leaves no token
 _SAMPLE_THREADS, _PART = 256, 4096  # per block, and its logits
-SCRATCH_WORDS = 3 + 3 * _SAMPLE_THREADS + 2048  # uint64 of scratch per row
-_SIZES = {"THREADS": _SAMPLE_THREADS, "PART": _PART, "SCRATCH_WORDS": SCRATCH_WORDS, "ROW_WORDS": ROW_WORDS}
+_PART_WORDS = 2 + _SAMPLE_THREADS // 32 * (32 + 1 / 2)  # uint64 of scratch per block: 32 tokens of each warp
+_SIZES = {"THREADS": _SAMPLE_THREADS, "PART": _PART, "PART_WORDS": int(_PART_WORDS), "ROW_WORDS": ROW_WORDS}
 SAMPLE = LaunchConfig({**_SIZES, "NOTHING_LEFT": _NOTHING_LEFT}, _SAMPLE_THREADS)
 _SUMS = 4  # int32 before the pairs in a result of `cuda/sampling/logprobs.cu`
 _UNIT = 2.0**-44  # of its sums
@@ -30,17 +30,20 @@ def sample(
     """logits (B, V) → token ids (B,) int32 on the device; negative where no token can be sampled."""
     rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
     table, vocabulary, stride = sampler_inputs.on(device), sampler_inputs.vocabulary, np.int64(rows.shape[1])
-    scratch = device.empty((len(logits), SCRATCH_WORDS), np.uint64)
+    scratch = device.empty((len(logits), scratch_words(vocabulary)), np.uint64)
     saved = device.empty(sampler_inputs.table.shape, np.float32) if sampler_inputs.has_lists else None
-    parts = -(-vocabulary // _PART), len(logits)
     if saved is not None:
         launch("sample_adjust", (len(logits),), SAMPLE, rows, saved, table, newest, stride, file="sample")
-    launch("sample_maxima", parts, SAMPLE, scratch, rows, table, vocabulary, stride, file="sample")
-    launch("sample_list", parts, SAMPLE, ids, scratch, rows, table, saved, vocabulary, stride, file="sample")
-    launch("sample", (len(logits),), SAMPLE, ids, scratch, rows, table, vocabulary, stride)
+    args = ids, scratch, launch.counts(len(logits)), rows, table, saved, vocabulary, stride
+    launch("sample", (-(-vocabulary // _PART), len(logits)), SAMPLE, *args)
     if saved is not None:
         launch("sample_restore", (len(logits),), SAMPLE, rows, saved, table, newest, stride, file="sample")
     return ids
+
+
+def scratch_words(vocabulary: int) -> int:
+    """uint64 of scratch for a row of so many logits."""
+    return int(-(-vocabulary // _PART) * _PART_WORDS)
 
 
 def fetch_tokens(

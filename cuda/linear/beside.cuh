@@ -1,0 +1,12 @@
+// Products of the same x with two matrices of different packed formats in one launch. Part of gemv_packed.cu and
+// gemm_packed.cu.
+//
+// With BESIDE, the second one's format, blocks from number `border` on multiply `beside` (beside_out, in), whose
+// results are the columns of y behind the first `out`; bias has those of both. A block multiplies one of them, as it
+// does in a launch of that one alone. There is no activation, and there are no experts.
+// DEFINES: BESIDE (a packed format other than WEIGHT, or not defined), with BESIDE_UNIT, BESIDE_TILES, BESIDE_SLOTS.
+#ifdef BESIDE
+#define BESIDE_ARGUMENTS , const unsigned char *beside, int beside_out, int border
+#else
+#define BESIDE_ARGUMENTS
+#endif
