@@ -217,6 +217,9 @@ def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:
     assert kernels["heads"] == ["transform_heads", "append_kv"]
     assert kernels["attention"] == ["prefill_attention", "rotate"] * 2
     assert [parts[name].repeats for name in ("qkv", "heads", "attention", "down", "head")] == [64, 64, 32, 64, 1]
+    sizes = H200.processors, H200.shared_memory
+    others = prompt_parts(LLAMA_8B, "bf16", CacheType.read("balanced"), 16384, *sizes, wgmma=True)
+    assert [launch.kernel for part in others for launch in part.launches].count("prefill_wgmma") == 2
     flops = sum(part.repeats * launch.flops for part in parts.values() for launch in part.launches)
     assert flops == 2 * 16384 * len(LLAMA_8B.layers) * 218_103_808
     packed = [launch.kernel for launch in prompt_of(2048, "q4_k")["out"].launches]

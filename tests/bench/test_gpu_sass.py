@@ -145,7 +145,7 @@ def attention(kernel: str, keys: str, values: str, mean_bits: int = 8) -> Varian
     if kernel == "decode_attention":
         config = launch_configs.decode_attention(*cache.layouts(), 4, order=128)
     else:
-        config, _ = launch_configs.prefill_attention(*cache.layouts(), 4)
+        config, _ = getattr(launch_configs, kernel)(*cache.layouts(), 4)
     return Variant(kernel, config.defines, cache, config.shared)
 
 
@@ -199,6 +199,7 @@ BUDGETS = [
     Budget("gemv_packed", product("gemv_packed", 1, 28672, "q6_k"), 103, 3.000),
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q8_0"), 70, 3.953),
     Budget("prefill_attention", PREFILL, 253, 0.747),
+    Budget("prefill_wgmma", attention("prefill_wgmma", "f16", "f16", 0), 235, 0.667),
     Budget("decode_attention", with_defines(CODES, SOFTCAP=50.0, SINK_SCORES=1), 168, 2.398),
     Budget("gemv", with_defines(product("gemv", 1, 2048), EXPERTS=1), 122, 4.417),
     Budget("gemv_packed", with_defines(product("gemv_packed", 1, 2048, "q4_k"), EXPERTS=1), 68, 2.438),

@@ -48,6 +48,7 @@ extern int threads, alive;
 void yield();             // passes control to another fiber; returns when this one is resumed
 void wake(Fiber &fiber);  // makes it ready to be resumed
 void begin_block_waits();
+void begin_block_products();
 void begin_launch_fences();
 
 }  // namespace emulator
