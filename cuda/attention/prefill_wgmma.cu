@@ -94,12 +94,10 @@ prefill_wgmma_kernel(float *out, const float *q, const unsigned char *keys, cons
         }
         cp_async_commit();
     };
-    // Makes stage n, which has arrived, known to all threads and their products, and starts one that takes the slots of
-    // keys and values that are no longer used.
-    auto next_stage = [&](int n) {
+    // Makes a stage that has arrived known to all threads and their products. What they have used is free from then on.
+    auto take_stage = [&] {
         fence_async_proxy();
         __syncthreads();
-        start_stage(n + SLOTS - 1);
     };
 
     const Rows rows = {first + warp * 16, last, position};
@@ -108,22 +106,24 @@ prefill_wgmma_kernel(float *out, const float *q, const unsigned char *keys, cons
     RowState state;
     Scores scores;
     cp_async_wait<SLOTS - 2>();
-    next_stage(0);
+    take_stage();
     begin(queries, state, scores);
     score(scores, queries, keys_of(0));
     wgmma_commit();
+    start_stage(SLOTS - 1);
     wait<0>(scores);
     state.weigh(scores, rows, parts.at(0).start, window, lane);
     state.take(scores);
 #pragma unroll 1
     for (int n = 1; n < count; ++n) {
         cp_async_wait<SLOTS - 2>();
-        next_stage(n);
+        take_stage();
         begin(queries, state, scores);
         score(scores, queries, keys_of(n));
         wgmma_commit();
         state.add_values(values_of(n - 1));
         wgmma_commit();
+        start_stage(n + SLOTS - 1);  // while the products are computed
         wait<1>(scores);
         state.weigh(scores, rows, parts.at(n).start, window, lane);
         state.wait_for_values();
@@ -132,7 +132,7 @@ prefill_wgmma_kernel(float *out, const float *q, const unsigned char *keys, cons
     cp_async_wait<0>();
     const int start = parts.at(count - 1).start;
     if (start + PART - 1 > newest) clear_values(values_of(count - 1), start, newest, warp, lane);
-    next_stage(count);
+    take_stage();
     begin(queries, state, scores);
     state.add_values(values_of(count - 1));
     wgmma_commit();

@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("dim", "group", "length", "rows", "block_size", "kv_heads"), CASES)
 def test_the_rows_of_a_prompt_attend(
     rng: np.random.Generator, dim: int, group: int, length: int, rows: int, block_size: int, kv_heads: int

@@ -35,7 +35,7 @@ planted(float *out, const __half *a, const unsigned char *image, long long rest,
 
 
 # Product: each swizzle has an address of its own, from each place in a row of its pattern.
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("adds", [0, 1])
 @pytest.mark.parametrize(
     ("mode", "width", "s"), [(0, 16, 0), (3, 32, 0), (2, 64, 0), (2, 64, 1), (1, 128, 0), (1, 128, 3)]
