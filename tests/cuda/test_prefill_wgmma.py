@@ -7,7 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from polarlm.engine import codecs
 from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
 from tests.cuda import test_prefill_attention
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.programs import skip_without_wgmma
@@ -28,6 +31,18 @@ def case(
     of_cache = {"block_size": block_size, "head_dim": dim, "kv_heads": kv_heads, "mean_bits": 0}
     paged = random_cache(rng, "f16", "f16", [length], rows=rows, **of_cache)
     return paged, rng.standard_normal((rows, kv_heads * group + 1, dim), np.float32)
+
+
+def attend_by(ops: CudaOps, tokens: int = 70, kv_heads: int = 1, dim: int = 64) -> np.ndarray:
+    """The op `attention` for a prompt, with two query heads for each KV head."""
+    rng = np.random.default_rng(1)
+    format = CacheFormat(codecs.get("f16"), codecs.get("f16"), None, None, 0, 64, kv_heads, dim)
+    cache, buffer = ops.cache(format, 1, 2), ops.buffer(format, tokens)
+    spans = ops.spans([SpanView(slice(0, tokens), 0, KVLocation(buffer, 0), 0, None, (), 0)], 64)
+    shapes = [(tokens, heads, dim) for heads in (2 * kv_heads, kv_heads, kv_heads)]
+    q, k, v = (ops.to_device(rng.standard_normal(shape, np.float32)) for shape in shapes)
+    ops.append_kv(cache, spans, k, v)
+    return ops.to_host(ops.attention(q, cache, spans, dim**-0.5, None))
 
 
 # (head dim, group, tokens, new rows, block size, KV heads)

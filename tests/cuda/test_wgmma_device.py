@@ -9,12 +9,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device import wgmma
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
 from tests.cuda.fake_cupy import Machine
 from tests.cuda.test_cupy_device import imported
+from tests.cuda.test_prefill_wgmma import attend_by
 
 
 @pytest.fixture
@@ -45,18 +44,6 @@ def test_it_takes_the_variable_and_the_gpu(
     assert module.CupyDevice().wgmma == has_it
 
 
-def attend(ops: CudaOps) -> np.ndarray:
-    """Attention of a prompt of 70 tokens, with two query heads for the one KV head."""
-    dim = 64
-    rng = np.random.default_rng(1)
-    format = CacheFormat(codecs.get("f16"), codecs.get("f16"), None, None, 0, 64, 1, dim)
-    cache, buffer = ops.cache(format, 1, 2), ops.buffer(format, 70)
-    spans = ops.spans([SpanView(slice(0, 70), 0, KVLocation(buffer, 0), 0, None, (), 0)], 64)
-    q, k, v = (ops.to_device(rng.standard_normal((70, heads, dim), np.float32)) for heads in (2, 1, 1))
-    ops.append_kv(cache, spans, k, v)
-    return ops.to_host(ops.attention(q, cache, spans, dim**-0.5, None))
-
-
 def test_a_prompt_is_attended_to_by_the_kernel_for_its_heads(
     fake: tuple[Machine, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -64,14 +51,14 @@ def test_a_prompt_is_attended_to_by_the_kernel_for_its_heads(
     machine, module = fake
     monkeypatch.setenv(wgmma.VARIABLE, "1")
     for _ in range(2):
-        found = attend(CudaOps(module.CupyDevice()))
+        found = attend_by(CudaOps(module.CupyDevice()))
     assert machine.launches.count("prefill_wgmma_kernel") == 2
     ((*options, architecture),) = machine.options
     assert architecture == "--gpu-architecture=sm_90a"
     assert "-ftz=true" in options
     assert [file.suffix for file in tmp_path.iterdir()] == [".cubin"]
     monkeypatch.setenv(wgmma.VARIABLE, "0")
-    other = attend(CudaOps(module.CupyDevice()))
+    other = attend_by(CudaOps(module.CupyDevice()))
     assert machine.launches.count("prefill_attention_kernel") == 1
     np.testing.assert_allclose(found, other, atol=4e-3)
 
