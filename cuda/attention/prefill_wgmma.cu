@@ -6,10 +6,10 @@
 // are in registers, keys and values of a part in tiles of shared memory (wgmma.cuh), in rings of SLOTS each. Values are
 // multiplied by the weights of a part while the weights of the next one are computed.
 //
-// A record has neighbouring channels of a token, or tokens of a channel, in pieces of 8 bytes, so pieces are copied as
-// they are. In 16 of them, piece tg, of 4 halves, has numbers 2tg, 2tg + 1, 2tg + 8 and 2tg + 9. So a thread's
-// columns of an operand, two of each half of 16, are others than wgmma says: `spread` gives them. Queries are loaded
-// so; and scores have their tokens in that order, as keys are copied to rows of the tile so, for the values'.
+// A record has neighbouring channels of a token, or tokens of a channel, in pieces of 8 bytes, which are copied as they
+// are. Of 16 numbers, piece tg has 2tg, 2tg + 1, 2tg + 8 and 2tg + 9, so that a thread's columns of operand A stand for
+// other numbers than wgmma says: those of `spread`. Queries are loaded so. Weights are where scores were, so their
+// tokens must be in the order of the values': keys are copied to the columns of a tile in that order.
 //
 // Grid (ceil(T · GROUP / (WARPS · 16)), K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS (8), SLOTS (of each ring),
 // SHARED (bytes of dynamic shared memory): the rings, and 896 bytes so that they can begin at a multiple of 1,024;
