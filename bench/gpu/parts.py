@@ -89,12 +89,23 @@ class States(NamedTuple):
 class _Pass:
     """The parts of a forward pass of a model, noted as their kernels are launched. Layers are alike."""
 
-    def __init__(self, config: ModelConfig, weight: str, cache_type: CacheType, processors: int, shared_memory: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weight: str,
+        cache_type: CacheType,
+        processors: int,
+        shared_memory: int,
+        *,
+        wgmma: bool = False,
+    ):
         """weight: one of `known_weights`. Raises EngineError for a cache type without kernels."""
         self.parts: list[Part] = []
         self.config, self._weight, attention = config, weight, config.attention
         self._launches: list[Launch] = []
-        device = TracingDevice(lambda traced: self._launches.append(launch_of(traced)), processors, shared_memory)
+        device = TracingDevice(
+            lambda traced: self._launches.append(launch_of(traced)), processors, shared_memory, wgmma=wgmma
+        )
         self.array, self.ops = device.empty, CudaOps(device)
         key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
         mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
@@ -358,15 +369,22 @@ def _view(row: int, context: int, window: int | None) -> SpanView:
 
 
 def prompt_parts(
-    config: ModelConfig, weight: str, cache_type: CacheType, tokens: int, processors: int, shared_memory: int
+    config: ModelConfig,
+    weight: str,
+    cache_type: CacheType,
+    tokens: int,
+    processors: int,
+    shared_memory: int,
+    *,
+    wgmma: bool = False,
 ) -> list[Part]:
-    """The parts of a first prompt up to its first token. weight: one of `known_weights`.
+    """The parts of a first prompt up to its first token. weight: one of `known_weights`. wgmma: see `Device`.
 
     Layers take as many rows at a time as the engine gives them; the last of these may be fewer, and count as others.
 
     Raises EngineError for a cache type without kernels, and for weights that the model's rows cannot have.
     """
-    prompt = _Pass(config, weight, cache_type, processors, shared_memory)
+    prompt = _Pass(config, weight, cache_type, processors, shared_memory, wgmma=wgmma)
     rows, buffer = min(tokens, prompt.ops.prefill_rows), prompt.ops.buffer(prompt.format, tokens)
     spans = [
         prompt.ops.spans([SpanView(slice(0, rows), first, KVLocation(buffer, 0), 0, None, (), 0)], BLOCK_SIZE)

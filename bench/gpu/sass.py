@@ -54,6 +54,8 @@ _DELAYS = {"LDS": 29, "SHFL": 24, "MUFU": 20, "MOVM": 33, "LDG": 0, "LDGSTS": 0}
 _DELAY = 24  # latency of all others
 _SCOREBOARDS = 6
 
+_OF_WARPGROUP = re.compile(r"HGMMA\.64x(\d+)x16\.F32")
+
 
 @dataclass(frozen=True)
 class Instruction:
@@ -94,7 +96,8 @@ class Counts:
     """Counts of the instructions of one warp. seldom: how many of `total` are in branches that hardly ever run.
 
     alu: instructions of the integer pipe. port: clocks of the port that shared memory and the L1 cache share. hmma:
-    products on tensor cores. ffma: those of float32. wide_loads: loads from global memory of 16 bytes per lane.
+    products of 16 × 8 × 16 numbers on tensor cores, several of which are one of a warpgroup. ffma: those of float32.
+    wide_loads: loads from global memory of 16 bytes per lane.
     latency: clocks of a warp that runs alone, outside of seldom branches.
     """
 
@@ -167,7 +170,13 @@ class Kernel:
 
 
 def _is_product(instruction: Instruction) -> bool:
-    return instruction.name == "HMMA"
+    return instruction.name in ("HMMA", "HGMMA")
+
+
+def _products(instruction: Instruction) -> int:
+    """Products of 16 × 8 × 16 numbers of a warp."""
+    of_warpgroup = _OF_WARPGROUP.match(instruction.opcode)
+    return int(of_warpgroup[1]) // 8 if of_warpgroup else int(instruction.name == "HMMA")
 
 
 def _is_multiplication(instruction: Instruction) -> bool:
@@ -199,7 +208,7 @@ def counts(instructions: Sequence[Instruction]) -> Counts:
         seldom=len(seldom),
         alu=sum(i.name in _ALU for i in instructions),
         port=sum(_port(i) for i in instructions),
-        hmma=sum(map(_is_product, instructions)),
+        hmma=sum(map(_products, instructions)),
         ffma=sum(map(_is_multiplication, instructions)),
         lds=number("LDS"),
         shuffles=number("SHFL"),
@@ -231,7 +240,7 @@ def _seldom(instructions: Sequence[Instruction]) -> set[int]:
         if branch.target is None or not branch.offset < branch.target <= last:
             continue
         skipped = [i for i in instructions if branch.offset < i.offset < branch.target]
-        if not any(i.name in ("LDG", "LDGSTS", "HMMA") for i in skipped):
+        if not any(i.name in ("LDG", "LDGSTS", "HMMA", "HGMMA") for i in skipped):
             found |= {i.offset for i in skipped}
     return found
 

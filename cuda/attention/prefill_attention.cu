@@ -24,7 +24,7 @@
 // both sides are f16 without means. A sequence without quantized blocks takes that variant, whatever its cache type.
 // PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. Behind the newest token
 // a full-precision record may hold anything, also NaN.
-// JOINS: attention.cuh, prefill_parts.cuh, prefill_rows.cuh.
+// JOINS: attention.cuh, visible_parts.cuh, prefill_parts.cuh, prefill_rows.cuh.
 
 // The two tasks of a warp between two barriers: fetch a part of one side, use a part of the other. Copies are
 // asynchronous and start first; of the warps that decode, half multiply first, if there are registers for that.

@@ -62,9 +62,8 @@ SIZES = Sizes(
     step_contexts=(64,),
     runs=1,
 )
-DEVICE, RECORDING = (
-    "polarlm.engine.backends.cuda.device.cupy_device",
-    "polarlm.engine.backends.cuda.device.cupy_recording",
+DEVICE, *OTHERS = (
+    f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording", "cupy_compiler")
 )
 
 
@@ -102,12 +101,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(setup, "WARM_SECONDS", 0)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in (DEVICE, RECORDING):
+    for name in (DEVICE, *OTHERS):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(setup, "select", lambda device, threads: importlib.import_module(DEVICE))
     monkeypatch.setattr(overlap, "load_driver", lambda: fake_cupy.Driver(machine))
     yield machine
-    for name in (DEVICE, RECORDING):
+    for name in (DEVICE, *OTHERS):
         sys.modules.pop(name, None)
 
 
@@ -392,6 +391,7 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
             StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.0e-3, overlapped=True),
             MatrixTime("bf16", "qkv", 1, 10e-6, 30_000_000),
             PrefillTime("bf16", 1000, 0.5, 200e12, 1e-3, 300e9),
+            PrefillTime("bf16", 2000, 0.5, 200e12, 1e-3, 300e9, 0.5e-3),
             PromptPeerTime("torch flash", 1000, 2e-3, 300e9),
             PromptPeerTime("torch cuDNN", 1000, None, 300e9, "not installed"),
             EncodeTime("ring4", 64, 5e-6),
@@ -421,7 +421,8 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     ] in lines
     assert ["bf16", "in turn", "1,024", "4", "10.00", "9.00", "8.50", "8.00", "5.00", "50 %", "471"] in lines
     assert ["bf16", "qkv", "1", "10.0", "3,000", "75 %"] in lines
-    assert ["bf16", "1,000", "500.0", "2,000", "50 %", "300"] in lines
+    assert ["bf16", "1,000", "500.0", "2,000", "50 %", "300", "—"] in lines
+    assert ["bf16", "2,000", "500.0", "4,000", "50 %", "300", "600"] in lines
     assert ["torch flash", "1,000", "2.00", "150", ""] in lines
     assert ["torch cuDNN", "1,000", "not installed", "—", "—"] in lines
     assert ["ring4", "64", "5.0"] in lines

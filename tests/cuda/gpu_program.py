@@ -18,6 +18,13 @@ def _device() -> Device:
     return open_device()
 
 
+def has_wgmma() -> bool:
+    """Whether the GPU has products of warpgroups."""
+    from polarlm.engine.backends.cuda.device.cupy_device import has_wgmma as has_it
+
+    return has_it()
+
+
 class Program:
     """The kernels of one text. `checked` and `seed` matter only on the emulator."""
 

@@ -10,16 +10,16 @@ import pytest
 
 from polarlm.bench.gpu import nvrtc
 from polarlm.bench.gpu.nvrtc import (
-    OF_CUPY,
     SHARED_LIMIT,
     STATIC_LIMIT,
     Usage,
+    architecture,
     compile_text,
     compiler,
     compilers,
     run_compiler,
 )
-from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, folder
+from polarlm.engine.backends.cuda.device.kernel_source import OF_CUPY, OPTIONS, folder
 from polarlm.engine.errors import EngineError
 from tests.cuda.kept import keeping
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
@@ -96,7 +96,7 @@ def test_variants_compile_with_cuda_12_as_well(monkeypatch: pytest.MonkeyPatch, 
 def test_variants_compile_with_the_options_and_headers_of_cupy(variant: Variant, arch: int) -> None:
     """Its own copies of CUDA's C++ headers come before those of the wheels."""
     core = pytest.importorskip("cupy._core.core", reason="CuPy is not installed")
-    options = [*core.assemble_cupy_compiler_options(OPTIONS), *OF_CUPY, f"--gpu-architecture=sm_{arch}"]
+    options = [*core.assemble_cupy_compiler_options(OPTIONS), *OF_CUPY, architecture(variant.text(), arch)]
     message, binary = run_compiler(variant.text(), options)
     assert binary, message
 
@@ -184,7 +184,7 @@ def test_faulty_kernels_fail_the_checks(text: str, dynamic: int, arch: int, word
     "kernel",
     [
         *("gemv_packed", "gemm_packed", "gemm_small", "prefill_attention", "decode_attention"),
-        *("gated_delta", "delta_blocks", "delta_scan"),
+        *("gated_delta", "delta_blocks", "delta_scan", "prefill_wgmma"),
     ],
 )
 def test_a_kernel_does_not_compile_with_other_bytes_of_shared_memory(kernel: str) -> None:

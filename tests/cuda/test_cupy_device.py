@@ -32,10 +32,10 @@ from tests.sampling.constrained import mask_of
 
 SILU = source("activate_mul", ACT="float", ACTIVATION="silu")
 DEFAULTS = GenerationDefaults()
-NAME, RECORDING = (
-    "polarlm.engine.backends.cuda.device.cupy_device",
-    "polarlm.engine.backends.cuda.device.cupy_recording",
-)
+FOLDER = "polarlm.engine.backends.cuda.device"
+NAME = f"{FOLDER}.cupy_device"
+RECORDING = f"{FOLDER}.cupy_recording"
+NAMES = (NAME, RECORDING, f"{FOLDER}.cupy_compiler")
 
 
 @contextlib.contextmanager
@@ -45,10 +45,10 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleT
     machine, modules = fake_cupy.make()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in (NAME, RECORDING):
+    for name in NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield machine, importlib.import_module(NAME)
-    for name in (NAME, RECORDING):
+    for name in NAMES:
         sys.modules.pop(name, None)
 
 

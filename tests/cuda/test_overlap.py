@@ -232,7 +232,7 @@ def test_a_model_uses_nothing_but_constants_before_it_waits(kind: str, types: tu
 
 # -- on the stand-in for CuPy --------------------------------------------------------------------------------------
 
-NAMES = [f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording")]
+NAMES = [f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording", "cupy_compiler")]
 
 
 @pytest.fixture

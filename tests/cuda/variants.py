@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
 from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
+from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source, target
 from polarlm.engine.backends.cuda.heads import rotate_defines
 from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
 from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
@@ -157,6 +157,18 @@ def _prefill_attention() -> list[Variant]:
         config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
         variants.append(Variant("prefill_attention", config.defines, cache, config.shared))
     return [*variants, *_of_other_scores(variants)]
+
+
+def _prefill_wgmma() -> list[Variant]:
+    shapes = [(64, 64), (128, 64), (64, 128), (128, 128)]
+    caches = [Cache("f16", "f16", d, block_size=n, mean_bits=0) for d, n in shapes]
+    variants = []
+    for cache, group in zip(caches, (1, 4, 8, 3), strict=True):
+        config, _ = launch_configs.prefill_wgmma(*cache.layouts(), group)
+        variants.append(Variant("prefill_wgmma", config.defines, cache, config.shared))
+    rules: tuple[dict[str, Define], ...] = ({"SOFTCAP": 50.0}, {"SINK_SCORES": 1}, {"SOFTCAP": 50.0, "SINK_SCORES": 1})
+    others = [replace(one, defines={**one.defines, **rule}) for rule in rules for one in variants[:2]]
+    return [*variants, *others]
 
 
 def _encode_blocks() -> list[Variant]:
@@ -350,6 +362,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "narrow": _all("narrow", ACT=("float",), TO=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
+    "prefill_wgmma": _prefill_wgmma(),
     "repack": _all("repack", WEIGHT=_PACKED),
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),
@@ -379,15 +392,21 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     return {(variant.kernel, trait) for trait in of}
 
 
+def archs_of(kernel: str) -> tuple[int, ...]:
+    """The architectures that a kernel is compiled for."""
+    return (90,) if target(VARIANTS[kernel][0].text()) else tuple(SHARED_LIMIT)
+
+
 def covering() -> Iterator[tuple[Variant, int]]:
     """Every kernel for every architecture, with every codec and head dim that it serves.
 
     The variants take turns, in steps that change every constant; then come those with a trait that was not among them.
     """
-    for variants in VARIANTS.values():
-        step, seen = len(variants) // len(SHARED_LIMIT) + 1, set[tuple[str, str]]()
-        archs = itertools.cycle(SHARED_LIMIT)
-        for i, arch in enumerate(SHARED_LIMIT):
+    for kernel, variants in VARIANTS.items():
+        served = archs_of(kernel)
+        step, seen = len(variants) // len(served) + 1, set[tuple[str, str]]()
+        archs = itertools.cycle(served)
+        for i, arch in enumerate(served):
             variant = variants[i * step % len(variants)]
             seen |= traits(variant)
             yield variant, arch
@@ -398,5 +417,5 @@ def covering() -> Iterator[tuple[Variant, int]]:
 
 
 def everything() -> Iterator[tuple[Variant, int]]:
-    for variants in VARIANTS.values():
-        yield from itertools.product(variants, SHARED_LIMIT)
+    for kernel, variants in VARIANTS.items():
+        yield from itertools.product(variants, archs_of(kernel))

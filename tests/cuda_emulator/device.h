@@ -170,4 +170,5 @@ EMULATOR_STORE(__stcs)
 EMULATOR_STORE(__stwt)
 
 #include "matrix.h"
+#include "warpgroups.h"
 #include "signature.h"

@@ -88,6 +88,7 @@ void fiber_main() {
         kernel(arguments);
         Fiber *me = current;
         if (copies_pending()) fail("the thread returned while its cp.async was under way");
+        if (products_pending()) fail("the thread returned while a product of its warpgroup was under way");
         me->state = State::kDone;
         --alive;
         if (!alive) {
@@ -121,6 +122,7 @@ bool run_block(const unsigned *block, size_t dynamic_bytes) {
     alive = threads;
     ready.clear(), taken = 0;
     begin_block_waits();
+    begin_block_products();
     for (int id = 0; id < threads; ++id) prepare_thread(id, block);
     begin_block_memory(dynamic_bytes);
     if (!__builtin_setjmp(launcher)) jump_to(next_ready());
@@ -156,6 +158,7 @@ int lane() { return current->view.lane; }
 bool in_kernel() { return current; }
 const ThreadView &running() { return current->view; }
 uint32_t stamp() { return current->time; }
+void advance_time() { ++current->time; }
 void at(void *return_address) { caller = return_address; }
 const void *calling() { return caller; }
 

@@ -66,6 +66,20 @@ void commit_copies();
 void wait_for_copies(int groups_left);
 bool copies_pending();
 
+// For products of warpgroups (warpgroups.cpp). An address of dynamic shared memory as descriptors have it, and back;
+// a product that reads bytes of it, as the running thread; fence.proxy.async, which lets products read what the thread
+// has stored.
+unsigned shared_address(const void *p);
+unsigned char *shared_pointer(unsigned address);
+void access_by_product(const void *address, size_t bytes);
+void fence_async_proxy();
+// The running thread's part of a product of its warpgroup, of wgmma_fence, wgmma_commit and wgmma_wait.
+void start_product(int columns, bool adds, float *d, const unsigned *a, uint64_t descriptor);
+void fence_registers();
+void commit_products();
+void wait_for_products(int groups_left);
+bool products_pending();
+
 // From here on the thread may use what the launch before this one writes or reads.
 void wait_for_previous();
 
@@ -81,6 +95,7 @@ bool has_waited();  // for the launch before this one; true where this one need 
 bool in_kernel();  // false in the launcher's own code, which may be built with hooks too
 const ThreadView &running();
 uint32_t stamp();                       // the running thread's time
+void advance_time();                    // what it does from here on is at a later time
 uint32_t known(int id);                 // the newest time of thread `id` that is ordered before this moment
 uint32_t barriers();                    // block barriers of the running block so far
 bool on_a_stack(const void *address);

@@ -71,10 +71,13 @@ class AttentionOps:
         group = heads // kv_heads
         # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
         layouts = cache.layouts if spans.header(0).quantized else cache.full_layouts
-        config, tile = launch_configs.prefill_attention(*layouts, group)
+        kernel, configured = "prefill_attention", launch_configs.prefill_attention
+        if self._device.wgmma and launch_configs.takes_wgmma(*layouts):
+            kernel, configured = "prefill_wgmma", launch_configs.prefill_wgmma
+        config, tile = configured(*layouts, group)
         out = self._device.empty(q.shape, np.float32)
         self._launch(
-            "prefill_attention",
+            kernel,
             (-(-rows * group // tile), kv_heads),
             parameters.added_to(config),
             *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current, spans.on(self._device)),

@@ -30,8 +30,9 @@ class CardsOps(CudaOps):
         self.cards, self.counts = tuple(cards), tuple(counts)
         self.name = " and ".join(card.name for card in cards)
         self.prefill_rows = min(card.prefill_rows for card in cards)
-        sizes = [(card._device.processors, card._device.shared_memory, card._device.overlaps) for card in cards]
-        self._alike = [card._device for card, own in zip(cards, sizes, strict=True) if own == sizes[-1]]
+        devices = [card._device for card in cards]
+        sizes = [(one.processors, one.shared_memory, one.overlaps, one.wgmma) for one in devices]
+        self._alike = [one for one, own in zip(devices, sizes, strict=True) if own == sizes[-1]]
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}
         self.buffer = self._buffer

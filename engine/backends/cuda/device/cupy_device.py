@@ -1,4 +1,4 @@
-"""`engine.backends.cuda.device.Device` on CuPy. Only this file and `cupy_recording` import CuPy.
+"""`engine.backends.cuda.device.Device` on CuPy. Only this file, `cupy_compiler` and `cupy_recording` import CuPy.
 
 CuPy provides memory, compilation, launches, cuBLAS and graphs; apart from copies between strided arrays, all other
 arithmetic is in `cuda/`. All work goes to one stream. CuPy has a current stream per thread, so methods select ours
@@ -16,9 +16,20 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, overlap, peers, row_stride
+from polarlm.engine.backends.cuda.device import (
+    Addresses,
+    Carried,
+    Device,
+    Moved,
+    Result,
+    overlap,
+    peers,
+    row_stride,
+    wgmma,
+)
+from polarlm.engine.backends.cuda.device.cupy_compiler import Kernel, compile_module
 from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
-from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
+from polarlm.engine.backends.cuda.device.kernel_source import source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.errors import EngineError
 
@@ -88,6 +99,11 @@ def can_overlap() -> bool:
     return overlap.is_there(_capability(), _runtime.driverGetVersion(), _runtime.runtimeGetVersion())
 
 
+def has_wgmma() -> bool:
+    """Whether the current GPU has products of warpgroups."""
+    return wgmma.is_there(_capability())
+
+
 def _capability() -> tuple[int, int]:
     """The compute capability of the current GPU."""
     major, minor = (int(_runtime.deviceGetAttribute(code, _runtime.getDevice())) for code in (_MAJOR, _MINOR))
@@ -127,9 +143,10 @@ class CupyDevice:
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.overlaps = (overlap.is_wanted(_capability()) if overlaps is None else overlaps) and can_overlap()
+        self.wgmma = wgmma.is_wanted() and has_wgmma()
         self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
-        self._kernels: dict[tuple[str, str], _Kernel] = {}
+        self._kernels: dict[tuple[str, str], Kernel] = {}
         self._copies: deque[tuple[cupy.cuda.Event, np.ndarray]] = deque()  # copies in flight: event, pinned memory
         self._recordings = Recordings(self._stream, self._copy_from)
         self._reached: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
@@ -242,7 +259,7 @@ class CupyDevice:
         compiled = self._kernels.get((kernel, text))
         if compiled is None:
             function = self._modules.get(text).get_function(kernel)
-            compiled = self._kernels[kernel, text] = _Kernel(function, waits(text, kernel))
+            compiled = self._kernels[kernel, text] = Kernel(function, waits(text, kernel))
         compiled.allow(shared)
         given = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
         # Outside of a recording the host is slower than short kernels, and these launches cost it more than CuPy's.
@@ -261,11 +278,8 @@ class CupyDevice:
         self._modules.wait(text)
 
     def _compile(self, text: str) -> cupy.RawModule:
-        """The loaded module of a text, compiled or from CuPy's cache on disk. NVRTC releases Python's lock."""
         _runtime.setDevice(self._number)  # the current device is per thread
-        module = cupy.RawModule(code=text, options=OPTIONS)
-        module.compile()
-        return module
+        return compile_module(text)
 
     def _upload_addresses(self, table: Addresses) -> cupy.ndarray:
         return self.from_host(np.array([[x.data.ptr if x is not None else 0 for x in row] for row in table.rows], "u8"))
@@ -305,19 +319,6 @@ class CupyDevice:
     ) -> Result:
         self.use()
         return self._recordings.run_graph(key, work, inputs)
-
-
-class _Kernel:
-    """A compiled kernel; whether it waits for its predecessor by itself; and its limit of dynamic shared memory."""
-
-    def __init__(self, function: cupy.RawKernel, waits: bool):
-        self.function, self.waits = function, waits
-        self._allowed = 0  # CUDA's own limit depends on the kernel's static shared memory, so it is always raised
-
-    def allow(self, shared: int) -> None:
-        if shared > self._allowed:
-            self.function.max_dynamic_shared_size_bytes = shared
-            self._allowed = shared
 
 
 def _argument(arg: Any) -> Any:

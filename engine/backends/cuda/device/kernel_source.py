@@ -18,12 +18,15 @@ from polarlm.engine.records import Layout
 # At the top of a kernel: the files that precede it, on as many lines as it takes.
 _JOINS = re.compile(r"^// JOINS: ((?:.+,\n// )*.+)\.$", re.MULTILINE)
 
+_TARGET = re.compile(r"^// TARGET: (sm_\w+)\.$", re.MULTILINE)  # at the top of a part: what its kernels compile for
+
 OVERLAPS = "OVERLAPS"  # if defined, kernels wait for their predecessor by themselves, see `waits`
 
 _TWINS = ("codecs", "weights")  # folders whose files are named like their twins in Python
 
 # Compiler options besides the target architecture.
 OPTIONS = ("--std=c++17",)
+OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # options that CuPy adds to them
 
 
 @cache
@@ -95,6 +98,12 @@ def waits(text: str, kernel: str) -> bool:
         return False
     _, _, rest = text.partition(f" {kernel}(" if f" {kernel}(" in text else f"\n{kernel}(")
     return "wait_for_previous();" in rest.split("__global__", 1)[0]
+
+
+def target(text: str) -> str:
+    """The one architecture that a text can be compiled for, such as "sm_90a"; empty where it is any."""
+    found = _TARGET.search(text)
+    return found[1] if found else ""
 
 
 def prelude() -> str:
