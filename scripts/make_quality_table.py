@@ -53,7 +53,8 @@ def quality_table(types: Sequence[str] | None = None) -> str:
             cells = f"{served['bits_per_value']:.3f} | {_cost(served, full)} | {_cost(coded, full)}"
             lines.append((served["bits_per_value"], f"| {_label(name)} | {cells} |"))
         if own:
-            of_older = f"Other rows ({'; '.join(map(_label, own))}) on {measured['date']} with\n`{measured['command']}`."
+            names = "; ".join(map(_label, own))
+            of_older = f"Other rows ({names}) on {measured['date']} with\n`{measured['command']}`."
             sources.append(of_older if sources else _source(measured, full))
         shown |= {*own}
     header = (
