@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from polarlm.model_loaders.files.pooling import (
     prompts_of_folder,
 )
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
+from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
 from polarlm.model_loaders.hub import Fits, HubName, fetch, parse
 from polarlm.model_loaders.rope import rope_frequencies

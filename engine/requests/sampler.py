@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint, checked_mask, only_token
 from polarlm.engine.sampling.dry import Dry
 from polarlm.engine.sampling.sample import SamplerInput, Sampling, greedy
+from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 

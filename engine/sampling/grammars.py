@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +26,7 @@ from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling import gbnf, schemas
 from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, NeedsLonger
 from polarlm.engine.sampling.constraints import Constraint
-from polarlm.model_loaders.forks import renew_in_children
+from polarlm.model_loaders.forks import cached_property, renew_in_children
 from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, ProcessFailed, why_ended
 
 _LOG = logging.getLogger(__name__)

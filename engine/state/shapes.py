@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +12,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.codecs import Codec
 from polarlm.engine.quantization.metric import Metric
+from polarlm.model_loaders.forks import cached_property
 
 if TYPE_CHECKING:
     from polarlm.engine.backends.ops import Ops

@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.state.shapes import ArraySpec, CacheShape, StateShape
 from polarlm.engine.storage.objects import MOST_HEADER, DamagedObject, Object
+from polarlm.model_loaders.forks import cached_property
 
 _ALIGNED = 8  # bytes; every array starts at a multiple of it
 _NOT_FINITE = "not all of its numbers are finite"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, fin
 from polarlm.model_loaders.chat.template_process import TemplateFailed, TemplateProcess
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.strings import Strings
+from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers._special import token_string
 
 if TYPE_CHECKING:

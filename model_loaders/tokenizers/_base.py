@@ -6,9 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 
+from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers._protocol import Pair
 
 # Unicode's white space; Python counts U+001C to U+001F as well.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from tokenizers.models import BPE, WordPiece
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.strings import Strings
+from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import patterns
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
 from polarlm.model_loaders.tokenizers._protocol import Pair

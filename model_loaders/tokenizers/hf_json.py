@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
 from polarlm.model_loaders.tokenizers._byte_level import spelling, spelt_bytes
 from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
 from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder

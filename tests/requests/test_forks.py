@@ -16,6 +16,7 @@ import pytest
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.cores import cores
 from polarlm.model_loaders.chat.templates import ChatTemplate
+from polarlm.model_loaders.forks import cached_property
 from tests.cpu import CpuOps
 from tests.rendering import rendered
 
@@ -92,6 +93,32 @@ def test_a_child_can_render_a_template_that_a_thread_of_the_parent_renders() -> 
     forked.set()
     thread.join(PATIENCE)
     assert child() == {"child"}
+
+
+class Slow:
+    """An object whose value is computed while `forked` is awaited."""
+
+    def __init__(self, computing: threading.Event, forked: threading.Event) -> None:
+        self._computing, self._forked = computing, forked
+
+    @cached_property
+    def value(self) -> int:
+        self._computing.set()
+        assert self._forked.wait(PATIENCE)
+        return 1
+
+
+def test_a_child_has_cached_properties_of_a_class_that_a_thread_of_the_parent_computes() -> None:
+    computing, forked, done = threading.Event(), threading.Event(), threading.Event()
+    done.set()
+    shared = Slow(computing, forked)
+    thread = threading.Thread(target=lambda: shared.value)
+    thread.start()
+    assert computing.wait(PATIENCE)
+    child = begun_in_child(lambda: Slow(threading.Event(), done).value)
+    forked.set()
+    thread.join(PATIENCE)
+    assert child() == 1
 
 
 # -- engines -------------------------------------------------------------------------------------------------------

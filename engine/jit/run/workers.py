@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ from polarlm.engine.jit.run.run_commands import (
     Serve,
     set_up,
 )
-from polarlm.model_loaders.forks import renew_in_children
+from polarlm.model_loaders.forks import cached_property, renew_in_children
 
 SCRATCH = 1 << 20  # bytes of scratch per thread
 

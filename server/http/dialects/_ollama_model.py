@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from polarlm.model_loaders.forks import cached_property
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.described import OLLAMA, listed, shown
 from polarlm.server.http.errors import ApiError

@@ -6,7 +6,6 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from polarlm.engine.backends.kv import SpanView
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.jit.lang.records import Int64
 from polarlm.engine.jit.run.buffers import aligned
+from polarlm.model_loaders.forks import cached_property
 
 NO_WINDOW = 1 << 40  # the window of layers without one, in tokens
 _LEAST_IDS = 16  # least width of a block table

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from polarlm.engine.backends.native.codecs.parts.packing import BYTES
 from polarlm.engine.jit.lang.byte_ops import PairTable, Table
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I8, Value, vector
+from polarlm.model_loaders.forks import cached_property
 
 _REGISTER = vector(I8, 16)
 _PART = 16  # entries of the tables that a register holds
