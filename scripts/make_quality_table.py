@@ -67,9 +67,10 @@ def ablation_table() -> str:
     """A Markdown table of the encoding without each of its parts."""
     measured = newest(f"ablation-{DEMO}")
     full = measured["exact_perplexity"]
-    lines = ["| | bits/value | perplexity, KL as served |", "|---|---|---|"]
+    lines = ["| | bits/value | perplexity, KL as served | perplexity, KL, every token coded |", "|---|---|---|---|"]
     for name, row in _by_type(measured).items():
-        lines.append(f"| {name} | {row[SERVED]['bits_per_value']:.3f} | {_cost(row[SERVED], full)} |")
+        costs = " | ".join(_cost(row[scored], full) for scored in (SERVED, CODED))
+        lines.append(f"| {name} | {row[SERVED]['bits_per_value']:.3f} | {costs} |")
     return "\n".join([*lines, "", _source(measured, full)])
 
 
