@@ -138,7 +138,8 @@ def test_the_device_forms_the_same_shares(
     plan = Plan(headers, 2, 4, columns, N, ctas, window, all_full=codec == "f16")
     shares, units = np.full((ctas, 3, 2), -1, np.int32), np.full((plan.total, 9), -1, np.int32)
     numbers = [np.int32(x) for x in (spans.shape[1], 40, 2, window)]
-    probe(codec, rows).launch("probe", (ctas,), (96,), shares, units, spans, *numbers, shared=4 * (40 + 2 * 40 + 7 * 3 + 2))
+    words = 40 + 2 * 40 + 7 * 3 + 2  # scratch, and the plan of 40 sequences and 3 warps
+    probe(codec, rows).launch("probe", (ctas,), (96,), shares, units, spans, *numbers, shared=4 * words)
     for cta in range(ctas):
         warps = plan.warps(cta, 3)
         assert shares[cta].tolist() == [[warps.begin(w), warps.end(w)] for w in range(3)]
