@@ -79,7 +79,8 @@ struct LoadedRows {
     __device__ __forceinline__ void store(unsigned char *shared, int first = 0) const {
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
-            if (has(i)) *reinterpret_cast<uint4 *>(shared + (first + row(i)) * ROW_BYTES + threadIdx.x % 8 * 16) = own[i];
+            if (has(i))
+                *reinterpret_cast<uint4 *>(shared + (first + row(i)) * ROW_BYTES + threadIdx.x % 8 * 16) = own[i];
     }
 };
 

@@ -117,9 +117,9 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// Adds 1 to *count, in global memory, or makes it 0 if it is `last`, and returns what it was. A thread's accesses before
-// the call, and those it knows of, are ordered before what a thread of any block does behind its own call with this
-// count, if that comes later: the atomic releases and acquires. A fence on each side would wait twice.
+// Adds 1 to *count, in global memory, or makes it 0 if it is `last`, and returns what it was. A thread's accesses
+// before the call, and those it knows of, are ordered before what a thread of any block does behind its own call with
+// this count, if that comes later: the atomic releases and acquires. A fence on each side would wait twice.
 __device__ __forceinline__ int count_up(int *count, int last) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"

@@ -13,8 +13,8 @@
 // DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, SHARED (bytes of tables and
 // means, and then of sums), TO (of out; float if it is not defined; halves are clipped to ±65504, NaN stays), SOFTCAP
 // (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
-// PRECOND: records aligned to 128 bytes, acc and tables to 16, ml and q to 8; STEP_ROWS <= N where it is above 1; ORDER
-// divides D, and is at most 32 or D % 32 == 0.
+// PRECOND: records aligned to 128 bytes, out, acc, tables, before and behind to 16, ml and q to 8; STEP_ROWS <= N where
+// it is above 1; ORDER divides D, and is at most 32 or D % 32 == 0.
 //
 // Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 2) + 1024.
 // chunks: CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence. No part of the launch depends on lengths,
@@ -29,8 +29,8 @@
 //
 // A cell inside one CTA's share is finished there. Of any other, a warp of each CTA stores its sum of a head, and the
 // last one to do so, by `counts`, adds them up. Sums are added in the order of the row, so the result is the same in
-// every run. By rounding it depends on the number of CTAs and on the lengths of all sequences, which say where the row is
-// cut.
+// every run. By rounding it depends on the number of CTAs and on the lengths of all sequences, which say where the row
+// is cut.
 // JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh,
 // sums.cuh.
 

@@ -3,7 +3,7 @@
 // Of a lane's two columns in a product, those that may be query heads.
 constexpr int OWN_COLUMNS = HEADS > 1 ? 2 : 1;
 
-// A lane's part of the queries of a warp's columns, on its way; lane 4g + tg has of column g channels 8i + 2tg + {0, 1}.
+// A lane's part of the queries of a warp's columns, on its way; lane 4g + tg: channels 8i + 2tg + {0, 1} of column g.
 struct Queries {
     float2 own[2 * STEPS];
 

@@ -120,9 +120,9 @@ struct Plan {
     }
 
     // Computes the row, by the first warp; the whole CTA calls it, and a barrier must follow. Meanwhile the other warps
-    // bring the spans into the L1 cache, and with them the ids of blocks, for which every warp would wait as long again:
-    // each thread loads a word of 32 bytes. scratch: `room` words that nobody reads, but a load whose result is not
-    // stored would be none.
+    // bring the spans into the L1 cache, and with them the ids of blocks, for which every warp would wait as long
+    // again: each thread loads a word of 32 bytes. scratch: `room` words of shared memory, which nobody reads; but a
+    // load whose result is not stored would be none.
     __device__ __forceinline__ void fill(int *scratch, int room) const {
         const int lane = threadIdx.x % 32;
         if (threadIdx.x >= 32) {
