@@ -32,7 +32,7 @@
 // every run. By rounding it depends on the number of CTAs and on the lengths of all sequences, which say where the row
 // is cut.
 // JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh,
-// sums.cuh.
+// hadamard.cuh, sums.cuh.
 
 // The dynamic shared memory, at an address that the compiler knows: then it is an immediate of each lookup's load, and
 // no instruction adds it. Up to sm_89 the compiler finds the address itself; from sm_90 on, where CTAs may be in
