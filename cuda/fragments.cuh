@@ -65,17 +65,22 @@ struct LoadedRows {
     __device__ __forceinline__ explicit LoadedRows(const unsigned char *tables, int first = 0, int last = COUNT - 1) {
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            const int at = i * THREADS + threadIdx.x, last_own = min(last, first + (i * THREADS + THREADS - 1) / 8);
-            if (at < PIECES) own[i] = Codec::piece(tables, first + at / 8, at % 8, last_own);
+            const int last_own = min(last, first + (i * THREADS + THREADS - 1) / 8);
+            if (has(i)) own[i] = Codec::piece(tables, first + row(i), threadIdx.x % 8, last_own);
         }
     }
+    // Whether the thread has piece i of its own, and that piece's row, counted from the first one. Only a part of it
+    // depends on the thread, so that all rows have one address and constant distances.
+    static __device__ __forceinline__ bool has(int i) {
+        return (i + 1) * THREADS <= PIECES || i * THREADS + threadIdx.x < PIECES;
+    }
+    static __device__ __forceinline__ int row(int i) { return i * (THREADS / 8) + threadIdx.x / 8; }
     // shared: the side's first row.
     __device__ __forceinline__ void store(unsigned char *shared, int first = 0) const {
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const int at = i * THREADS + threadIdx.x;
-            if (at < PIECES) *reinterpret_cast<uint4 *>(shared + (first + at / 8) * ROW_BYTES + at % 8 * 16) = own[i];
-        }
+        for (int i = 0; i < OWN; ++i)
+            if (has(i))
+                *reinterpret_cast<uint4 *>(shared + (first + row(i)) * ROW_BYTES + threadIdx.x % 8 * 16) = own[i];
     }
 };
 

@@ -117,10 +117,17 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// Orders the thread's accesses to memory, and those it knows of, for a thread of any block that has such a fence, too,
-// if atomics at one address are between them. __threadfence would order all fences of the GPU as well, which takes
-// longer.
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Adds 1 to *count, in global memory, or makes it 0 if it is `last`, and returns what it was. A thread's accesses
+// before the call, and those it knows of, are ordered before what a thread of any block does behind its own call with
+// this count, if that comes later: the atomic releases and acquires. A fence on each side would wait twice.
+__device__ __forceinline__ int count_up(int *count, int last) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(count)), "r"(last)
+                 : "memory");
+    return before;
+}
 
 // (low, high) as halves, rounded to nearest; numbers beyond ±65504 become these, NaN stays NaN.
 __device__ __forceinline__ unsigned halves_within(float low, float high) {
@@ -251,6 +258,13 @@ __device__ __forceinline__ void store_within(__half *p, const float (&values)[N]
         *reinterpret_cast<uint4 *>(p + 2 * i) = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
 }
 
+// The largest of the 32 lanes, in all lanes.
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}
+
 // The sum over the 32 lanes, in all lanes.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -266,34 +280,4 @@ __device__ __forceinline__ float block_sum(float x, float *partial) {
     if (lane == 0) partial[warp] = x;
     __syncthreads();
     return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
-}
-
-// v = v · H/√SIZE in place, where a warp has one vector and lane l its channels l, l + 32, …. Hadamard's matrix of
-// order SIZE, a power of two, repeats along the diagonal. With SIZE above 32 the channels are a multiple of 32.
-// Cost: log2(SIZE) additions per channel.
-template <int SIZE, int N>
-__device__ __forceinline__ void hadamard(float (&v)[N]) {
-    const int lane = threadIdx.x % 32;
-    // Butterflies between lanes, then between the registers of a lane.
-#pragma unroll
-    for (int step = 1; step < SIZE && step < 32; step *= 2) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const float other = __shfl_xor_sync(0xffffffffu, v[i], step);
-            v[i] = lane & step ? other - v[i] : v[i] + other;
-        }
-    }
-#pragma unroll
-    for (int step = 1; step < SIZE / 32; step *= 2) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            if (i & step) continue;
-            const float a = v[i], b = v[i + step];
-            v[i] = a + b;
-            v[i + step] = a - b;
-        }
-    }
-    const float norm = rsqrtf((float)SIZE);
-#pragma unroll
-    for (int i = 0; i < N; ++i) v[i] *= norm;
 }

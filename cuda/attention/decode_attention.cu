@@ -4,7 +4,7 @@
 // out (T, H, D): factors (H), or null for ones, times each head, then diag(before) · H/√ORDER · diag(behind) as in
 // rotate.cu; with ORDER 1 there is no rotation, and the signs `before` and `behind` (D) are not read. A row without
 // visible tokens gives 0.
-// acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K · chunks. counts (cells): zero
+// acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K · chunks. counts (cells · HEADS): zero
 // before the launch, and again after it.
 // q (T, H, D): transformed as the keys are. keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …): records.
 // spans (B, span_stride): a Span for each sequence, whose `current` and `next` are in full_k and full_v; one of zeros
@@ -13,10 +13,10 @@
 // DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, SHARED (bytes of tables and
 // means, and then of sums), TO (of out; float if it is not defined; halves are clipped to ±65504, NaN stays), SOFTCAP
 // (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
-// PRECOND: records aligned to 128 bytes, acc and tables to 16, ml and q to 8; STEP_ROWS <= N where it is above 1; ORDER
-// divides D, and is at most 32 or D % 32 == 0.
+// PRECOND: records aligned to 128 bytes, out, acc, tables, before and behind to 16, ml and q to 8; STEP_ROWS <= N where
+// it is above 1; ORDER divides D, and is at most 32 or D % 32 == 0.
 //
-// Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 3) + 1024.
+// Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 2) + 1024.
 // chunks: CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence. No part of the launch depends on lengths,
 // so that it can be recorded: every CTA computes from `spans` which units are its own (shares.cuh).
 //
@@ -27,11 +27,12 @@
 // Codes are decoded in registers, once for all query heads of a KV head; norms of tokens multiply Sᵀ and Pᵀ.
 // While a warp decodes values, it loads the next keys' codes.
 //
-// A cell inside one CTA's share is finished there. Of any other, each CTA stores its sum, and the last one to do so,
-// by `counts`, adds them up. Sums are added in the order of the row, so the result is the same in every run. By
-// rounding it depends on the number of CTAs and on the lengths of all sequences, which say where the row is cut.
+// A cell inside one CTA's share is finished there. Of any other, a warp of each CTA stores its sum of a head, and the
+// last one to do so, by `counts`, adds them up. Sums are added in the order of the row, so the result is the same in
+// every run. By rounding it depends on the number of CTAs and on the lengths of all sequences, which say where the row
+// is cut.
 // JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh,
-// sums.cuh.
+// hadamard.cuh, sums.cuh.
 
 // The dynamic shared memory, at an address that the compiler knows: then it is an immediate of each lookup's load, and
 // no instruction adds it. Up to sm_89 the compiler finds the address itself; from sm_90 on, where CTAs may be in
@@ -46,66 +47,65 @@ __device__ __forceinline__ unsigned char *at_known_address(unsigned char *dynami
 #endif
 }
 
-// The CTAs that share a cell: `count` from number `first` on.
-struct Sharers {
-    int first, count;
+// A head of a cell that other CTAs share: the sum of `sharing` CTAs, from sum `number` on, is its result.
+struct SharedHead {
+    int sharing, number, column;
+    int count, vector;  // where its CTAs are counted, and its result is written
+    HeadScale scale;
 
-    __device__ __forceinline__ Sharers(const Shares &ctas, const Cell &cell)
-        : first(ctas.taker(cell.start)), count(ctas.taker(cell.end - 1) - first + 1) {}
+    __device__ __forceinline__ SharedHead of_lane(int lane) const {
+        const auto from = [&](auto x) { return __shfl_sync(ALL_LANES, x, lane); };
+        return {from(sharing), from(number),        from(column),
+                from(count),   from(vector), {from(scale.factor), from(scale.sink_score)}};
+    }
 };
 
-// Adds the sums of the CTA's warps, and those of all CTAs where this one is the last of a cell.
-__device__ __forceinline__ void finish(unsigned char *shared, int *is_last, const Plan &plan, const Sums &sums,
-                                       const Result &result, int *counts, int chunks) {
-    const int warp = threadIdx.x / 32;
+// Adds the sums of the CTA's warps; and those of all CTAs, by the warp that is the last one to have added its own.
+__device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, const Sums &sums, const Result &result,
+                                       int *counts, int chunks) {
+    const int lane = threadIdx.x % 32;
     const Shares ctas = plan.ctas(), warps = plan.warps(ctas);
     const int begin = ctas.begin(blockIdx.x), end = ctas.end(blockIdx.x);
     const WarpSums own(shared);
+    SharedHead waiting = {};  // lane i has the i-th head of this warp
+    int waits = 0;
     __syncthreads();
     // The heads of all cells are dealt out to the warps.
-    for (int unit = begin, c = warp; unit < end;) {
+#pragma unroll 1
+    for (int unit = begin, c = threadIdx.x / 32; unit < end;) {
         const Cell cell = plan.cell(unit);
         const CellColumns columns(plan, cell.sequence, cell.number, chunks);
-        const int cell_end = min(cell.end, end), number = sums.part(columns.cell, blockIdx.x);
+        const int cell_end = min(cell.end, end);
+        const bool is_shared = cell.start < begin || cell.end > end;
+#pragma unroll 1
         for (; c < columns.count; c += WARPS) {
+            const int vector = columns.vector(c, plan.kv_heads);
             const HeadScale scale = result.scale(columns.head(c));
             HeadSum head = own.head(warps, unit, cell_end, c, sums, columns.cell);
-            if (cell.start >= begin && cell.end <= end) result.write(head, columns.vector(c, plan.kv_heads), scale);
-            else head.store(sums.acc_at(number) + c * DP, sums.ml_at(number) + 2 * c);
+            if (!is_shared) {
+                result.write(head, vector, scale);
+                continue;
+            }
+            const int first = ctas.taker(cell.start), sharing = ctas.taker(cell.end - 1) - first + 1;
+            const int number = sums.part(columns.cell, first), mine = number + blockIdx.x - first;
+            head.store(sums.acc_at(mine, c), sums.ml_at(mine, c));
+            if (lane == waits) waiting = {sharing, number, c, columns.cell * HEADS + c, vector, scale};
+            ++waits;
         }
         c -= columns.count, unit = cell_end;
     }
-    // Only the first and the last cell can have units of other CTAs.
-    const Cell first = plan.cell(begin), last = plan.cell(end - 1);
-    const bool shares_first = first.start < begin || first.end > end;
-    const bool shares_last = last.start != first.start && last.end > end;
-    if (!shares_first && !shares_last) return;
-    const Sharers of_first(ctas, first), of_last(ctas, last);
-    __syncthreads();
-    if (threadIdx.x < 2) {
-        const Cell own_cell = threadIdx.x == 0 ? first : last;
-        const int number = CellColumns(plan, own_cell.sequence, own_cell.number, chunks).cell;
-        const bool is_shared = threadIdx.x == 0 ? shares_first : shares_last;
-        const int sharing = threadIdx.x == 0 ? of_first.count : of_last.count;
-        is_last[threadIdx.x] = is_shared && arrives_last(counts + number, sharing);
-    }
-    __syncthreads();
-    int c = warp;
+    static_assert(2 * HEADS <= 32, "of the first and of the last cell, which alone are shared, a lane has a head");
+    if (waits == 0) return;
+    __syncwarp();  // lanes have stored their channels
+    const bool is_last = lane < waits && arrives_last(counts + waiting.count, waiting.sharing);
+    __syncwarp();  // and may read those of other CTAs
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-        if (!is_last[i]) continue;
-        const Sharers sharers = i == 0 ? of_first : of_last;
-        const CellColumns columns(plan, i == 0 ? first.sequence : last.sequence, i == 0 ? first.number : last.number,
-                                  chunks);
-        const int number = sums.part(columns.cell, sharers.first);
-        const float *const acc = sums.acc_at(number), *const ml = sums.ml_at(number);
-        for (; c < columns.count; c += WARPS) {
-            const HeadScale scale = result.scale(columns.head(c));
-            HeadSum head;
-            head.add<HeadSum::FAR_BATCH>(acc + c * DP, HEADS * DP, ml + 2 * c, 2 * HEADS, sharers.count);
-            result.write(head, columns.vector(c, plan.kv_heads), scale);
-        }
-        c -= columns.count;
+    for (unsigned lasts = __ballot_sync(ALL_LANES, is_last); lasts; lasts &= lasts - 1) {
+        const SharedHead own_head = waiting.of_lane(__ffs(lasts) - 1);
+        HeadSum head;
+        head.add_all(sums.acc_at(own_head.number, own_head.column), sums.ml_at(own_head.number, own_head.column),
+                     own_head.sharing);
+        result.write(head, own_head.vector, own_head.scale);
     }
 }
 
@@ -115,6 +115,7 @@ __device__ __forceinline__ void clear_unseen(const Plan &plan, TO *out) {
     const int size = plan.kv_heads * GROUP * D;
     for (int sequence = blockIdx.x; sequence < plan.sequences; sequence += gridDim.x) {
         if (plan.stretches[sequence].size > 0) continue;
+#pragma unroll 1
         for (int i = threadIdx.x; i < size; i += WARPS * 32) out[(long long)sequence * size + i] = from_float<TO>(0.0f);
     }
 }
@@ -126,24 +127,23 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
                         const float *factors, const float *before, const float *behind, int sequences, int span_stride,
                         int kv_heads, int chunks, int window, float scale, const float *sink_scores) {
     let_next_begin();
-    // Tables are constants. They are on their way while the kernel waits and the first warp computes the row of units.
+    // Tables are constants. They are on their way while the kernel waits and the first warp computes the row of units,
+    // and are stored while the first codes are on theirs.
     const typename Tables::Loaded<WARPS * 32> tables(key_tables, value_tables);
     wait_for_previous();
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = at_known_address(dynamic);
-    int *const is_last = reinterpret_cast<int *>(shared + SHARED);
-    const Plan plan(is_last + 2, spans, span_stride, sequences, kv_heads, window);
+    const Plan plan(reinterpret_cast<int *>(shared + SHARED), spans, span_stride, sequences, kv_heads, window);
     const Pools pools = {keys, values, full_k, full_v, kv_heads};
-    const Sums sums = {acc, ml, sequences * kv_heads * chunks};
-    plan.fill();
-    tables.store(shared);
+    const Sums sums = {acc, reinterpret_cast<float2 *>(ml), sequences * kv_heads * chunks};
+    plan.fill(reinterpret_cast<int *>(shared), SHARED / 4);
     __syncthreads();
     const bool has_units = plan.begin();
     clear_unseen(plan, out);
     if (!has_units) return;
 
-    ColumnState state;
     Codes codes;
+    Queries queries;
     const auto begin_turn = [&] {
         plan.begin_turn();
         const Work work = Work::find(plan, chunks);
@@ -165,11 +165,15 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
                 __syncwarp();
             }
         const bool is_there = work.units > 0 && g < work.columns.count;
-        state.start(q + work.columns.vector(g, kv_heads) * D, is_there, scale * LOG2_E, lane);
+        queries.load(q + (long long)work.columns.vector(g, kv_heads) * D, is_there, lane);
     };
     begin_turn();
+    tables.store(shared);
+    __syncthreads();
+    ColumnState state;
 #pragma unroll 1
     for (;;) {
+        state.start(queries, scale * LOG2_E);
         const int lane = threadIdx.x % 32;
         if constexpr (!ALL_FULL) {
             const Work work = Work::find(plan, chunks);
@@ -187,9 +191,9 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
         const WarpSums own(shared);
         const int at = warp * HEADS, cell = work.columns.cell;
         store_sum(state, ends_share ? own.acc + at * MERGE_ROW : sums.acc_at(cell), ends_share ? MERGE_ROW : DP,
-                  ends_share ? own.ml + 2 * at : sums.ml_at(cell), columns, thread_read_anew() % 32);
+                  ends_share ? own.ml + at : sums.ml_at(cell), columns, thread_read_anew() % 32);
         if (ends_share) break;
         begin_turn();
     }
-    finish(shared, is_last, plan, sums, Result(out, factors, sink_scores, before, behind), counts, chunks);
+    finish(shared, plan, sums, Result(out, factors, sink_scores, before, behind), counts, chunks);
 }

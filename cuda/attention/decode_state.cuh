@@ -3,24 +3,36 @@
 // Of a lane's two columns in a product, those that may be query heads.
 constexpr int OWN_COLUMNS = HEADS > 1 ? 2 : 1;
 
+// A lane's part of the queries of a warp's columns, on its way; lane 4g + tg: channels 8i + 2tg + {0, 1} of column g.
+struct Queries {
+    float2 own[2 * STEPS];
+
+    // vector: q of column g, if it exists; else zeros.
+    __device__ __forceinline__ void load(const float *vector, bool is_there, int lane) {
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i) {
+            const int channel = 8 * i + 2 * (lane & 3);
+            own[i] = make_float2(0.0f, 0.0f);
+            if (is_there && channel < D) own[i] = *reinterpret_cast<const float2 *>(vector + channel);
+        }
+    }
+};
+
 // Queries and online softmax of a warp's columns; lane 4g + tg has columns 2tg, 2tg + 1 in top, sum and acc.
 struct ColumnState {
     unsigned q[STEPS][2];                        // qᵀ: channels 16s + 2tg + {0, 1} and + {8, 9} of column g
     float acc[STEPS][4];                         // Oᵀ: [j][2h + c] is channel 16j + 2g + h of column 2tg + c
     float top[OWN_COLUMNS], sum[OWN_COLUMNS];    // maximum; sum over this lane's tokens, rows g and g + 8
 
-    // Nothing has been seen. vector: q of column g, if it exists; factor: scale · log₂e, so that weights are 2^score.
-    __device__ __forceinline__ void start(const float *vector, bool is_there, float factor, int lane) {
-        const int tg = lane & 3;
+    // Nothing has been seen. factor: scale · log₂e, so that weights are 2^score.
+    __device__ __forceinline__ void start(const Queries &queries, float factor) {
 #pragma unroll
         for (int c = 0; c < OWN_COLUMNS; ++c) top[c] = LOWEST, sum[c] = 0.0f;
 #pragma unroll
         for (int j = 0; j < STEPS; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; ++i) {
-            const int channel = 8 * i + 2 * tg;
-            float2 x = make_float2(0.0f, 0.0f);
-            if (is_there && channel < D) x = *reinterpret_cast<const float2 *>(vector + channel);
+            const float2 x = queries.own[i];
             q[i / 2][i % 2] = as_bits(__floats2half2_rn(x.x * factor, x.y * factor));
         }
     }

@@ -42,12 +42,12 @@ struct CellColumns {
     __device__ __forceinline__ int head(int c) const { return kv_head * GROUP + (column + c) % GROUP; }
 
     // Number of the query vector of column `c`, counted over all rows and query heads.
-    __device__ __forceinline__ long long vector(int c, int kv_heads) const {
+    __device__ __forceinline__ int vector(int c, int kv_heads) const {
         if constexpr (STEP_ROWS > 1) {
-            const long long row = span->first_row + (column + c) / GROUP;
+            const int row = span->first_row + (column + c) / GROUP;
             return (row * kv_heads + kv_head) * GROUP + (column + c) % GROUP;
         }
-        return (static_cast<long long>(sequence) * kv_heads + kv_head) * GROUP + column + c;
+        return (sequence * kv_heads + kv_head) * GROUP + column + c;
     }
 };
 

@@ -17,14 +17,18 @@ constexpr bool ALL_FULL = KEYS_ARE_FULL && VALUES_ARE_FULL;
 struct Shares {
     int first, base, extra;
 
-    __device__ __forceinline__ Shares(int first, int units, int count)
-        : first(first), base(units / count), extra(units % count) {}
+    static __device__ __forceinline__ Shares of(int first, int units, int count) {
+        const int base = unsigned(units) / unsigned(count);
+        return {first, base, units - base * count};
+    }
     __device__ __forceinline__ int begin(int taker) const { return first + taker * base + min(taker, extra); }
     __device__ __forceinline__ int end(int taker) const { return begin(taker + 1); }
     // Who has unit `unit`, which someone has.
     __device__ __forceinline__ int taker(int unit) const {
         const int offset = unit - first, larger = extra * (base + 1);
-        return offset < larger ? offset / (base + 1) : extra + (offset - larger) / base;
+        const bool has_larger = offset < larger;
+        const unsigned before = has_larger ? offset : offset - larger, size = base + has_larger;
+        return (has_larger ? 0 : extra) + int(before / size);
     }
 };
 
@@ -63,7 +67,7 @@ struct FullBlocks {
         sink_slices = sink >= 0 && visible.oldest < min(N, visible.newest + 1) ? SLICES : 0;
         start = max(span.current_block * N, visible.oldest / 16 * 16);
         current = span.current, next = span.next, next_start = (span.current_block + 1) * N;
-        current_slices = visible.newest < visible.oldest ? 0 : (visible.newest - start) / 16 + 1;
+        current_slices = max(0, visible.newest - start + 16) / 16;
     }
     __device__ __forceinline__ int units() const { return sink_slices + current_slices; }
 };
@@ -97,14 +101,14 @@ struct Plan {
 
     const int *spans;
     Turn *turns;          // [WARPS]
-    volatile int *total;  // of all units
+    volatile int *share;  // of a CTA: Shares::base and Shares::extra
     Stretch *stretches;   // [sequences]
     int span_stride, sequences, kv_heads, window;
 
     __device__ __forceinline__ Plan(int *memory, const int *spans, int span_stride, int sequences, int kv_heads,
                                     int window)
-        : spans(spans), turns(reinterpret_cast<Turn *>(memory)), total(memory + WORDS),
-          stretches(reinterpret_cast<Stretch *>(memory + WORDS + 1)), span_stride(span_stride), sequences(sequences),
+        : spans(spans), turns(reinterpret_cast<Turn *>(memory)), share(memory + WORDS),
+          stretches(reinterpret_cast<Stretch *>(memory + WORDS + 2)), span_stride(span_stride), sequences(sequences),
           kv_heads(kv_heads), window(window) {}
 
     __device__ __forceinline__ const Span &span(int sequence) const { return span_at(spans, span_stride, sequence); }
@@ -115,10 +119,18 @@ struct Plan {
         return QuantizedBlocks(own, visible).units() + FullBlocks(own, visible).units();
     }
 
-    // Computes the row, by the first warp; the whole CTA calls it, and a barrier must follow.
-    __device__ __forceinline__ void fill() const {
+    // Computes the row, by the first warp; the whole CTA calls it, and a barrier must follow. Meanwhile the other warps
+    // bring the spans into the L1 cache, and with them the ids of blocks, for which every warp would wait as long
+    // again: each thread loads a word of 32 bytes. scratch: `room` words of shared memory, which nobody reads; but a
+    // load whose result is not stored would be none.
+    __device__ __forceinline__ void fill(int *scratch, int room) const {
         const int lane = threadIdx.x % 32;
-        if (threadIdx.x >= 32) return;
+        if (threadIdx.x >= 32) {
+            const int number = threadIdx.x - 32;
+            const bool is_there = 8 * number < (long long)sequences * span_stride;
+            if (is_there && number < room) scratch[number] = spans[8 * number];
+            return;
+        }
         int first = 0, before = 0;
 #pragma unroll 1
         do {
@@ -133,7 +145,8 @@ struct Plan {
             before += __shfl_sync(ALL_LANES, sum, 31);
             first += 32;
         } while (first < sequences);
-        if (lane == 0) *total = before;
+        const Shares ctas = Shares::of(0, before, gridDim.x);
+        if (lane == 0) share[0] = ctas.base, share[1] = ctas.extra;
     }
 
     // Computes the warp's share of the row. Returns whether the CTA has units.
@@ -145,10 +158,10 @@ struct Plan {
         return own.end(WARPS - 1) > own.first;
     }
 
-    __device__ __forceinline__ Shares ctas() const { return Shares(0, *total, gridDim.x); }
+    __device__ __forceinline__ Shares ctas() const { return {0, share[0], share[1]}; }
     __device__ __forceinline__ Shares warps(const Shares &ctas) const {
         const int begin = ctas.begin(blockIdx.x);
-        return Shares(begin, ctas.end(blockIdx.x) - begin, WARPS);
+        return Shares::of(begin, ctas.end(blockIdx.x) - begin, WARPS);
     }
 
     // The cell with unit `unit`; a warp calls it together.
@@ -162,7 +175,7 @@ struct Plan {
         } while (beyond == 0);
         const int sequence = first + __ffs(beyond) - 1;
         const int start = sequence > 0 ? stretches[sequence - 1].end : 0, size = stretches[sequence].size;
-        const int number = (unit - start) / size;
+        const int number = unsigned(unit - start) / unsigned(size);
         return {sequence, number, start + number * size, start + (number + 1) * size};
     }
 

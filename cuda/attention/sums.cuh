@@ -10,16 +10,46 @@
 // cell and each CTA that has a part of it, at the sum of both numbers, which no other pair has since both only grow
 // along the row of units.
 struct Sums {
-    float *acc, *ml;
+    float *acc;
+    float2 *ml;
     int cells;  // an upper bound
 
     __device__ __forceinline__ int part(int cell, int cta) const { return cells + cell + cta; }
-    __device__ __forceinline__ float *acc_at(int number) const { return acc + (long long)number * HEADS * DP; }
-    __device__ __forceinline__ float *ml_at(int number) const { return ml + (long long)number * HEADS * 2; }
+    // Of column c of sum `number`.
+    __device__ __forceinline__ float *acc_at(int number, int c = 0) const {
+        return acc + ((long long)number * HEADS + c) * DP;
+    }
+    __device__ __forceinline__ float2 *ml_at(int number, int c = 0) const {
+        return ml + (long long)number * HEADS + c;
+    }
+};
+
+// What a lane has of neighbouring channels, and the type of one access to them.
+template <class T, int COUNT>
+struct __align__(sizeof(T) * COUNT) Neighbours {
+    T at[COUNT];
+};
+template <int BYTES>
+struct Access;
+template <>
+struct Access<16> {
+    using Type = uint4;
+};
+template <>
+struct Access<8> {
+    using Type = uint2;
+};
+template <>
+struct Access<4> {
+    using Type = unsigned;
+};
+template <>
+struct Access<2> {
+    using Type = unsigned short;
 };
 
 // Writes a warp's sum; `row` floats lie between heads of acc.
-__device__ __forceinline__ void store_sum(const ColumnState &state, float *acc, int row, float *ml, int columns,
+__device__ __forceinline__ void store_sum(const ColumnState &state, float *acc, int row, float2 *ml, int columns,
                                           int lane) {
     const int g = lane >> 2, tg = lane & 3;
 #pragma unroll
@@ -33,60 +63,91 @@ __device__ __forceinline__ void store_sum(const ColumnState &state, float *acc, 
 #pragma unroll
         for (int j = 0; j < STEPS; ++j)
             *reinterpret_cast<float2 *>(own + 16 * j) = make_float2(state.acc[j][c], state.acc[j][c + 2]);
-        if (g == 0) *reinterpret_cast<float2 *>(ml + 2 * head) = make_float2(state.top[c], sum);
+        if (g == 0) ml[head] = make_float2(state.top[c], sum);
     }
 }
 
-// The sum of one head; lane l has channels l, l + 32, ….
+// The sum of one head. Lane l has its NEAR channels from NEAR · l on, those 32 · NEAR behind them, and so on.
 struct HeadSum {
-    static constexpr int OWN = (D + 31) / 32, FAR_BATCH = D > 128 ? 8 : 16;  // FAR_BATCH: of sums in global memory
+    static constexpr int OWN = (D + 31) / 32, NEAR = D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;
+    // Sums in shared memory, and in global memory, whose loads are in flight together. With 20 of 128 channels, 132 or
+    // 148 CTAs that share 8 KV heads have all of theirs.
+    static constexpr int BATCH = 4, REGISTERS = WARPS > 8 ? 80 : 160;
+    static constexpr int FAR_BATCH = REGISTERS / OWN < 32 ? REGISTERS / OWN : 32;
     float acc[OWN] = {}, top = LOWEST, sum = 0.0f;
 
-    // Adds `count` sums in order. acc_stride, ml_stride: floats from one to the next. BATCH: sums whose loads are in
-    // flight together, those of the first batch while the maximum is found.
-    template <int BATCH>
-    __device__ __forceinline__ void add(const float *other, int acc_stride, const float *ml, int ml_stride, int count) {
-        if (count == 0) return;
-        const int lane = threadIdx.x % 32;
-        float loaded[BATCH][OWN];
-        const auto load = [&](int first) {
+    // Adds the channels of a sum, and its sum of weights, times `weight`.
+    __device__ __forceinline__ void add(const float (&other)[OWN], float other_sum, float weight) {
+        sum += other_sum * weight;
 #pragma unroll
-            for (int j = 0; j < BATCH; ++j)
-#pragma unroll
-                for (int i = 0; i < OWN; ++i)
-                    if (lane + 32 * i < D)
-                        loaded[j][i] = other[(long long)min(first + j, count - 1) * acc_stride + lane + 32 * i];
-        };
-        load(0);
-        float next = top;
-        for (int i = lane; i < count; i += 32) next = fmaxf(next, ml[i * ml_stride]);
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) next = fmaxf(next, __shfl_xor_sync(ALL_LANES, next, step));
-        const float rescale = exp2_fast(top - next);
-        top = next, sum *= rescale;
+        for (int i = 0; i < OWN; ++i) acc[i] += other[i] * weight;
+    }
+
+    // Adds one sum. ml: its maximum and its sum of weights.
+    __device__ __forceinline__ void add(const float *other, float2 ml) {
+        float loaded[OWN] = {};
+        load_channels(loaded, other);
+        const float highest = fmaxf(top, ml.x), rescale = exp2_fast(top - highest);
+        top = highest, sum *= rescale;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) acc[i] *= rescale;
+        add(loaded, ml.y, exp2_fast(ml.x - highest));
+    }
+
+    // Becomes the sum of `count` sums that other CTAs may have stored, added in order. acc, ml: of the first one.
+    __device__ __forceinline__ void add_all(const float *acc, const float2 *ml, int count) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll 1
-        for (int s = 0; s < count; s += BATCH) {
-            if (s > 0) load(s);
+        for (int first = 0; first < count; first += FAR_BATCH) {
+            // Lane j has the maximum and the sum of weights of sum first + j.
+            const float2 own =
+                lane < count - first ? ml[(long long)(first + lane) * HEADS] : make_float2(LOWEST, 0.0f);
+            float loaded[FAR_BATCH][OWN] = {};
 #pragma unroll
-            for (int j = 0; j < BATCH; ++j) {
-                const int number = min(s + j, count - 1);
-                const float weight = s + j < count ? exp2_fast(ml[number * ml_stride] - next) : 0.0f;
-                sum += ml[number * ml_stride + 1] * weight;
-#pragma unroll
-                for (int i = 0; i < OWN; ++i)
-                    if (lane + 32 * i < D) acc[i] += loaded[j][i] * weight;
+            for (int j = 0; j < FAR_BATCH; ++j)
+                if (j < count - first) load_channels(loaded[j], acc + (long long)(first + j) * (HEADS * DP));
+            if (first == 0) {
+                top = own.x;
+#pragma unroll 1
+                for (int i = lane + 32; i < count; i += 32) top = fmaxf(top, ml[(long long)i * HEADS].x);
+                top = warp_max(top);
             }
+            const float weight = exp2_fast(own.x - top);
+#pragma unroll
+            for (int j = 0; j < FAR_BATCH; ++j)
+                add(loaded[j], __shfl_sync(ALL_LANES, own.y, j), __shfl_sync(ALL_LANES, weight, j));
         }
     }
 
-    __device__ __forceinline__ void store(float *to, float *ml) const {
+    __device__ __forceinline__ void store(float *to, float2 *ml) const {
+        store_channels(to, acc);
+        if (threadIdx.x % 32 == 0) *ml = make_float2(top, sum);
+    }
+
+    // The lane's channels of a vector of D numbers.
+    static __device__ __forceinline__ void load_channels(float (&x)[OWN], const float *vector) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if (lane + 32 * i < D) to[lane + 32 * i] = acc[i];
-        if (lane == 0) ml[0] = top, ml[1] = sum;
+        for (int i = 0; i < OWN; i += NEAR) {
+            if (NEAR == 1 && lane + 32 * i >= D) continue;
+            const Neighbours<float, NEAR> own =
+                *reinterpret_cast<const Neighbours<float, NEAR> *>(vector + 32 * i + NEAR * lane);
+#pragma unroll
+            for (int j = 0; j < NEAR; ++j) x[i + j] = own.at[j];
+        }
+    }
+    template <class T>
+    static __device__ __forceinline__ void store_channels(T *vector, const float (&x)[OWN]) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < OWN; i += NEAR) {
+            if (NEAR == 1 && lane + 32 * i >= D) continue;
+            Neighbours<T, NEAR> own;
+#pragma unroll
+            for (int j = 0; j < NEAR; ++j) own.at[j] = from_float<T>(within<T>(x[i + j]));
+            using One = typename Access<sizeof own>::Type;
+            __stcg(reinterpret_cast<One *>(vector + 32 * i + NEAR * lane), *reinterpret_cast<const One *>(&own));
+        }
     }
 };
 
@@ -99,60 +160,74 @@ struct HeadScale {
 struct Result {
     TO *out;
     const float *factors, *sink_scores;
-    float before[HeadSum::OWN], behind[HeadSum::OWN];  // the lane's signs, loaded long before they are used
+    float before[HeadSum::OWN] = {}, behind[HeadSum::OWN] = {};  // the lane's signs, loaded long before they are used
 
     __device__ __forceinline__ Result(TO *out, const float *factors, const float *sink_scores, const float *before_all,
                                       const float *behind_all)
         : out(out), factors(factors), sink_scores(sink_scores) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < HeadSum::OWN; ++i)
-            if (ORDER > 1 && lane + 32 * i < D)
-                before[i] = before_all[lane + 32 * i], behind[i] = behind_all[lane + 32 * i];
+        if constexpr (ORDER > 1) {
+            HeadSum::load_channels(before, before_all);
+            HeadSum::load_channels(behind, behind_all);
+        }
     }
 
     __device__ __forceinline__ HeadScale scale(int head) const {
         return {factors ? factors[head] : 1.0f, SINK_SCORES ? sink_scores[head] : 0.0f};
     }
 
-    __device__ __forceinline__ void write(HeadSum &head, long long vector, const HeadScale &scale) const {
-        const int lane = threadIdx.x % 32;
+    __device__ __forceinline__ void write(HeadSum &head, int vector, const HeadScale &scale) const {
         float share = head.sum > 0.0f ? scale.factor / head.sum : 0.0f;
         if constexpr (SINK_SCORES) share = scale.factor * share_beside(scale.sink_score, head.top, head.sum);
         float(&v)[HeadSum::OWN] = head.acc;
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i) {
             v[i] *= share;
-            if (ORDER > 1 && lane + 32 * i < D) v[i] *= before[i];
+            if constexpr (ORDER > 1) v[i] *= before[i];
         }
-        if constexpr (ORDER > 1) hadamard<ORDER>(v);
+        if constexpr (ORDER > 1) {
+            hadamard<ORDER, HeadSum::NEAR>(v);
 #pragma unroll
-        for (int i = 0; i < HeadSum::OWN; ++i)
-            if (lane + 32 * i < D) {
-                const float value = ORDER > 1 ? v[i] * behind[i] : v[i];
-                out[vector * D + lane + 32 * i] = from_float<TO>(within<TO>(value));
-            }
+            for (int i = 0; i < HeadSum::OWN; ++i) v[i] *= behind[i];
+        }
+        HeadSum::store_channels(out + (long long)vector * D, v);
     }
 };
 
 // The warps' last sums in shared memory, in place of the tables.
 struct WarpSums {
-    float *acc, *ml;
+    float *acc;
+    float2 *ml;
 
     __device__ __forceinline__ WarpSums(unsigned char *shared)
-        : acc(reinterpret_cast<float *>(shared)), ml(acc + WARPS * HEADS * MERGE_ROW) {}
+        : acc(reinterpret_cast<float *>(shared)), ml(reinterpret_cast<float2 *>(acc + WARPS * HEADS * MERGE_ROW)) {}
 
     // The CTA's sum of column c of a cell, of whose units the CTA has begin … end − 1.
     __device__ __forceinline__ HeadSum head(const Shares &warps, int begin, int end, int c, const Sums &sums,
                                             int cell) const {
-        const int first = warps.taker(begin), last = warps.taker(end - 1);
-        const bool has_tail = warps.end(last) > end;  // that warp goes on
+        // Lane w looks at the share of warp w: which ones have some of these units, and which one goes on behind them.
+        const int lane = threadIdx.x % 32, own_begin = warps.begin(lane), own_end = warps.end(lane);
+        const bool is_part = lane < WARPS && own_begin < own_end && own_begin < end && own_end > begin;
+        const bool is_here = is_part && own_end <= end;
+        const unsigned here = __ballot_sync(ALL_LANES, is_here);
+        const bool has_tail = __any_sync(ALL_LANES, is_part && !is_here);
+        const float2 own = is_here ? ml[lane * HEADS + c] : make_float2(LOWEST, 0.0f);
         HeadSum head;
-        const int at = first * HEADS + c;
-        head.add<8>(acc + at * MERGE_ROW, HEADS * MERGE_ROW, ml + 2 * at, 2 * HEADS, last - first + !has_tail);
-        if (has_tail) {
-            head.add<1>(sums.acc_at(cell) + c * DP, 0, sums.ml_at(cell) + 2 * c, 0, 1);
+        head.top = warp_max(own.x);
+        const float weight = exp2_fast(own.x - head.top);
+        const unsigned last = 32 - __clz(here);
+#pragma unroll 1
+        for (unsigned first = __ffs(here) - 1; first < last; first += HeadSum::BATCH) {
+            float loaded[HeadSum::BATCH][HeadSum::OWN] = {};
+            const float *const of_first = acc + (first * HEADS + c) * MERGE_ROW;
+#pragma unroll
+            for (int j = 0; j < HeadSum::BATCH; ++j)
+                if (first + j < last) HeadSum::load_channels(loaded[j], of_first + j * (HEADS * MERGE_ROW));
+#pragma unroll
+            for (int j = 0; j < HeadSum::BATCH; ++j)
+                head.add(loaded[j], __shfl_sync(ALL_LANES, own.y, first + j),
+                         __shfl_sync(ALL_LANES, weight, first + j));
         }
+        if (has_tail) head.add(sums.acc_at(cell, c), *sums.ml_at(cell, c));
         return head;
     }
 };

@@ -10,7 +10,7 @@
 // Cost: one token fills 2 or 4 bytes of every 32-byte sector that it writes. That is little beside a layer's weights;
 // a prompt fills whole sectors, with append_kv.cu.
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
-// JOINS: heads.cuh.
+// JOINS: hadamard.cuh, heads.cuh.
 
 // Byte offset of a token's channel in a full-precision record.
 template <bool VALUES>

@@ -1,6 +1,7 @@
 // y = x @ rotation for every vector of D: x, y (vectors, D).
 //
 // DEFINES: ACT, D, ORDER (a power of two that divides D), VECTORS (that a block of rotate_dense rotates).
+// JOINS: hadamard.cuh.
 // PRECOND: D % 32 == 0 or ORDER <= 32; D <= 1024.
 
 // A warp holds one vector: lane l has channels l, l + 32, ….

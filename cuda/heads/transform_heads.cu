@@ -4,7 +4,7 @@
 // Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, HEAD_NORMS (0 or 1), KEY_ORDER, VALUE_ORDER,
 // VALUE_EPS (or not defined).
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
-// JOINS: heads.cuh.
+// JOINS: hadamard.cuh, heads.cuh.
 
 extern "C" __global__ void __launch_bounds__(256)
 transform_heads_kernel(float *q, float *k, float *v, const float *qkv, const float *cos, const float *sin,

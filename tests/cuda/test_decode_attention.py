@@ -6,6 +6,7 @@ The reference is attention over what the codecs' own fields decode to; `tests.cu
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as cached
@@ -65,7 +66,7 @@ def attend(
     )
     acc = np.full((2 * cells + ctas, columns, -(-dim // 16) * 16), np.nan, np.float32)
     ml = np.full((2 * cells + ctas, columns, 2), np.nan, np.float32)
-    counts = np.zeros(cells, np.int32)
+    counts = np.zeros(cells * columns, np.int32)
     pools = cache.keys, cache.values, cache.full_keys, cache.full_values
     tables = cache.key_layout.tables, cache.value_layout.tables
     sizes = [np.int32(x) for x in (len(cache.spans), cache.spans.shape[1], cache.kv_heads, chunks, window)]
@@ -356,17 +357,25 @@ def test_every_order_of_blocks_and_threads_gives_the_same_bits(rng: np.random.Ge
 
 @pytest.mark.slow
 @pytest.mark.skipif("POLARLM_TEST_GPU" in os.environ, reason="only the emulator sees races")
-@pytest.mark.parametrize("fence", [0, 1])
-def test_a_missing_fence_between_ctas_is_found(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, fence: int
+@pytest.mark.parametrize("missing", ["release", "acquire", "stored", "may read"])
+def test_a_missing_order_between_ctas_is_found(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
+    """Of the atomic, which releases and acquires, or of the warp's lanes on either side of it."""
     cache = random_cache(rng, "f16", "f16", [100], **SMALL)
 
     def without(source: Callable[..., str], *args: Any, **defines: Any) -> str:
-        pieces = source(*args, **defines).split(" fence_gpu();")
-        assert len(pieces) == 3
-        kept = ["fence_gpu();", ""] if fence else ["", "fence_gpu();"]
-        return pieces[0] + kept[0] + pieces[1] + kept[1] + pieces[2]
+        text = source(*args, **defines)
+        atomic = "count_up(count, sharing - 1)"
+        relaxed = {
+            "release": "atomicInc(count, sharing - 1); __threadfence()",
+            "acquire": "(__threadfence(), atomicInc(count, sharing - 1))",
+        }
+        changed = re.sub(rf"__syncwarp\(\);(?=  // .*{missing})", "", text)
+        if missing in relaxed:
+            changed = text.replace(f"return {atomic}", f"const int before = {relaxed[missing]}; return before")
+        assert changed != text
+        return changed
 
     monkeypatch.setitem(globals(), "source", partial(without, source))
     with pytest.raises(EmulatorError, match="race between blocks: load of global memory"):

@@ -84,8 +84,8 @@ PROBE = """
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 probe(int *shares, int *units, const int *spans, int span_stride, int sequences, int kv_heads, int window) {
     DYNAMIC_SHARED(int, memory);
-    const Plan plan(memory, spans, span_stride, sequences, kv_heads, window);
-    plan.fill();
+    const Plan plan(memory + 40, spans, span_stride, sequences, kv_heads, window);
+    plan.fill(memory, 40);
     __syncthreads();
     const bool has_units = plan.begin();
     const Shares ctas = plan.ctas(), warps = plan.warps(ctas);
@@ -138,7 +138,8 @@ def test_the_device_forms_the_same_shares(
     plan = Plan(headers, 2, 4, columns, N, ctas, window, all_full=codec == "f16")
     shares, units = np.full((ctas, 3, 2), -1, np.int32), np.full((plan.total, 9), -1, np.int32)
     numbers = [np.int32(x) for x in (spans.shape[1], 40, 2, window)]
-    probe(codec, rows).launch("probe", (ctas,), (96,), shares, units, spans, *numbers, shared=4 * (2 * 40 + 7 * 3 + 1))
+    words = 40 + 2 * 40 + 7 * 3 + 2  # scratch, and the plan of 40 sequences and 3 warps
+    probe(codec, rows).launch("probe", (ctas,), (96,), shares, units, spans, *numbers, shared=4 * words)
     for cta in range(ctas):
         warps = plan.warps(cta, 3)
         assert shares[cta].tolist() == [[warps.begin(w), warps.end(w)] for w in range(3)]

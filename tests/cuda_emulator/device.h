@@ -139,6 +139,7 @@ EMULATOR_ATOMIC(atomicMax, old < value ? value : old)
 EMULATOR_ATOMIC(atomicAnd, old & value)
 EMULATOR_ATOMIC(atomicOr, old | value)
 EMULATOR_ATOMIC(atomicExch, ((void)old, value))
+EMULATOR_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 
 template <class T>
 EMULATOR_INLINE T atomicCAS(T *address, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
@@ -147,7 +148,12 @@ EMULATOR_INLINE T atomicCAS(T *address, std::type_identity_t<T> expected, std::t
 
 EMULATOR_INLINE void __threadfence() { emulator::enter_fence(); }
 EMULATOR_INLINE void __threadfence_block() {}
-EMULATOR_INLINE void fence_gpu() { emulator::enter_fence(); }
+EMULATOR_INLINE int count_up(int *count, int last) {
+    emulator::enter_fence();
+    const int before = atomicInc(count, last);
+    emulator::enter_fence();
+    return before;
+}
 
 // Loads and stores with a cache hint.
 #define EMULATOR_LOAD(name)                 \

@@ -113,7 +113,7 @@ class AttentionOps:
             (blocks,),
             config,
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
-            *(self._launch.counts(cells), q, cache.keys.quantized, cache.values.quantized, *cache.full),
+            *(self._launch.counts(cells * columns), q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables),
             *(parameters.scale_back, back.before, back.after, count, spans.table.shape[1], kv_heads, chunks),
             *(parameters.window, parameters.scale, parameters.sink_scores),

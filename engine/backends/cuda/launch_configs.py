@@ -149,7 +149,7 @@ def decode_blocks(
     means = 512 * warps if keys.mean_bits else 0
     shared = max(table_bytes(keys, values) + means, warps * columns * (padded + 6) * 4)
     defines = {"GROUP": group, "WARPS": warps, "STEP_ROWS": step_rows(most), "ORDER": order, "SHARED": shared}
-    return LaunchConfig(defines, 32 * warps, shared + 4 * (2 * sequences + 7 * warps + 3) + SYSTEM_BYTES)
+    return LaunchConfig(defines, 32 * warps, shared + 4 * (2 * sequences + 7 * warps + 2) + SYSTEM_BYTES)
 
 
 def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
