@@ -28,13 +28,34 @@ def pack(raw: np.ndarray, format: WeightFormat) -> np.ndarray:
     out = np.empty((count, blocks, place.nbytes), np.uint8)
     out[:, :, place.codes :] = _pack_codes(grouped.codes, place.planes, blocks)
     scale = (grouped.scale.view(np.uint32) >> 16).astype(np.uint16) if place.is_power else grouped.scale
-    fields = (grouped.sub_scale, place.sub_scale), (grouped.sub_offset, place.sub_offset)
-    for field, start in (*fields, (scale, place.scale), (grouped.offset, place.offset)):
-        if field is not None and start is not None:
+    subs = [
+        field.reshape(-1, blocks, field.shape[1] // blocks)
+        for field in (grouped.sub_scale, grouped.sub_offset)
+        if field is not None
+    ]
+    fields = scale.reshape(-1, blocks, 1), grouped.offset, _pack_subs(subs, place.subs) if subs else None
+    end = 0
+    for field in fields:
+        if field is not None:
             by_block = field.reshape(count, tiles.ROWS, blocks, -1).transpose(0, 2, 3, 1)
             by_block = np.ascontiguousarray(by_block).view(np.uint8).reshape(count, blocks, -1)
-            out[:, :, start : start + by_block.shape[2]] = by_block
+            out[:, :, end : end + by_block.shape[2]] = by_block
+            end += by_block.shape[2]
+    assert end == place.codes
     return out.reshape(count, -1)
+
+
+def _pack_subs(fields: list[np.ndarray], subs: tiles.Subs | None) -> np.ndarray:
+    """Sub-scales and sub-offsets, int8 and uint8 (rows, blocks, groups) → their bytes, uint8 (rows, blocks, n)."""
+    whole = np.concatenate([field.view(np.uint8) for field in fields], axis=-1)
+    if subs is None:
+        return whole
+    low = whole & 15
+    planes = [low[..., : (half := low.shape[-1] // 2)] | low[..., half:] << 4]
+    if subs.planes == (4, 2):
+        first, second, third, fourth = np.split(whole >> 4 & 3, 4, axis=-1)
+        planes.append(first | second << 2 | third << 4 | fourth << 6)
+    return np.concatenate(planes, axis=-1)
 
 
 def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.ndarray:
