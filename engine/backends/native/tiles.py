@@ -12,9 +12,9 @@ kernels read words of a pair, or bytes of a quad. Codes of 8 bits are signed: 12
     subs         sub-scales and sub-offsets     if the format has them
     codes        values / 32 times: the vectors of each plane, low bits first
 
-Subs are the n sub-scales of a row and then its sub-offsets, if there are any, of 8, 6 or 4 bits, as many as in the file,
-so that a block takes no more bytes than there. They are cut into planes, too. A plane of b bits has n · b / 8 vectors
-of a byte for each of the 16 rows; number i is in vector i % (n · b / 8), shifted by b · (i // (n · b / 8)) bits.
+Subs are the sub-scales of a row and then its sub-offsets, of as many bits as in the file, so that a block is as small:
+a step waits for its bytes. Those of 6 or 4 bits are cut into planes, too. Of n numbers, a plane of b bits has
+v = n · b / 8 vectors of a byte for each of the 16 rows; number i is in vector i % v, shifted by b · (i // v) bits.
 
 A block of a lattice has integers of 4 to 32 bits for each 32 inputs of a row. Those of 4 bits share bytes by twos.
 
@@ -59,18 +59,13 @@ class Subs:
     planes: tuple[int, ...]
     is_signed: bool
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of those of 16 rows, each as a byte."""
-        return ROWS * self.count
-
 
 @dataclass(frozen=True)
 class TileLayout:
     """Offsets in bytes of the fields of a block of 16 rows; None for fields that the format does not have.
 
-    sub_scale, sub_offset: of bytes, (values / group, 16) int8 and uint8, in a block, or in the memory that `subs`, which
-    is None for bytes, become bytes in.
+    sub_scale, sub_offset: of bytes, (values / group, 16) int8 and uint8. With `subs` they are offsets in the memory
+    where these become bytes, else in the block.
     """
 
     format: WeightFormat
@@ -116,11 +111,12 @@ def layout(format: WeightFormat) -> TileLayout:
 
 
 def _sub_bits(format: WeightFormat) -> int:
-    """Bits of a sub-scale: the stored bits that it depends on."""
+    """Bits of a sub-scale, which are those of a sub-offset: the stored bits that it depends on."""
     assert format.unpack is not None
     single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
     found = format.unpack(np.concatenate([np.zeros((1, format.nbytes), np.uint8), single]))
-    assert isinstance(found, Grouped) and found.sub_scale is not None
+    assert isinstance(found, Grouped)
+    assert found.sub_scale is not None
     return int((found.sub_scale[1:] != found.sub_scale[0]).sum(axis=0).max())
 
 

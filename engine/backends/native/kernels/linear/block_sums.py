@@ -11,7 +11,6 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     read_quad,
     read_scale,
     read_subs,
-    subs_memory,
     times_sub,
 )
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout
@@ -52,7 +51,7 @@ class Block:
     def __init__(self, e: Emitter, place: TileLayout, at: Value, factor: float = 1, outputs: Outputs = ALL) -> None:
         first, self.outputs = outputs
         self.codes = at + (place.codes + 4 * first)
-        self.subs = read_subs(e, place, at, subs_memory(e, place)) + first
+        self.subs = read_subs(e, place, at) + first
         self._e, self._place, self._halves, self._factor = e, place, at + 2 * first, factor
 
     @property

@@ -13,7 +13,6 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     read_plain,
     read_scale,
     read_subs,
-    subs_memory,
     times_sub,
 )
 from polarlm.engine.backends.native.tiles import block_bytes, layout
@@ -61,7 +60,6 @@ def _dequantize_lane(
     """Row `lane` of a tile times `factor` → float32 at `target`."""
     expand = expander(e, format)
     place = layout(format) if expand is None else expand.layout
-    memory = subs_memory(e, place)
     table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
     with e.loop(0, blocks) as block:
         at = tile + block * block_bytes(format)
@@ -72,7 +70,7 @@ def _dequantize_lane(
         if expand is not None:
             scale = scale * float(expand.factor)
         offset = None if place.offset is None else read_scale(e, numbers, place.offset, False, 0)
-        subs = read_subs(e, place, at, memory)
+        subs = read_subs(e, place, at)
         with e.loop(0, format.values // 32) as part:
             codes_at = at + part * place.part_bytes + lane * 4 + place.codes
             sub_at = subs + part * (16 * (32 // format.group)) + lane

@@ -40,12 +40,13 @@ def widened(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
     return (bits.zext(I32) << 16).bits(_type(F32, bits.lanes))
 
 
-def read_subs(e: Emitter, layout: TileLayout, at: Value, memory: Value | None) -> Value:
-    """The address that `sub_scale` and `sub_offset` of a layout are offsets from, for the block at `at`: `memory`, of
-    `subs_memory`, once they have been written there as bytes, or `at` itself."""
+def read_subs(e: Emitter, layout: TileLayout, at: Value) -> Value:
+    """The address that `sub_scale` and `sub_offset` of a layout are offsets from, for the block at `at`: its own, or
+    that of memory where they have become bytes. A few instructions unpack four numbers of each row."""
     subs = layout.subs
-    if subs is None or memory is None:
+    if subs is None:
         return at
+    memory = e.stack(ROWS * subs.count)
     counts = [subs.count * bits // 8 for bits in subs.planes]  # vectors of each plane
     for first in range(0, subs.count, size := min(4, *counts)):
         start, low, whole = subs.start, 0, None
@@ -60,11 +61,6 @@ def read_subs(e: Emitter, layout: TileLayout, at: Value, memory: Value | None) -
             whole = (numbers ^ sign) - sign
         e.store(whole, memory, ROWS * first)
     return memory
-
-
-def subs_memory(e: Emitter, layout: TileLayout) -> Value | None:
-    """Memory for `read_subs`, if it needs some."""
-    return None if layout.subs is None else e.stack(layout.subs.nbytes)
 
 
 def times_sub(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool = False) -> Value:
