@@ -9,9 +9,12 @@ kernels read words of a pair, or bytes of a quad. Codes of 8 bits are signed: 12
 
     scale        (16,) float16, or bfloat16 for scales that are powers of two
     offset       (16,) float16                  if the format has it
-    sub_scale    (values / group, 16) int8      if the format has it
-    sub_offset   (values / group, 16) uint8     if the format has it
+    subs         sub-scales and sub-offsets     if the format has them
     codes        values / 32 times: the vectors of each plane, low bits first
+
+Subs are the sub-scales of a row and then its sub-offsets, of as many bits as in the file, so that a block is as small:
+a step waits for its bytes. Those of 6 or 4 bits are cut into planes, too. Of n numbers, a plane of b bits has
+v = n · b / 8 vectors of a byte for each of the 16 rows; number i is in vector i % v, shifted by b · (i // v) bits.
 
 A block of a lattice has integers of 4 to 32 bits for each 32 inputs of a row. Those of 4 bits share bytes by twos.
 
@@ -37,7 +40,7 @@ from functools import cache
 
 import numpy as np
 
-from polarlm.engine.weight_formats import Lattice, Trits, WeightFormat
+from polarlm.engine.weight_formats import Grouped, Lattice, Trits, WeightFormat
 
 ROWS = 16  # rows of a tile
 QUAD = 0, 2, 1, 3  # the inputs of a lane
@@ -45,8 +48,25 @@ _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits p
 
 
 @dataclass(frozen=True)
+class Subs:
+    """Sub-scales and sub-offsets of fewer than 8 bits.
+
+    start: offset in bytes in a block. count: of a row. is_signed: whether the highest bit is a sign.
+    """
+
+    start: int
+    count: int
+    planes: tuple[int, ...]
+    is_signed: bool
+
+
+@dataclass(frozen=True)
 class TileLayout:
-    """Offsets in bytes of the fields of a block of 16 rows; None for fields that the format does not have."""
+    """Offsets in bytes of the fields of a block of 16 rows; None for fields that the format does not have.
+
+    sub_scale, sub_offset: of bytes, (values / group, 16) int8 and uint8. With `subs` they are offsets in the memory
+    where these become bytes, else in the block.
+    """
 
     format: WeightFormat
     planes: tuple[int, ...]
@@ -54,6 +74,7 @@ class TileLayout:
     offset: int | None
     sub_scale: int | None
     sub_offset: int | None
+    subs: Subs | None
     codes: int
     nbytes: int  # bytes of a block
     is_power: bool  # whether scales are powers of two, stored as bfloat16
@@ -76,17 +97,27 @@ def layout(format: WeightFormat) -> TileLayout:
     one = format.unpack(np.zeros((1, format.nbytes), np.uint8))
     assert not isinstance(one, (Lattice, Trits))
     planes, groups = _PLANES[format.bits], format.values // format.group
-    end, places = 0, []
-    sizes = (one.scale, 2), (one.offset, 2), (one.sub_scale, groups), (one.sub_offset, groups)
-    for field, size in sizes:
-        places.append(None if field is None else end)
-        end += 0 if field is None else ROWS * size
-    scale, offset, sub_scale, sub_offset = places
-    assert scale is not None
+    offset, end = (None, 2 * ROWS) if one.offset is None else (2 * ROWS, 4 * ROWS)
+    sub_scale, sub_offset, subs = None, None, None
+    if one.sub_scale is not None:
+        count, bits = groups * (1 if one.sub_offset is None else 2), _sub_bits(format)
+        subs = Subs(end, count, _PLANES[bits], bool((one.sub_scale < 0).any())) if bits < 8 else None
+        sub_scale = end if subs is None else 0
+        sub_offset = None if one.sub_offset is None else sub_scale + ROWS * groups
+        end += ROWS * count * bits // 8
     nbytes = end + format.values // 32 * 64 * sum(planes)
-    return TileLayout(
-        format, planes, scale, offset, sub_scale, sub_offset, end, nbytes, is_power=one.scale.dtype == np.float32
-    )
+    is_power = one.scale.dtype == np.float32
+    return TileLayout(format, planes, 0, offset, sub_scale, sub_offset, subs, end, nbytes, is_power)
+
+
+def _sub_bits(format: WeightFormat) -> int:
+    """Bits of a sub-scale, which are those of a sub-offset: the stored bits that it depends on."""
+    assert format.unpack is not None
+    single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
+    found = format.unpack(np.concatenate([np.zeros((1, format.nbytes), np.uint8), single]))
+    assert isinstance(found, Grouped)
+    assert found.sub_scale is not None
+    return int((found.sub_scale[1:] != found.sub_scale[0]).sum(axis=0).max())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import numpy as np
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.weight_formats import Lattice, Trits, WeightFormat
 
+_SUB_BITS = {"q2_k": 4, "q3_k": 6, "q4_k": 6, "q5_k": 6, "q6_k": 8, "iq4_xs": 6}
 _FLOATS = {"f32": "<u4", "f16": "<u2", "bf16": "<u2"}
 
 
@@ -28,13 +29,31 @@ def pack(raw: np.ndarray, format: WeightFormat) -> np.ndarray:
     out = np.empty((count, blocks, place.nbytes), np.uint8)
     out[:, :, place.codes :] = _pack_codes(grouped.codes, place.planes, blocks)
     scale = (grouped.scale.view(np.uint32) >> 16).astype(np.uint16) if place.is_power else grouped.scale
-    fields = (grouped.sub_scale, place.sub_scale), (grouped.sub_offset, place.sub_offset)
-    for field, start in (*fields, (scale, place.scale), (grouped.offset, place.offset)):
-        if field is not None and start is not None:
+    given = [field for field in (grouped.sub_scale, grouped.sub_offset) if field is not None]
+    subs = [field.reshape(len(raw), blocks, -1) for field in given]
+    fields = scale, grouped.offset, _pack_subs(subs, _SUB_BITS[format.name]) if subs else None
+    end = 0
+    for field in fields:
+        if field is not None:
             by_block = field.reshape(count, tiles.ROWS, blocks, -1).transpose(0, 2, 3, 1)
             by_block = np.ascontiguousarray(by_block).view(np.uint8).reshape(count, blocks, -1)
-            out[:, :, start : start + by_block.shape[2]] = by_block
+            out[:, :, end : end + by_block.shape[2]] = by_block
+            end += by_block.shape[2]
+    assert end == place.codes
     return out.reshape(count, -1)
+
+
+def _pack_subs(fields: list[np.ndarray], bits: int) -> np.ndarray:
+    """Sub-scales and sub-offsets, int8 and uint8 (rows, blocks, groups) → their bytes, uint8 (rows, blocks, n)."""
+    whole = np.concatenate([field.view(np.uint8) for field in fields], axis=-1)
+    if bits == 8:
+        return whole
+    first, second = np.split(whole & 15, 2, axis=-1)
+    planes = [first | second << 4]
+    if bits == 6:
+        first, second, third, fourth = np.split(whole >> 4 & 3, 4, axis=-1)
+        planes.append(first | second << 2 | third << 4 | fourth << 6)
+    return np.concatenate(planes, axis=-1)
 
 
 def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.ndarray:

@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, number_bytes, row_bytes
-from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_quad, read_scale, times_sub
+from polarlm.engine.backends.native.kernels.linear.tile_reads import (
+    read_pair,
+    read_quad,
+    read_scale,
+    read_subs,
+    times_sub,
+)
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.byte_ops import SplitSums, Table, dot2
@@ -37,14 +43,15 @@ def passes(level: Level, row_tile: int) -> list[Outputs]:
 
 class Block:
     """A block of a tile at an address, as some of the outputs read it. codes, subs: addresses of their codes, and of
-    the block for what they have a byte of.
+    what `sub_scale` and `sub_offset` of the layout are offsets from.
 
     factor: what scales are multiplied by.
     """
 
     def __init__(self, e: Emitter, place: TileLayout, at: Value, factor: float = 1, outputs: Outputs = ALL) -> None:
         first, self.outputs = outputs
-        self.codes, self.subs = at + (place.codes + 4 * first), at + first
+        self.codes = at + (place.codes + 4 * first)
+        self.subs = read_subs(e, place, at) + first
         self._e, self._place, self._halves, self._factor = e, place, at + 2 * first, factor
 
     @property

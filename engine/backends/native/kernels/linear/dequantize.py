@@ -8,7 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.linear.expanding import expander
-from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair, read_plain, read_scale, times_sub
+from polarlm.engine.backends.native.kernels.linear.tile_reads import (
+    read_pair,
+    read_plain,
+    read_scale,
+    read_subs,
+    times_sub,
+)
 from polarlm.engine.backends.native.tiles import block_bytes, layout
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
@@ -64,9 +70,10 @@ def _dequantize_lane(
         if expand is not None:
             scale = scale * float(expand.factor)
         offset = None if place.offset is None else read_scale(e, numbers, place.offset, False, 0)
+        subs = read_subs(e, place, at)
         with e.loop(0, format.values // 32) as part:
             codes_at = at + part * place.part_bytes + lane * 4 + place.codes
-            sub_at = at + part * (16 * (32 // format.group)) + lane
+            sub_at = subs + part * (16 * (32 // format.group)) + lane
             out = target + (block * format.values + part * 32) * 4
             for pair in range(16):
                 group = pair * 2 // format.group

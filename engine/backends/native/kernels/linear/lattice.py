@@ -26,7 +26,7 @@ class LatticeExpander:
         codes = 2 * ROWS + ROWS * groups
         size = codes + ROWS * format.values
         self.factor = format.grid.factor
-        self.layout = TileLayout(format, (8,), 0, None, 2 * ROWS, None, codes, size, is_power=False)
+        self.layout = TileLayout(format, (8,), 0, None, 2 * ROWS, None, None, codes, size, is_power=False)
         self._out = e.stack(size)
         self._indices = e.stack(2 * ROWS * self._cells * parts) if format.bits > 8 else None
         points = format.grid.points().reshape(1 << format.bits, -1, 4)

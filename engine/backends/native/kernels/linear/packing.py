@@ -150,12 +150,8 @@ def _emit_blocks(e: Emitter, format: WeightFormat, source: Value, target: Value,
             start: int | None = getattr(place, name)
             if start is not None and name in fields:
                 e.store(_emit_bytes(e, at, fields[name]).bits(I16), out + row * 2, start)
-        for name in ("sub_scale", "sub_offset"):
-            start = getattr(place, name)
-            if start is not None:
-                numbers = _emit_bytes(e, at, fields[name])
-                for group in range(numbers.lanes):
-                    e.store(e.extract(numbers, group), out + row, start + ROWS * group)
+        if subs := [_emit_bytes(e, at, fields[name]) for name in ("sub_scale", "sub_offset") if name in fields]:
+            _emit_subs(e, e.join(subs), place, out + row)
         for part in range(format.values // _PART):
             codes = _emit_bytes(e, at, fields["codes"][_PART * part : _PART * (part + 1)])
             _emit_codes(e, codes, place, out + row * 4, place.codes + part * place.part_bytes)
@@ -181,6 +177,22 @@ def _emit_trits(e: Emitter, format: WeightFormat, source: Value, target: Value, 
         words = _spread(e, e.load(at, vector(I8, count)), quads).bits(vector(I32, count // 4))
         for number in range(words.lanes):
             e.store(e.extract(words, number), out + row * 4, 2 * ROWS + 4 * ROWS * number)
+
+
+def _emit_subs(e: Emitter, subs: Value, place: TileLayout, out: Value) -> None:
+    """The sub-scales and sub-offsets of a row, int8, to the block at `out`."""
+    start, planes = (place.sub_scale, (8,)) if place.subs is None else (place.subs.start, place.subs.planes)
+    count, low = subs.lanes, 0
+    assert start is not None
+    for bits in planes:
+        plane = subs if bits == 8 else subs >> low & (1 << bits) - 1
+        while plane.lanes > count * bits // 8:
+            half = plane.lanes // 2
+            plane = e.part(plane, 0, half) | e.part(plane, half, half) << 8 * half // count
+        for number in range(plane.lanes):
+            e.store(e.extract(plane, number), out, start + ROWS * number)
+        start += ROWS * plane.lanes
+        low += bits
 
 
 def _emit_codes(e: Emitter, codes: Value, place: TileLayout, out: Value, start: int) -> None:

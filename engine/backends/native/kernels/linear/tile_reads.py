@@ -5,7 +5,7 @@ lanes: 16 to read all rows of a tile, 0 to read one row.
 
 from __future__ import annotations
 
-from polarlm.engine.backends.native.tiles import TileLayout
+from polarlm.engine.backends.native.tiles import ROWS, TileLayout
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Type, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -40,11 +40,34 @@ def widened(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
     return (bits.zext(I32) << 16).bits(_type(F32, bits.lanes))
 
 
+def read_subs(e: Emitter, layout: TileLayout, at: Value) -> Value:
+    """The address that `sub_scale` and `sub_offset` of a layout are offsets from, for the block at `at`: its own, or
+    that of memory where they have become bytes. A few instructions unpack four numbers of each row."""
+    subs = layout.subs
+    if subs is None:
+        return at
+    memory = e.stack(ROWS * subs.count)
+    counts = [subs.count * bits // 8 for bits in subs.planes]  # vectors of each plane
+    for first in range(0, subs.count, size := min(4, *counts)):
+        start, low, whole = subs.start, 0, None
+        for bits, count in zip(subs.planes, counts, strict=True):
+            piece = e.load(at, vector(I32, ROWS // 4 * size), start + ROWS * (first % count)) >> bits * (first // count)
+            piece = (piece & ((1 << bits) - 1) * 0x01010101) << low
+            whole = piece if whole is None else whole | piece
+            start, low = start + ROWS * count, low + bits
+        assert whole is not None
+        if subs.is_signed:
+            numbers, sign = whole.bits(vector(I8, ROWS * size)), 1 << low - 1
+            whole = (numbers ^ sign) - sign
+        e.store(whole, memory, ROWS * first)
+    return memory
+
+
 def times_sub(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool = False) -> Value:
     """factor times the sub-scale (or sub-offset) of a group, if the format has one."""
     if place is None:
         return factor
-    sub = e.load(at, _type(I8, factor.lanes), place + 16 * group)
+    sub = e.load(at, _type(I8, factor.lanes), place + ROWS * group)
     return factor * (sub.sext(I32) if signed else sub.zext(I32)).to_float()
 
 

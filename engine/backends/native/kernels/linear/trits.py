@@ -22,7 +22,7 @@ class TritExpander:
         self._e, self._format, self._runs = e, format, format.runs
         codes = 2 * ROWS
         size = codes + ROWS * format.values
-        self.layout = TileLayout(format, (8,), 0, None, None, None, codes, size, is_power=False)
+        self.layout = TileLayout(format, (8,), 0, None, None, None, None, codes, size, is_power=False)
         self._out = e.stack(size)
 
     def __call__(self, at: Value) -> Value:
