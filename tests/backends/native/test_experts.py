@@ -99,8 +99,8 @@ class Layer:
 
 
 FORMATS = [
-    *(("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "q5_0"), ("f16", "f16", "bf16")),
-    *(("mxfp4",) * 3, ("f32",) * 3, ("iq2_xxs",) * 3),
+    *(("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "q5_0"), ("mxfp4",) * 3),
+    *(("f16", "f16", "bf16"), ("f32",) * 3, ("iq2_xxs",) * 3),
 ]
 ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
 # Formats with and without codes, few and many rows, with and without a bias, one or two of gate and up, a norm, a sum
