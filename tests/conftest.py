@@ -7,7 +7,9 @@ import importlib.util
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,8 @@ from polarlm.engine.storage.tiers import opening
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
-from tests.compiled import KERNELS, SETS
-from tests.cuda.kept import keeping
+from tests.compiled import KERNELS, SETS, keeping
+from tests.cuda import kept
 from tests.patience import TIMES
 
 if TYPE_CHECKING:
@@ -69,6 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without collections of garbage: what is made meanwhile stays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Leave modules and cases, which live to the end, out of later collections of garbage: tests ask for dozens, and
@@ -96,7 +106,8 @@ def rng() -> np.random.Generator:
 @pytest.fixture(scope="session", autouse=True)
 def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep statistics of test models in a folder of the tests, compiled kernels in those of this checkout, for all
-    processes and runs, and the demonstration model in the user's cache."""
+    processes and runs, what LLVM and NVRTC make of a text in one for all checkouts, and the demonstration model in the
+    user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
 
@@ -105,14 +116,24 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
         patch.setattr(kept_arrays, "cache_folder", here)
         patch.setattr(opening, "cache_folder", here)
-        patch.setattr(nvrtc, "run_compiler", keeping(nvrtc.run_compiler, KERNELS.with_name("cubins")))
+        patch.setattr(nvrtc, "run_compiler", kept.keeping(nvrtc.run_compiler))
         if importlib.util.find_spec("llvmlite"):
-            from polarlm.engine.jit.compile import object_cache
+            from polarlm.engine.jit.compile import compiler, object_cache
 
+            for name in ("_object", "_assembly"):
+                patch.setattr(compiler, name, keeping(getattr(compiler, name)))
             patch.setattr(object_cache, "_SETS", SETS)
             patch.setattr(
                 object_cache, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else KERNELS
             )
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """Each client of a server would read those of all authorities, in 22 ms; those of tests have none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 

@@ -20,10 +20,12 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     first of those in the product that have the most pairs that no earlier one has."""
     values = [list(axis) for axis in axes]
     rows = [tuple(enumerate(row)) for row in product(*(range(len(axis)) for axis in values))]
-    missing = {pair for row in rows for pair in combinations(row, 2)}
+    bits: dict[Any, int] = {}  # of each pair: counting those of a number takes a tenth of the time of a set's
+    of_rows = [sum(bits.setdefault(pair, 1 << len(bits)) for pair in combinations(row, 2)) for row in rows]
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        row = max(rows, key=lambda row: sum(pair in missing for pair in combinations(row, 2)))
-        missing.difference_update(combinations(row, 2))
-        chosen.append(tuple(values[axis][place] for axis, place in row))
+        row = max(range(len(rows)), key=lambda row: (of_rows[row] & missing).bit_count())
+        missing &= ~of_rows[row]
+        chosen.append(tuple(values[axis][place] for axis, place in rows[row]))
     return chosen

@@ -49,6 +49,7 @@ def test_answers_fulfil_a_grammar(mixture: Path) -> None:
     assert all(re.fullmatch(form, text) for text in whole)
 
 
+@pytest.mark.slow(keep=1)
 def test_quality_measures_a_mixture(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_cost, "Speeds", FakeSpeeds)
     text, output = tmp_path / "text.txt", tmp_path / "out.html"

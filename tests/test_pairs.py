@@ -33,10 +33,12 @@ def parametrizes(node: ast.AST) -> bool:
     return any(ast.unparse(one) == "pytest.mark.parametrize" for one in inside)
 
 
-def aliases(module: ast.Module) -> set[str]:
+def aliases(source: str, module: ast.Module) -> set[str]:
     """Names that parametrize the tests that they decorate: of such a decorator, or of a function that makes one."""
-    found = set()
+    found, lines = set(), source.split("\n")
     for node in module.body:
+        if not any("parametrize" in line for line in lines[node.lineno - 1 : node.end_lineno]):
+            continue  # most nodes; to go through all of them takes seconds
         if isinstance(node, ast.Assign) and parametrizes(node.value):
             found.update(map(ast.unparse, node.targets))
         elif isinstance(node, ast.FunctionDef) and any(map(parametrizes, node.body)):
@@ -57,7 +59,7 @@ def unexplained(source: str, module: ast.Module, of_module: Mapping[str, set[str
     """Names of the functions with two or more decorators that parametrize, and no "# Product: …" directly above the
     first. of_module: a module's name → its aliases."""
     lines, found = source.splitlines(), []
-    known = aliases(module)
+    known = aliases(source, module)
     for node in module.body:
         if isinstance(node, ast.ImportFrom):
             own = of_module.get(node.module or "", set())
@@ -93,7 +95,7 @@ def test_a_test_that_runs_a_product_says_what_it_finds() -> None:
     finally:
         gc.enable()
     of_module = {
-        ".".join(path.relative_to(TESTS.parent).with_suffix("").parts): aliases(module)
+        ".".join(path.relative_to(TESTS.parent).with_suffix("").parts): aliases(sources[path], module)
         for path, module in modules.items()
     }
     for path, module in modules.items():

@@ -381,6 +381,7 @@ def test_a_model_answers_the_same_recorded_or_not(
         np.testing.assert_array_equal(given, wanted)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_step_with_experts_on_the_host_is_recorded_in_parts(
     device, layers: int, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,8 @@ _CHECKS = [
 ]
 
 _LINK = ["g++", "-shared", "-Wl,-z,now", "-Wl,-Bsymbolic"]
+# The machine's functions are called at every access of a kernel: they are compiled as one, and none is replaced.
+_MACHINE_FLAGS = ["-O2", "-flto", "-fno-semantic-interposition"]
 
 _BOUNDED_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\(\s*([^,)]+)[^)]*\)\s*)?(\w+)\s*\(")
 
@@ -56,7 +58,8 @@ def kernel_names(text: str) -> dict[str, str]:
 
 
 def library(text: str, checked: bool, *, with_lines: bool = False) -> Path:
-    """The shared library of a CUDA text. Skips the calling test where there is no g++; AssertionError if it fails.
+    """The shared library of a CUDA text, to be opened after the machine's. Skips the calling test where there is no
+    g++; AssertionError if it fails.
 
     with_lines: also with the lines and inlined calls of each instruction, in a third more time. The instructions and
     their addresses are the same.
@@ -66,13 +69,14 @@ def library(text: str, checked: bool, *, with_lines: bool = False) -> Path:
     calls = "".join(f"EMULATOR_KERNEL({name}, {bound})\n" for name, bound in kernel_names(text).items())
     whole = f'{text}\n#line 1 "launch"\nEMULATOR_LIBRARY({int(checked)})\n{calls}'
     flags = [*_KERNEL, *(_CHECKS if checked else []), *(["-gdwarf-4"] if with_lines else [])]
-    path = _CACHE / f"{_key(whole, *flags, machine().name, *(file.read_text() for file in _SHIM))}.so"
+    path = _CACHE / f"{_key(whole, *flags, *(file.read_text() for file in _SHIM))}.so"
     if not path.exists():
+        _CACHE.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
             source, objects, linked = (Path(folder) / name for name in ("kernel.cpp", "kernel.o", "kernel.so"))
             source.write_text(whole)
             _run(["g++", f"-I{_precompiled(flags)}", f"-I{_HERE}", *flags, "-c", str(source), "-o", str(objects)])
-            _run([*_LINK, str(objects), str(machine()), "-o", str(linked)])
+            _run([*_LINK, "-nodefaultlibs", str(objects), "-o", str(linked)])  # they are the machine's
             os.replace(linked, path)
     return path
 
@@ -93,14 +97,14 @@ def _precompiled(flags: list[str]) -> Path:
 
 @cache
 def machine() -> Path:
-    """The shared library of the emulated machine itself, which those of all kernels load."""
+    """The shared library of the emulated machine itself, whose functions those of all kernels call."""
     _CACHE.mkdir(mode=0o700, exist_ok=True)
     texts = [file.read_text() for file in [*_MACHINE, *_SHIM]]
-    path = _CACHE / f"{_key(*texts, *_COMMON, *_LINK)}.machine.so"
+    path = _CACHE / f"{_key(*texts, *_COMMON, *_MACHINE_FLAGS, *_LINK)}.machine.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
             linked = Path(folder) / "machine.so"
-            _run([*_LINK, *_COMMON, "-O2", *map(str, _MACHINE), "-o", str(linked)])
+            _run([*_LINK, *_COMMON, *_MACHINE_FLAGS, *map(str, _MACHINE), "-o", str(linked)])
             os.replace(linked, path)
     return path
 

@@ -47,8 +47,9 @@ class Program:
 
     def __init__(self, text: str, *, checked: bool = True):
         self._text, self._checked = text, checked
-        self._library = ctypes.CDLL(str(library(text, checked)))
+        path = library(text, checked)
         self._machine = _open_machine()
+        self._library = ctypes.CDLL(str(path))
         self._waits = {name: waits(text, name) for name in kernel_names(text)}
 
     @property
@@ -130,7 +131,7 @@ class Program:
 
 @cache
 def _open_machine() -> ctypes.CDLL:
-    opened = ctypes.CDLL(str(machine()))
+    opened = ctypes.CDLL(str(machine()), ctypes.RTLD_GLOBAL)  # for libraries of kernels
     opened.emulator_buffer.restype = ctypes.c_void_p
     opened.emulator_error.restype = ctypes.c_char_p
     opened.emulator_error_offset.restype = ctypes.c_size_t

@@ -122,7 +122,6 @@ bool run_block(const unsigned *block, size_t dynamic_bytes) {
     alive = threads;
     ready.clear(), taken = 0;
     begin_block_waits();
-    begin_block_products();
     for (int id = 0; id < threads; ++id) prepare_thread(id, block);
     begin_block_memory(dynamic_bytes);
     if (!__builtin_setjmp(launcher)) jump_to(next_ready());
@@ -136,7 +135,8 @@ bool run_block(const unsigned *block, size_t dynamic_bytes) {
 
 }  // namespace
 
-void yield() {
+// Never inlined: it would leave its frame by another function's jump.
+__attribute__((noinline)) void yield() {
     Fiber *me = current;
     me->place = caller;
     Fiber *next = next_ready();
@@ -161,6 +161,7 @@ uint32_t stamp() { return current->time; }
 void advance_time() { ++current->time; }
 void at(void *return_address) { caller = return_address; }
 const void *calling() { return caller; }
+uint64_t blocks_so_far() { return block_serial; }
 
 bool on_a_stack(const void *address) {
     const char *p = static_cast<const char *>(address);

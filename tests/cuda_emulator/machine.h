@@ -49,7 +49,6 @@ void yield();             // passes control to another fiber; returns when this 
 void wake(Fiber &fiber);  // makes it ready to be resumed
 void begin_block_waits();
 bool is_global(const void *address);
-void begin_block_products();
 void begin_launch_fences();
 
 }  // namespace emulator

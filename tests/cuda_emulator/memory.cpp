@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <sys/mman.h>
+#include <type_traits>
 #include <vector>
 
 namespace emulator {
@@ -17,15 +18,19 @@ constexpr size_t kGap = 64 << 10;  // between buffers, so that an index beyond o
 constexpr size_t kMostDynamic = 227 << 10;
 constexpr unsigned kDynamicAddress = 1024 + 128;  // of dynamic shared memory: behind the system's, aligned to 128 bytes
 
-// Accesses of one byte. Blocks have serial numbers, so that a record of an earlier block counts as none.
+// Accesses of one byte. Blocks have serial numbers, so that a record of an earlier block counts as none, and that of an
+// earlier launch in memory that is used again.
 struct Record {
-    uint64_t store_block, load_block;
+    uint32_t store_block, load_block;
     uint32_t store_time, load_time;
     int16_t store_thread;
     int16_t load_warp;  // kSeveral: more than one warp, and load_time counts block barriers; else it is the newest load
     uint32_t load_lanes;
-    bool atomic, in_flight, many_blocks;
+    bool atomic, in_flight, many_blocks, unused;  // no padding: records are compared as bytes
+
+    bool operator==(const Record &other) const { return !memcmp(this, &other, sizeof *this); }
 };
+static_assert(std::has_unique_object_representations_v<Record>);
 constexpr int16_t kSeveral = -1;
 
 struct Buffer {
@@ -48,7 +53,17 @@ struct Copies {
     std::vector<Copy> pending;
 };
 
+// Of the n-th buffer of a launch, kept for the next: new pages would take longer than most launches.
+struct Records {
+    Record *start = nullptr;
+    size_t count = 0;
+};
+constexpr size_t kMostKept = 4 << 20;  // records of a buffer
+
 std::vector<Buffer> buffers;
+const Buffer *latest;  // that was accessed
+std::vector<Records> kept_records;
+uint32_t launch_begin;  // the first block of the running launch
 char *arena, *arena_end, *arena_free;
 unsigned char *dynamic_start;
 size_t dynamic_size;
@@ -87,10 +102,11 @@ const char *verb(Access kind) { return kind == Access::kLoad ? "load" : kind == 
 
 bool ordered_after_loads(const Record &r) {
     if (r.load_warp == kSeveral) return r.load_time < barriers();
-    for (int l = 0; l < kLanes; ++l)
-        if (r.load_lanes >> l & 1 && r.load_warp * kLanes + l != running().id &&
-            known(r.load_warp * kLanes + l) <= r.load_time)
-            return false;
+    const ThreadView &me = running();
+    unsigned others = r.load_lanes;
+    if (r.load_warp == me.warp) others &= ~(1u << me.lane);
+    for (; others; others &= others - 1)
+        if (known(r.load_warp * kLanes + __builtin_ctz(others)) <= r.load_time) return false;
     return true;
 }
 
@@ -98,7 +114,7 @@ void remember_load(Record &r) {
     const ThreadView &me = running();
     if (r.load_block != me.block) {
         r.many_blocks |= r.load_block != 0;
-        r.load_block = me.block;
+        r.load_block = uint32_t(me.block);
         r.load_lanes = 0;
     }
     // Loads that are ordered before this one need no record: what is ordered after this one is ordered after them.
@@ -116,7 +132,7 @@ void remember_load(Record &r) {
 }
 
 void remember_store(Record &r, bool atomic) {
-    r.store_block = running().block;
+    r.store_block = uint32_t(running().block);
     r.store_thread = int16_t(running().id);
     r.store_time = stamp();
     r.atomic = atomic;
@@ -152,8 +168,20 @@ void check_byte(Record &r, Access kind, const char *where, long offset, bool sha
     remember_store(r, kind == Access::kAtomic);
 }
 
+// What happens to a byte depends on its record alone: bytes whose records are the same have the same again.
 void check_bytes(Record *records, long first, size_t bytes, Access kind, const char *where, bool shared) {
-    for (long i = first; i < first + long(bytes); ++i) check_byte(records[i], kind, where, i, shared);
+    Record before, after;
+    for (long i = first; i < first + long(bytes); ++i) {
+        Record &r = records[i];
+        if (r.store_block < launch_begin && r.load_block < launch_begin) r = {};
+        if (i > first && r == before) {
+            r = after;
+            continue;
+        }
+        before = r;
+        check_byte(r, kind, where, i, shared);
+        after = r;
+    }
 }
 
 void mark_in_flight(void *shared, size_t bytes, bool in_flight) {
@@ -165,19 +193,25 @@ void mark_in_flight(void *shared, size_t bytes, bool in_flight) {
     for (size_t i = 0; i < bytes; ++i) records[i].in_flight = in_flight;
 }
 
-void check_global(const char *p, size_t bytes, Access kind) {
+bool is_inside(const Buffer &b, const char *p, size_t bytes) { return p >= b.start && p + bytes <= b.start + b.bytes; }
+
+const Buffer &buffer_of(const char *p, size_t bytes, Access kind) {
+    if (latest && is_inside(*latest, p, bytes)) return *latest;
     const Buffer *nearest = nullptr;
     for (const Buffer &b : buffers) {
+        if (is_inside(b, p, bytes)) return *(latest = &b);
         if (p >= b.start - kGap / 2 && p < b.start + b.bytes + kGap / 2) nearest = &b;
-        if (p < b.start || p + bytes > b.start + b.bytes) continue;
-        if (b.constant && kind != Access::kLoad) fail("%s to an argument declared const", verb(kind));
-        if (!b.fixed && !has_waited()) fail("%s of global memory before the launch before has ended", verb(kind));
-        if (!b.constant) check_bytes(b.records, p - b.start, bytes, kind, "global memory", false);
-        return;
     }
     if (!nearest) fail("%s of %zu bytes far outside of every buffer", verb(kind), bytes);
     fail("out of bounds: %s of %zu bytes at byte %ld of a buffer of %zu bytes", verb(kind), bytes, p - nearest->start,
          nearest->bytes);
+}
+
+void check_global(const char *p, size_t bytes, Access kind) {
+    const Buffer &b = buffer_of(p, bytes, kind);
+    if (b.constant && kind != Access::kLoad) fail("%s to an argument declared const", verb(kind));
+    if (!b.fixed && !has_waited()) fail("%s of global memory before the launch before has ended", verb(kind));
+    if (!b.constant) check_bytes(b.records, p - b.start, bytes, kind, "global memory", false);
 }
 
 // Whether it is data of the kernel's library, or of the machine's, as threadIdx is.
@@ -319,15 +353,27 @@ extern "C" void emulator_reset(const emulator::Library *of_kernel) {
     }
     madvise(arena, size_t(arena_free ? arena_free - arena : 0), MADV_DONTNEED);
     arena_free = arena + kGap;
-    for (Buffer &b : buffers) free(b.records);
     buffers.clear();
+    latest = nullptr;
+    for (Records &kept : kept_records)
+        if (kept.count > kMostKept) free(kept.start), kept = {};
+    launch_begin = uint32_t(blocks_so_far()) + 1;
 }
 
 // Allocates global memory, aligned as CUDA aligns it; null when the arena is full.
 extern "C" void *emulator_buffer(size_t bytes, int constant, int fixed) {
     using namespace emulator;
     if (arena_free + bytes + 2 * kGap > arena_end) return nullptr;
-    Record *const records = constant || !library->checked ? nullptr : zeroed(bytes + 1);
+    Record *records = nullptr;
+    if (!constant && library->checked) {
+        if (kept_records.size() <= buffers.size()) kept_records.resize(buffers.size() + 1);
+        Records &kept = kept_records[buffers.size()];
+        if (kept.count <= bytes) {
+            free(kept.start);
+            kept = {zeroed(bytes + 1), bytes + 1};
+        }
+        records = kept.start;
+    }
     buffers.push_back({arena_free, bytes, constant != 0, fixed != 0, records});
     arena_free += (bytes + kGap + 255) & ~size_t(255);
     return buffers.back().start;

@@ -99,6 +99,7 @@ void advance_time();                    // what it does from here on is at a lat
 uint32_t known(int id);                 // the newest time of thread `id` that is ordered before this moment
 uint32_t barriers();                    // block barriers of the running block so far
 bool on_a_stack(const void *address);
+uint64_t blocks_so_far();  // that have begun, of all launches: the serial number of the newest
 // Whether the running thread's accesses are ordered after those of `thread` of the block `from` up to `time`.
 bool was_passed_on(uint64_t from, int thread, uint32_t time);
 

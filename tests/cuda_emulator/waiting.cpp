@@ -1,6 +1,7 @@
 // Block barriers and warp operations, and the order of memory accesses that they establish between threads.
 #include "machine.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace emulator {
@@ -17,9 +18,8 @@ void order_block() {
     uint32_t newest = 0;
     for (int id = 0; id < threads; ++id) newest = fibers[id].time > newest ? fibers[id].time : newest;
     for (int id = 0; id < threads; ++id) fibers[id].barrier_time = fibers[id].time = newest + 1;
-    for (int id = 0; id < threads; ++id)
-        for (int other = 0; other < kLanes && id / kLanes * kLanes + other < threads; ++other)
-            warps[id / kLanes].known[id % kLanes][other] = fibers[id / kLanes * kLanes + other].time;
+    for (Warp &warp : warps)
+        for (auto &of_lane : warp.known) std::fill_n(of_lane, kLanes, newest + 1);
 }
 
 void order_lanes(Warp &warp, int first, unsigned mask) {

@@ -53,9 +53,15 @@ struct Warpgroup {
 };
 
 std::vector<Warpgroup> warpgroups;
+uint64_t block;  // that they belong to; most blocks have none
 
 Warpgroup &mine() {
     if (threads % kMembers) fail("a block with products of warpgroups has a multiple of %d threads", kMembers);
+    if (block != running().block) {
+        block = running().block;
+        warpgroups.clear();
+        warpgroups.resize(size_t(threads / kMembers));
+    }
     return warpgroups[size_t(running().id / kMembers)];
 }
 Member &me() { return mine().members[running().id % kMembers]; }
@@ -167,16 +173,7 @@ void end_products(Warpgroup &group, size_t until) {
 
 }  // namespace
 
-void begin_block_products() {
-    warpgroups.clear();
-    warpgroups.resize(size_t(threads + kMembers - 1) / kMembers);
-}
-
-bool products_pending() {
-    if (warpgroups.empty()) return false;
-    const Member &member = warpgroups[size_t(running().id / kMembers)].members[running().id % kMembers];
-    return member.ended < member.started;
-}
+bool products_pending() { return block == running().block && me().ended < me().started; }
 
 void fence_registers() {
     meet(~0u, "wgmma_fence", 0, "", 1);

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import openai
-import uvicorn
+import uvicorn.server
 
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
@@ -29,6 +29,21 @@ from tests.server.lines import PATIENCE
 
 LAST_SECONDS = 10  # for connections that a failed test has left open, once the server is told to end
 KEY = "sk-of-this-server"
+
+
+class _Hasty:
+    """asyncio, as `uvicorn.server` sees it here: its server looks ten times a second whether it should end, and waits
+    as long for what it has ended, a fifth of a second at the end of each of hundreds of tests."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.005))
+
+
+uvicorn.server.asyncio = _Hasty()  # type: ignore[assignment]
 
 
 class Gate:

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS
@@ -202,7 +211,13 @@ class Schedules(RuleBasedStateMachine):
             assert self.state.full.free == self.state.full.size
 
 
-TestSchedules = Schedules.TestCase
+def test_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=20))
+
+
+@pytest.mark.slow
+def test_many_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=100))
 
 
 def test_a_prompt_keeps_its_end_and_ever_fewer_places_before_it() -> None:

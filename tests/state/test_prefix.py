@@ -8,8 +8,16 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.state.block_events import BlockRemoved, BlockStored
@@ -303,4 +311,10 @@ class Schedules(RuleBasedStateMachine):
             assert_held_by(self.cached.store, [sequence.kv for sequence in self.live])
 
 
-TestSchedules = Schedules.TestCase
+def test_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=20))
+
+
+@pytest.mark.slow
+def test_many_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=100))

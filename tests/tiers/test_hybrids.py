@@ -78,7 +78,7 @@ def dies(patch: pytest.MonkeyPatch, writes: int, *, within: bool) -> None:
     patch.setattr(tier_store.os, "replace", named)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("within", [True, False])
 def test_an_engine_killed_at_any_object_leaves_what_the_next_one_can_use(

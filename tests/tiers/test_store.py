@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import BlockStored
@@ -246,4 +254,10 @@ class Schedules(RuleBasedStateMachine):
             assert self.kept.place._held <= self.kept.place._size
 
 
-TestSchedules = Schedules.TestCase
+def test_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=20))
+
+
+@pytest.mark.slow
+def test_many_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=100))

@@ -141,8 +141,13 @@ def _object(source: str, level: Level) -> bytes:
 
 def assembly(kernel: Kernel, level: Level) -> str:
     """The machine code of the kernel as assembly text."""
+    return _assembly(kernel.module(level), level).decode()
+
+
+def _assembly(source: str, level: Level) -> bytes:
+    """The machine code of LLVM IR as assembly text."""
     target = _target_machine(level)
-    return target.emit_assembly(_optimized(kernel.module(level), target))
+    return target.emit_assembly(_optimized(source, target)).encode()
 
 
 @cache

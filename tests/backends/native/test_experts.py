@@ -16,7 +16,7 @@ from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Routing
 from polarlm.engine.errors import EngineError
-from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.compile.target import best, levels
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Activation, Experts, is_gated
@@ -98,17 +98,21 @@ class Layer:
         ]
 
 
-@every_level
-def test_results_are_those_of_numpy(level: Level) -> None:
-    """Formats with and without codes, one or two of gate and up, sizes that are no whole tiles, few and many rows."""
+FORMATS = [
+    *(("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "q5_0"), ("mxfp4",) * 3),
+    *(("f16", "f16", "bf16"), ("f32",) * 3, ("iq2_xxs",) * 3),
+]
+ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
+# Formats with and without codes, few and many rows, with and without a bias, one or two of gate and up, a norm, a sum
+AXES: list[list[Any]] = [FORMATS, [1, 5, 33], [False, True], ACTIVATIONS, [False, True], [False, True]]
+
+
+def assert_those_of_numpy(level: Level, cases: list[tuple[Any, ...]]) -> None:
+    """cases: of `AXES`. Sizes are no whole tiles."""
     rng = np.random.default_rng(2)
     launch = launcher(level)
     ops, matrices = ExpertOps(launch), LinearOps(launch)
-    formats = [("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "q5_0"), ("mxfp4",) * 3, ("f16", "f16", "bf16"), ("f32",) * 3]
-    activations: list[Activation] = ["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
-    for of, rows, bias, activation, has_norm, adds in pairs(
-        [*formats, ("iq2_xxs",) * 3], [1, 5, 33], [False, True], activations, [False, True], [False, True]
-    ):
+    for of, rows, bias, activation, has_norm, adds in cases:
         e, f = (256, 256) if set(of) & {"q4_k", "iq2_xxs"} else (48, 24) if of[0] == "f32" else (64, 96)
         layer, count = Layer(rng, of, 7, e, f, bias, is_gated(activation)), 7
         x, residual = (rng.standard_normal((rows, e)).astype(np.float32) for _ in range(2))
@@ -121,6 +125,19 @@ def test_results_are_those_of_numpy(level: Level) -> None:
         found = ops.experts(x, routing, *layer.on(matrices), activation, **copied(options))
         error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
         assert error < 3e-4, (of, rows, bias, activation, has_norm, adds)
+
+
+@every_level
+def test_results_are_those_of_numpy(level: Level) -> None:
+    """Any two of a level, formats, rows and the rest are together somewhere: every case has kernels of its own."""
+    assert_those_of_numpy(level, [case for own, *case in pairs(levels(), *AXES) if own == level])
+
+
+@pytest.mark.slow
+@every_level
+def test_results_of_a_level_are_those_of_numpy(level: Level) -> None:
+    """Any two of formats, rows and the rest are together at each level."""
+    assert_those_of_numpy(level, pairs(*AXES))
 
 
 @every_level
