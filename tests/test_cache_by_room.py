@@ -11,13 +11,16 @@ import pytest
 
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.outputs import Completion
 from polarlm.engine.state.finer import coding_again
 from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.finer.coding_again import CodingAgain
+from tests.patience import SECONDS
 from tests.state.test_finer_blocks import COMPACT, QUALITY, Unchecked, make_store
-from tests.tiny import assert_idle
+from tests.tiny import assert_idle, make_model
 
 N = 16
+MODELS = ["llama_gqa_linear", "gemma4_shared_kv", "qwen3_next_shared_keys"]  # also with windows, or recurrent layers
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2)
 
 
@@ -35,30 +38,47 @@ def types(engine: Engine) -> tuple[int, int]:
     return found["quality"], found["compact"]
 
 
-@pytest.mark.parametrize("spec_type", ["none", "ngram-simple"])
-def test_answers_with_room_are_those_of_quality(tiny_path: Path, spec_type: str) -> None:
-    with load(tiny_path, "auto", spec_type=spec_type) as by_room, load(tiny_path, "quality") as quality:
+def known(engine: Engine) -> int:
+    """The blocks that are held or kept, of layers that keep a whole text."""
+    blocks = engine._store.finer.quantized
+    return blocks.size - blocks.free + blocks.kept
+
+
+def continued(engine: Engine, number: int, answer: Completion, more: int = 20) -> Completion:
+    """The answer to a longer prompt: that of `answer`, with what was answered."""
+    return engine.generate([*prompt(number), *answer.token_ids, *prompt(100 + number, more)], GREEDY)
+
+
+@pytest.fixture(params=MODELS)
+def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    (folder := tmp_path / request.param).mkdir()
+    return make_model(folder, request.param)
+
+
+@pytest.mark.parametrize(("model", "spec_type"), [*((model, "none") for model in MODELS), (MODELS[0], "ngram-simple")])
+def test_answers_with_room_are_those_of_quality(tmp_path: Path, model: str, spec_type: str) -> None:
+    path = make_model(tmp_path, model)
+    with load(path, "auto", spec_type=spec_type) as by_room, load(path, "quality") as quality:
         ids = prompt(0, 90)
         for turn in range(2):
             own, expected = (engine.generate(ids, GREEDY) for engine in (by_room, quality))
             assert own.token_ids == expected.token_ids
             assert spec_type != "none" or own.logprobs == expected.logprobs  # rows together have other last bits
             ids = [*ids, *own.token_ids, *prompt(turn + 1, 20)]
-        assert types(by_room) == (by_room.status().blocks_kept, 0)
+        assert types(by_room) == (known(by_room), 0)
         assert by_room.status().blocks_kept == quality.status().blocks_kept
 
 
-def test_as_the_store_fills_blocks_are_coded_again(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_the_store_fills_blocks_are_coded_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few layers between two units: no unit of a request has to make room for itself."""
     in_units: list[FinerBlocks] = []
     monkeypatch.setattr(FinerBlocks, "code_again", in_units.append)
-    with load(tiny_path, "auto", parallel=3) as by_room:
+    with load(path, "auto", parallel=3) as by_room:
         seen, trays = set(), [[] for _ in range(12)]
         for number, tray in enumerate(trays):
             by_room.submit(prompt(number), GREEDY, into=tray)
         while by_room.work():
-            status = by_room.status()
-            assert sum(types(by_room)) == status.blocks_used + status.blocks_kept <= status.blocks
+            assert sum(types(by_room)) == known(by_room) <= by_room._store.finer.quantized.size
             seen.add(tuple(count > 0 for count in types(by_room)))
         assert {(True, False), (True, True)} <= seen
         assert not in_units
@@ -131,8 +151,6 @@ def test_blocks_are_coded_for_no_longer_than_a_step(monkeypatch: pytest.MonkeyPa
     ("settings", "sentence"),
     [
         ({"cache_type_k": "ring4"}, "leave cache_type_k out"),
-        ({"cache_disk": "1G"}, "leave cache_disk out, or choose quality or compact"),
-        ({"cache_remote": "http://127.0.0.1:1"}, "leave cache_remote out"),
         ({"device": "cuda"}, "it runs on the CPU only"),
     ],
 )
@@ -141,10 +159,52 @@ def test_what_it_does_not_serve_is_refused(tiny_path: Path, settings: dict[str, 
         Engine.load(tiny_path, **{"device": "cpu", "cache_type": "auto", **settings})
 
 
-def test_no_session_is_saved_or_loaded(tiny_path: Path, tmp_path: Path) -> None:
-    with load(tiny_path, "auto") as engine:
-        engine.generate(prompt(0), GREEDY)
-        with pytest.raises(EngineError, match="blocks of two types, which no session"):
-            engine.save_session(tmp_path / "one")
-        with pytest.raises(EngineError, match="blocks of two types, which no session"):
-            engine.load_session(tmp_path / "one")
+def test_a_model_of_windows_alone_is_refused(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "mistral_window_sharded")
+    with pytest.raises(EngineError, match="no layer of this model keeps keys and values of a whole text; choose"):
+        load(path, "auto")
+
+
+def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path) -> None:
+    """A conversation is continued after it as before it, and its blocks can be coded again."""
+    with load(path, "auto") as engine:
+        answer = engine.generate(prompt(0), GREEDY)
+        while types(engine)[1] < 3:
+            engine._store.finer.code_again()
+        before = types(engine)
+        engine.save_session(tmp_path / "session")
+        expected = continued(engine, 0, answer)
+    with load(path, "auto") as engine:
+        engine.load_session(tmp_path / "session")
+        assert types(engine) == before
+        found = continued(engine, 0, answer)
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+        assert found.usage.cached_tokens == expected.usage.cached_tokens > len(prompt(0))
+        while engine._store.finer.code_again():
+            pass
+        assert types(engine)[0] == 0
+        assert_idle(engine)
+    with load(path, "compact") as engine, pytest.raises(EngineError, match=r"with the cache types .*auto"):
+        engine.load_session(tmp_path / "session")
+
+
+def test_blocks_come_back_from_a_disk_as_there_is_room(path: Path, tmp_path: Path) -> None:
+    """With room, as they were written: there they had the bits of `quality`."""
+    folder: dict[str, Any] = {"cache_disk": "100M", "cache_disk_folder": str(tmp_path / "blocks")}
+    with load(path, "quality") as engine:
+        expected = continued(engine, 0, engine.generate(prompt(0), GREEDY))
+    with load(path, "auto", **folder) as engine:
+        answers = []
+        for number in range(3):  # the first one is written while there is room
+            answers.append(engine.generate(prompt(number), GREEDY))
+            assert engine._tiers._writer.flush(SECONDS)
+        assert types(engine)[1] > 0
+    with load(path, "auto", **folder) as engine:
+        found = continued(engine, 0, answers[0])
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+        assert found.usage.cached_from == {"disk": found.usage.cached_tokens}
+        assert types(engine)[1] == 0
+        for number in (1, 2):
+            assert continued(engine, number, answers[number]).usage.cached_from["disk"] >= 7 * N
+        assert types(engine)[1] > 0
+        assert_idle(engine)

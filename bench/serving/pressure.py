@@ -26,7 +26,6 @@ from polarlm.bench.speed.starts import ready_memory
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
-from polarlm.engine.state.cache_types import BY_ROOM
 from polarlm.engine.state.plan import parse_size
 
 
@@ -67,7 +66,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     rows = []
     for times in _multiples(options.times):
         for cache_type in options.types.split(","):
-            for disk in (False, True)[: 1 + (cache_type.strip() != BY_ROOM)]:  # whose blocks do not leave the store yet
+            for disk in (False, True):
                 flags = [] if model is None else ["--weights", model]
                 rows.append(_measured(options, conversation, flags, times, cache_type.strip(), disk))
     result = {"options": asdict(options) | asdict(conversation), "rows": rows}

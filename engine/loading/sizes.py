@@ -108,7 +108,10 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
             continue
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
-        layers.append(LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window, finer))
+        own = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window, finer)
+        if finer is not None and mixer.window is not None:  # no more blocks than its window has, however long the text
+            own = own.finest
+        layers.append(own)
     if finer is not None:
         _check_by_room(ops, layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
@@ -122,10 +125,11 @@ def _check_by_room(ops: Ops, layers: Sequence[LayerShape | SharedShape | OwnShap
     """Raises EngineError for layers whose blocks cannot have bits by the room that there is."""
     if ops.decode_blocks is None:
         raise cache_types.not_by_room("it runs on the CPU only (--device cpu)")
-    if any(layer.window is not None for layer in layers):
-        raise cache_types.not_by_room("this model has layers with a sliding window, which it does not serve yet")
-    if not all(isinstance(layer, LayerShape) for layer in layers) or len({layer.group for layer in layers}) > 1:
-        raise cache_types.not_by_room("this model has layers of several kinds, which it does not serve yet")
+    kinds = {layer.group for layer in layers if isinstance(layer, LayerShape) and layer.finer}
+    if not kinds:
+        raise cache_types.not_by_room("no layer of this model keeps keys and values of a whole text")
+    if len(kinds) > 1:
+        raise cache_types.not_by_room("this model has layers with heads of several shapes, which it does not serve yet")
 
 
 def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:

@@ -212,6 +212,11 @@ class Runner:
         """Run one unit of a prefill, or requeue the request if there is no room for it."""
         try:
             if request.kv is None:
+                kept = 0 if request.saved is None else request.saved.length
+                if request.found is not None:
+                    kept += request.found.tokens_left
+                if kept and self._coding.must_wait(kept):
+                    return
                 if request.found is not None and request.found.put_back():
                     return  # the next unit puts back the next part
                 request.kv = self._restored(request) or self._match_prefix(request)

@@ -96,10 +96,6 @@ def _check_by_room(config: EngineConfig) -> None:
         if getattr(config, name) is not None:
             problem = f"it has types of its own for keys and for values; leave {name} out, or name both types"
             raise _refusal("cache_type", BY_ROOM, problem)
-    for name in ("cache_disk", "cache_remote", "cache_ram", "tensor_split"):
-        if getattr(config, name) is not None:
-            problem = f"its blocks do not leave the store yet; leave {name} out, or choose {FINER} or {COARSER}"
-            raise _refusal("cache_type", BY_ROOM, problem)
     if config.device.startswith("cuda"):
         raise not_by_room("it runs on the CPU only")
 

@@ -117,6 +117,11 @@ class LayerShape(TokenBlocks):
     window: int | None = None
     finer: tuple[Codec, Codec] | None = None  # of keys and of values, with more bits, for blocks while there is room
 
+    @property
+    def finest(self) -> LayerShape:
+        """The shape if all blocks have the most bits that they can have."""
+        return self if self.finer is None else replace(self, codec_k=self.finer[0], codec_v=self.finer[1], finer=None)
+
     def more_blocks(self, full_slots: int, more: int) -> int:
         return int(self.finer is not None)  # for the block that is being coded again
 
@@ -130,10 +135,7 @@ class LayerShape(TokenBlocks):
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of this layer's cache, for the ops."""
-        finer = None
-        if self.finer is not None:
-            k, v = self.finer
-            finer = replace(self, codec_k=k, codec_v=v, finer=None).format(block_size, metric_k, metric_v)
+        finer = None if self.finer is None else self.finest.format(block_size, metric_k, metric_v)
         return CacheFormat(
             codec_k=self.codec_k,
             codec_v=self.codec_v,
@@ -213,12 +215,7 @@ class CacheShape:
         """The shape if all blocks have the most bits that they can have, without a backend's padding of these."""
         if not any(layer.finer for layer in self.kv_layers.values()):
             return self
-        own = (
-            replace(layer, codec_k=layer.finer[0], codec_v=layer.finer[1], finer=None)
-            if isinstance(layer, LayerShape) and layer.finer
-            else layer
-            for layer in self.layers
-        )
+        own = (layer.finest if isinstance(layer, LayerShape) else layer for layer in self.layers)
         return replace(self, layers=tuple(own), stored={})
 
     @property

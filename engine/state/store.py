@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import LayerShape, SharedShape
 from polarlm.engine.state.tables import BlockTable, Growth
 
+T = TypeVar("T")
 # The error metrics of a layer's keys and of its values; None rounds to the nearest code.
 Metrics = tuple[Metric | None, Metric | None]
 
@@ -106,14 +108,10 @@ class KVStore:
         self, ops: Ops, plan: StorePlan, conditioning: Sequence[Conditioning], metrics: Sequence[Metrics] | None = None
     ):
         """conditioning, metrics: one for each layer; without metrics every codec rounds to the nearest code."""
-        self.ops = ops
-        self.plan = plan
-        self.shape = plan.shape
+        self.ops, self.plan, self.shape = ops, plan, plan.shape
         self._source = [plan.shape.source(layer) for layer in range(len(plan.shape.layers))]
         self.conditioning = [conditioning[source] for source in self._source]
         self.groups: list[LayerState] = []
-        self.finer: FinerBlocks | None = None
-        """The group with two kinds of blocks: then it is the only one."""
         self._group_of: dict[int, int] = {}
         caches: list[Cache] = []
         for (_, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
@@ -130,11 +128,10 @@ class KVStore:
                 format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
                 caches.append(ops.of_layer(layer).cache(format, *blocks, caches[:]))
             own = caches[-len(layers) :]
-            if shape.finer is None:
-                self.groups.append(KVBlocks(ops, plan.shape, layers, shape.window, own, blocks, is_shared=is_shared))
-            else:
-                self.finer = FinerBlocks(ops, plan.shape, layers, own, blocks)
-                self.groups.append(self.finer)
+            kind = KVBlocks if shape.finer is None else FinerBlocks
+            self.groups.append(kind(ops, plan.shape, layers, shape.window, own, blocks, is_shared=is_shared))
+        # The group with two kinds of blocks, if there is one.
+        self.finer = next((group for group in self.groups if isinstance(group, FinerBlocks)), None)
 
     def cache(self, layer: int) -> Cache:
         """Return the cache of one layer, for the ops."""
@@ -220,17 +217,14 @@ class KVStore:
 
     def _reserve(self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
-        while True:
-            try:
-                for group, table in zip(self.groups[len(growth) :], sequence.tables[len(growth) :], strict=True):
-                    growth.append(grow(group, table))
-                return growth
-            except BaseException as error:  # OutOfBlocks, or no memory for a buffer
-                if isinstance(error, CodeAgain) and self.finer is not None and self.finer.code_again():
-                    continue
-                for group, grown in zip(self.groups, growth, strict=False):
-                    group.abort(grown)
-                raise
+        try:
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                growth.append(self.with_room(partial(grow, group, table)))
+        except BaseException:  # OutOfBlocks, or no memory for a buffer
+            for group, grown in zip(self.groups, growth, strict=False):
+                group.abort(grown)
+            raise
+        return growth
 
     def spans(self, spans: Sequence[Span], rows: slice) -> list[Spans]:
         """Return the parts of `spans` that are in `rows` of all their rows, for the ops: one value for each group."""
@@ -324,6 +318,15 @@ class KVStore:
         growth, span.growth = span.growth, []
         for group, grown in zip(self.groups, growth, strict=False):
             group.abort(grown)
+
+    def with_room(self, allocate: Callable[[], T]) -> T:
+        """Return what `allocate` returns, and code blocks again as long as it raises CodeAgain."""
+        while True:
+            try:
+                return allocate()
+            except CodeAgain:
+                if self.finer is None or not self.finer.code_again():
+                    raise
 
     # -- memory ------------------------------------------------------------------------------------------------
 

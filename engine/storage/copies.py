@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import numpy as np
 
 from polarlm.engine.state.blocks import Blocks
+from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.layer_state import LayerState
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage.objects import Object
@@ -27,8 +29,24 @@ def within(blocks: Blocks, groups: int) -> Blocks:
 
 def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:
     """Return copies of quantized blocks, all of which are in the same groups, one or more."""
-    header = {"kind": "block", "stored_as": store.ops.stored_as, "groups": groups_of(blocks[0])}
-    parts, size = payloads.of_blocks(store.ops.stored_as, groups_of(blocks[0]))
+    taken: list[Object] = []
+    for are_finer, run in groupby(blocks, partial(_is_finer, store)):
+        taken += _take_alike(store, payloads, list(run), are_finer)
+    return taken
+
+
+def _is_finer(store: KVStore, blocks: Blocks) -> bool:
+    """Whether a quantized block is one of more bits."""
+    finer = store.finer
+    own = None if finer is None else blocks[store.groups.index(finer)]
+    return finer is not None and own is not None and finer.is_finer(own)
+
+
+def _take_alike(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], are_finer: bool) -> list[Object]:
+    """Return copies of blocks of one kind."""
+    kind, of_kind = ("finer", payloads.finer) if are_finer else ("block", payloads)
+    header = {"kind": kind, "stored_as": store.ops.stored_as, "groups": groups_of(blocks[0])}
+    parts, size = of_kind.of_blocks(store.ops.stored_as, groups_of(blocks[0]))
     rows = np.zeros((len(blocks), size), np.uint8)
     arrays: dict[tuple[int, str], np.ndarray] = {}
     for group, ids in _by_group(store, blocks):
@@ -61,6 +79,8 @@ def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], given: Seq
         if given[0].is_full:
             (slot,) = ids
             group.write_full(slot, {key: array[0] for key, array in arrays.items()})
+        elif given[0].is_finer and isinstance(group, FinerBlocks):
+            group.write_finer(ids, arrays)
         else:
             group.write_blocks(ids, arrays)
 
@@ -118,7 +138,8 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
         for index, group in enumerate(store.groups):
             own = {number for number in range(complete) if groups.get(number, 0) >> index & 1}
             dropped = max(0, complete - 1) - len(own - {0})
-            sequence.tables.append(group.reserve_table(saved.length, dropped, 0 in own))
+            reserve = partial(group.reserve_table, saved.length, dropped, 0 in own)
+            sequence.tables.append(store.with_room(reserve))
         held = _blocks_of(store, sequence)
         if groups != {number: bits for number, blocks in enumerate(held) if (bits := groups_of(blocks))}:
             raise ValueError("the blocks are not those that the next token sees")

@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.state.cache_types import by_layer
+from polarlm.engine.state.cache_types import BY_ROOM, by_layer
 
 # What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {
@@ -19,7 +19,7 @@ _DIFFERENCES = {
     "load it where it was saved",
     "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
     "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
-    "choose them with cache_type_k and cache_type_v",
+    "choose them with cache_type, or with cache_type_k and cache_type_v",
     "conditioning": "has keys and values that were conditioned in another way: give key_conditioning=False and "
     "calibration=False as when it was saved; if they are, the model has been calibrated anew since, or another version "
     "of this program saved it",
@@ -43,7 +43,8 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
         "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values())
-        + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE),
+        + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE)
+        + f" {BY_ROOM}" * (shape.finest is not shape),
         "conditioning": conditioned.hexdigest(),
     }
 

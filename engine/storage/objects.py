@@ -49,6 +49,11 @@ class Object:
         return self.header.get("kind") == "full"
 
     @property
+    def is_finer(self) -> bool:
+        """Whether it is a quantized block with more bits than others have."""
+        return self.header.get("kind") == "finer"
+
+    @property
     def groups(self) -> int:
         """The groups of layers that a checked block has arrays of, as bits."""
         groups: int = self.header["groups"]

@@ -1,6 +1,7 @@
 """Blocks of K/V as objects: the positions of all layers' arrays in a payload, and checks of payloads.
 
     "block"    a quantized block. "stored_as" is the representation of its arrays, see `engine.backends.transfer`
+    "finer"    likewise, with the codes of more bits that blocks have while there is room
     "full"     a block in full precision with 1 to N tokens, whose ids are "ids"
 
 "groups" says, as bits, which groups of layers have arrays: in other groups, the block has left the window.
@@ -62,6 +63,11 @@ class Payloads:
         """The bits of all groups."""
         return (1 << len(self.shape.groups)) - 1
 
+    @cached_property
+    def finer(self) -> Payloads:
+        """The payloads of blocks that have the most bits that they can have; `self` if all blocks are alike."""
+        return self if self.shape.finest is self.shape else Payloads(self.shape.finest)
+
     def of_blocks(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
         """Return the parts of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""
         return self._placed(groups, lambda layer: layer.block_arrays(self.shape.block_size, stored_as), stored_as)
@@ -74,7 +80,8 @@ class Payloads:
         """Return the parts of the payload of a block that has been checked."""
         if block.is_full:
             return self.of_full(len(block.ids), block.groups)[0]
-        return self.of_blocks(block.header["stored_as"], block.groups)[0]
+        of_kind = self.finer if block.is_finer else self
+        return of_kind.of_blocks(block.header["stored_as"], block.groups)[0]
 
     def _placed(
         self, groups: int, specs: Callable[[StateShape], list[ArraySpec]], kind: object
@@ -114,13 +121,16 @@ class Payloads:
         sizes = [self.of_full(self.shape.block_size, self.every_group)[1]]
         for stored_as in transfer.REPRESENTATIONS:
             with suppress(ValueError):  # the layers do not have it
-                sizes.append(self.of_blocks(stored_as, self.every_group)[1])
+                sizes.append(self.finer.of_blocks(stored_as, self.every_group)[1])
         return MOST_HEADER + max(sizes)
 
     # -- checks ------------------------------------------------------------------------------------------------
 
     def check_block(self, found: Object) -> None:
         """Raises DamagedObject unless `found` is a quantized block of this shape whose numbers are all finite."""
+        if found.is_finer and self.finer is not self:
+            self.finer.check_block(Object({**found.header, "kind": "block"}, found.payload))
+            return
         groups, stored_as = self._groups_of(found, "block"), str(found.header.get("stored_as"))
         try:
             _, size = self.of_blocks(stored_as, groups)

@@ -57,12 +57,7 @@ class Session:
 
 
 def check_types(shape: CacheShape) -> None:
-    """Raises EngineError for a cache type whose codes have a meaning only in this process, or are of two kinds."""
-    if shape.finest is not shape:
-        raise _error(
-            "Cache type auto has blocks of two types, which no session can be saved or loaded with yet: choose quality "
-            "or compact"
-        )
+    """Raises EngineError for a cache type whose codes have a meaning only in this process."""
     for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
         if codec.per_layer:
             raise _error(

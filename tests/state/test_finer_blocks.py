@@ -141,3 +141,28 @@ def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, mon
     assert fed.store.finer.code_again()  # it goes on
     assert places.counts() == (len(blocks) - 1, 1)
     assert places.coding is None
+
+
+@pytest.mark.parametrize("held_finer", [True, False])
+def test_a_block_is_written_to_the_kind_that_there_is_room_for(ops: Ops, held_finer: bool) -> None:
+    """A finer block stays one where its place is one, and else is coded again; another one is never finer."""
+    fed = Unchecked(make_store(ops, 800, COMPACT, QUALITY))
+    fed.feed(5 * N)
+    finer, blocks = fed.store.finer, fed.kv.tables[0].quantized
+    copied, target = blocks[0], blocks[2]
+    given, exact = finer.read_blocks([copied]), contents(fed.store, 0, copied)
+    assert finer.code_again()
+    assert not finer.is_finer(copied)
+    coarser, again = finer.read_blocks([copied]), contents(fed.store, 0, copied)
+    while finer.is_finer(target) and not held_finer:
+        finer.code_again()
+    finer.write_finer([target], given)
+    for own, expected in zip(contents(fed.store, 0, target), exact if held_finer else again, strict=True):
+        np.testing.assert_allclose(own, expected, atol=0 if held_finer else 1e-6)
+    finer.write_blocks([target], coarser)
+    assert not finer.is_finer(target)
+    for own, expected in zip(contents(fed.store, 0, target), again, strict=True):
+        np.testing.assert_array_equal(own, expected)
+    fed.store.release(fed.kv)
+    assert finer.blocks.places.counts() == (0, 0)
+    assert held(fed.store) == [(0, 0)]

@@ -6,8 +6,10 @@ only that, so tables, the prefix cache and reference counts know nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.ops import Ops
@@ -113,10 +115,19 @@ class FinerBlocks(KVBlocks):
     blocks: FinerAllocator
 
     def __init__(
-        self, ops: Ops, shape: CacheShape, layers: tuple[int, ...], caches: Sequence[Cache], blocks: tuple[int, int]
+        self,
+        ops: Ops,
+        shape: CacheShape,
+        layers: tuple[int, ...],
+        window: int | None,
+        caches: Sequence[Cache],
+        blocks: tuple[int, int],
+        *,
+        is_shared: bool = False,
     ):
-        """As `KVBlocks`. One of the quantized blocks is for coding again."""
-        super().__init__(ops, shape, layers, None, caches, blocks)
+        """As `KVBlocks`, without a window. One of the quantized blocks is for coding again."""
+        assert window is None
+        super().__init__(ops, shape, layers, window, caches, blocks, is_shared=is_shared)
         ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
         self.quantized = self.blocks = FinerAllocator(
             Places(blocks[0], (finer, other), self._move), blocks[0] - 1, (finer, other)
@@ -193,12 +204,57 @@ class FinerBlocks(KVBlocks):
             if block in self.blocks.places and self.blocks.references(block):
                 self.blocks.settle(block)
 
+    def is_finer(self, block: int) -> bool:
+        """Whether a block is of the finer kind."""
+        return self.blocks.places[block].is_finer
+
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        raise NotImplementedError("blocks of two kinds are not copied to the host")
+        """As `KVBlocks.read_blocks`, for blocks of one kind."""
+        (is_finer,) = {self.is_finer(block) for block in blocks}
+        numbers = [self.blocks.places[block].number for block in blocks]
+        return {
+            (layer, name): array
+            for layer in self.layers
+            for name, array in self._ops.read_blocks(self._of_kind(layer, is_finer=is_finer), numbers).items()
+        }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        raise NotImplementedError("blocks of two kinds are not copied from the host")
+        """As `KVBlocks.write_blocks`, with arrays of blocks that are not finer, which these become."""
+        for block in blocks:
+            if self.is_finer(block):
+                self.blocks.places.lower(block)
+        numbers = [self.blocks.places[block].number for block in blocks]
+        for layer in self.layers:
+            self._ops.write_blocks(self._caches[layer], numbers, _of_layer(arrays, layer))
+
+    def write_finer(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
+        """Write blocks with arrays of finer ones. Those that are not finer have these coded again."""
+        for kind in (True, False):
+            own = [number for number, block in enumerate(blocks) if self.is_finer(block) is kind]
+            places = [self.blocks.places[blocks[number]].number for number in own]
+            for layer in self.layers if own else ():
+                given = {name: array[own] for name, array in _of_layer(arrays, layer).items()}
+                if kind:
+                    self._ops.write_blocks(self._caches[layer].finer, places, given)
+                else:
+                    self._code_given(layer, places, given)
+        for block in blocks:
+            self.blocks.settle(block)
+
+    def _code_given(self, layer: int, places: Sequence[int], given: Mapping[str, np.ndarray]) -> None:
+        """Code a layer of blocks that are not finer from arrays of finer ones."""
+        ops, format = self._ops, self._caches[layer].finer.format
+        aside = ops.cache(format, len(places), 0, [self._caches[layer].finer])
+        assert ops.decode_blocks is not None
+        ops.write_blocks(aside, range(len(places)), given)
+        buffer = ops.decode_blocks(aside, range(len(places)))
+        sources = [KVLocation(buffer, number) for number in range(len(places))]
+        encode(ops, [FilledBlocks([self._caches[layer]], places, sources)])
 
     def bytes(self, table: BlockTable) -> int:
-        finer = sum(self.blocks.places[block].is_finer for block in table.quantized)
+        finer = sum(map(self.is_finer, table.quantized))
         return super().bytes(table) + finer * self._more_bytes
+
+
+def _of_layer(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:
+    return {name: array for (number, name), array in arrays.items() if number == layer}

@@ -88,6 +88,12 @@ class Places:
         """Give a block without a place one of this kind, for which others may be moved. There must be enough bytes."""
         self._of[block] = self._take(block, is_finer=is_finer)
 
+    def lower(self, block: int) -> None:
+        """Give a finer block, whose contents are of no use, a place of the other kind."""
+        self._free_place(self._of[block])
+        self.place(block, is_finer=False)
+        self.changes += 1
+
     def begin(self, block: int) -> None:
         """Give a finer block a place of the other kind, `coded`, until `finish` or `cancel`. One block at a time."""
         assert self.coding is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from polarlm.engine.state.blocks import BlockAllocator, Blocks, OutOfBlocks
@@ -52,7 +53,7 @@ class Run:
         if not lacks:
             return True
         allocators = [group.full if is_full else group.quantized for group in store.groups]
-        with _allocated(allocators, self.needed, len(lacks)) as blocks:
+        with _allocated(store, allocators, self.needed, len(lacks)) as blocks:
             if blocks is None:
                 return False
             put(store, payloads, blocks, [one.block for one in lacks])
@@ -65,13 +66,16 @@ class Run:
 
 
 @contextmanager
-def _allocated(allocators: Sequence[BlockAllocator], groups: int, count: int) -> Iterator[list[Blocks] | None]:
+def _allocated(
+    store: KVStore, allocators: Sequence[BlockAllocator], groups: int, count: int
+) -> Iterator[list[Blocks] | None]:
     """Allocate `count` blocks in each of these groups until the context ends; yield None if there are too few."""
     taken: list[list[int] | None] = []
     try:
         try:
             for index, allocator in enumerate(allocators):
-                taken.append(allocator.allocate(count) if groups >> index & 1 else None)
+                own = store.with_room(partial(allocator.allocate, count)) if groups >> index & 1 else None
+                taken.append(own)
         except OutOfBlocks:
             yield None
         else:

@@ -69,6 +69,11 @@ class TierHit:
             self.give_back()
         return bool(self.parts)
 
+    @property
+    def tokens_left(self) -> int:
+        """The tokens of the parts that are not in the store yet."""
+        return sum(len(part.blocks) for part in self.parts) * self.store.shape.block_size
+
     def _keep(self) -> None:
         """Let the store reuse those of the prompt's blocks that it has later than all other free blocks."""
         for key in reversed(self.hashes):
