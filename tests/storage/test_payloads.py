@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,23 @@ def test_a_block_is_checked_for_its_shape(groups: int) -> None:
     for other in (payloads("ring5"), payloads(windows=(None, 12, 12))):
         with pytest.raises(DamagedObject):
             other.check_block(unpack(NAME, block(made, groups=3)))
+
+
+def test_a_finer_block_is_checked_for_the_shape_of_its_kind() -> None:
+    ring3, ring5 = codecs.get("ring3"), codecs.get("ring5")
+    layer = LayerShape(ring3, ring3, 2, 64, 8)
+    both = Payloads(CacheShape(8, (replace(layer, finer=(ring5, ring5)),)))
+    alike, finest = Payloads(CacheShape(8, (layer,))), both.finer
+    blocks = [unpack(NAME, block(of, groups=1)) for of in (alike, finest)]
+    for kind, found in zip(("block", "finer"), blocks, strict=True):
+        own, others = Object({**found.header, "kind": kind}, found.payload), {"block", "finer"} - {kind}
+        both.check_block(own)
+        assert both.most_bytes() > len(own.payload)
+        with pytest.raises(DamagedObject):
+            both.check_block(Object({**found.header, "kind": others.pop()}, found.payload))
+    for of, found in ((alike, blocks[0]), (finest, blocks[1])):
+        with pytest.raises(DamagedObject):
+            of.check_block(Object({**found.header, "kind": "finer"}, found.payload))
 
 
 def test_numbers_that_are_not_finite_are_damage() -> None:
