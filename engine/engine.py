@@ -179,7 +179,6 @@ class Engine(Vectors):
             unchecked = prompt_ids(conversation.prompt, self.model, options, context=self.context)
             wanted, answers = checked_ids(unchecked, self.model, self.context, room=0), conversation.known()
         with self._exclusive():
-            sessions.check_types(self._store.shape)
             newest = self._runner.newest
             ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, salt)
             saved = sessions.take_out(self._store, self._prefixes, ids, salt)
@@ -195,15 +194,16 @@ class Engine(Vectors):
         """
         if self.config.kept_sequences == 0:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
-        with self._exclusive():
-            sessions.check_types(self._store.shape)
         allowed = self.model.vocabulary, self.context, cache_salt, self.adapters.knows
         session, saved = sessions.read(path, self._identity, self.cache_shape, *allowed, progress)
-        with self._exclusive():
-            kv = sessions.put_back(self._store, saved, path)
-            self._runner.release(session.token_ids, self._prefixes.salted(kv, session.salt), session.salt)
-        self._answers.restore(session.answers)
-        return session
+        while True:
+            with self._exclusive():
+                if self._runner.makes_room(saved.length):  # others take steps until there is some
+                    continue
+                kv = sessions.put_back(self._store, saved, path)
+                self._runner.release(session.token_ids, self._prefixes.salted(kv, session.salt), session.salt)
+            self._answers.restore(session.answers)
+            return session
 
     # -- for servers -------------------------------------------------------------------------------------------
 

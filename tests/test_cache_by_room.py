@@ -165,7 +165,7 @@ def test_a_model_of_windows_alone_is_refused(tmp_path: Path) -> None:
         load(path, "auto")
 
 
-def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path) -> None:
+def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation is continued after it as before it, and its blocks can be coded again."""
     with load(path, "auto") as engine:
         answer = engine.generate(prompt(0), GREEDY)
@@ -174,6 +174,12 @@ def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path) -> None:
         before = types(engine)
         engine.save_session(tmp_path / "session")
         expected = continued(engine, 0, answer)
+        for number in range(1, 4):
+            engine.generate(prompt(number), GREEDY)
+        monkeypatch.setattr(FinerBlocks, "code_again", None)  # what lacks room waits for it
+        engine.load_session(tmp_path / "session")
+        monkeypatch.undo()
+        assert continued(engine, 0, answer).usage.cached_tokens == expected.usage.cached_tokens
     with load(path, "auto") as engine:
         engine.load_session(tmp_path / "session")
         assert types(engine) == before

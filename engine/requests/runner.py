@@ -86,6 +86,13 @@ class Runner:
             self.sweep()
         self._coding.between_units(self._scheduler.usual_step)
 
+    def makes_room(self, tokens: int) -> bool:
+        """Code blocks again for no longer than a step takes if `tokens` lack room; return whether they did."""
+        is_short = self._coding.must_wait(tokens)
+        if is_short:
+            self._coding.between_units(self._scheduler.usual_step)
+        return is_short
+
     @staticmethod
     def _affected(requests: Sequence[Request], is_prefill: bool) -> list[Request]:
         """Return the requests that an error in this unit fails: all but the finished and the preempted ones."""

@@ -56,7 +56,7 @@ class Session:
     salt: str = ""  # of a session that was read, that of its K/V; see `engine.requests.salts`
 
 
-def check_types(shape: CacheShape) -> None:
+def _check_types(shape: CacheShape) -> None:
     """Raises EngineError for a cache type whose codes have a meaning only in this process."""
     for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
         if codec.per_layer:
@@ -134,6 +134,7 @@ def read(
     knows: whether the engine has the adapter in a salt. Reads no state of the engine, so its lock need not be held.
     Raises EngineError.
     """
+    _check_types(shape)
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
         count = _counting(progress, os.path.getsize(path))
@@ -177,7 +178,9 @@ def _blocks(
 
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
-    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out."""
+    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out, or for a cache
+    type whose codes no session can have."""
+    _check_types(store.shape)
     kv = prefixes.match_prefix(ids, salt)
     try:
         return export(store, kv, ids)
