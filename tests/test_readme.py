@@ -17,12 +17,26 @@ from polarlm.model_loaders.families import families
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
-from scripts import make_cache_tables, make_flag_table, make_quality_table, make_simulation_table, make_speed_table
+from scripts import (
+    make_cache_tables,
+    make_flag_table,
+    make_pressure_table,
+    make_quality_table,
+    make_simulation_table,
+    make_speed_table,
+)
 from scripts.make_quality_table import ROOT, newest, with_tables
 
 EMBEDDING, SERVER = (ROOT / "docs" / name for name in ("embedding.md", "server.md"))
 NUMBERS = {"n_ctx", "n_prompt_tokens", "lacking"}  # of an EngineError
-SCRIPTS = (make_flag_table, make_quality_table, make_cache_tables, make_speed_table, make_simulation_table)
+SCRIPTS = (
+    make_flag_table,
+    make_quality_table,
+    make_cache_tables,
+    make_speed_table,
+    make_simulation_table,
+    make_pressure_table,
+)
 TABLES = [
     pytest.param(document, {name: table}, id=f"{document.name}: {name}")
     for script in SCRIPTS

@@ -120,20 +120,16 @@ def _name(cache_type: str, disk: bool) -> str:
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """The table of a result: the median over a round's conversations, and where the last round's prompts were found."""
-    numbers = range(1, result["options"]["rounds"] + 1)
-    headings = ["needed", "conversations", "", *(f"round {number}, s" for number in numbers), "found in the last one"]
-    rows = []
+    """The table of a result: the median time to the first token in the last round, and how much of its prompts was
+    found, of each type and number of conversations."""
+    cells: dict[str, dict[str, str]] = {}
     for row in result["rows"]:
-        medians = [statistics.median(turn["seconds"] for turn in turns) for turns in row["rounds"]]
-        rows.append(
-            [
-                *(f"{row['times']:g}×", str(len(row["rounds"][0])), _name(row["cache_type"], row["disk"])),
-                *(f"{seconds:.2f}" for seconds in medians),
-                places(row["rounds"][-1]),
-            ]
-        )
-    return table(headings, rows)
+        turns = row["rounds"][-1]
+        column = f"{len(turns)} conversations, {row['times']:g}×"
+        seconds = statistics.median(turn["seconds"] for turn in turns)
+        cells.setdefault(_name(row["cache_type"], row["disk"]), {})[column] = f"{seconds:.2f} s, {places(turns)}"
+    columns = dict.fromkeys(column for row in cells.values() for column in row)
+    return table(["", *columns], [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()])
 
 
 if __name__ == "__main__":
