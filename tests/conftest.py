@@ -26,6 +26,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 from tests.compiled import KERNELS, SETS, keeping
 from tests.cuda import kept
+from tests.kept_files import COMPILED, EMULATED, forget
 from tests.patience import TIMES
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ FIXTURES = Path(__file__).parent / "fixtures" / "models"
 ENCODERS = FIXTURES.with_name("encoders")  # of scripts/make_encoder_fixtures.py
 EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
 TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # of scripts/train_hybrid.py
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remove what earlier runs have kept and none has used for long; of several processes, the one that starts them."""
+    if not hasattr(session.config, "workerinput"):
+        for folder in (COMPILED, EMULATED):
+            forget(folder)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
