@@ -59,6 +59,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             forget(folder)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """For `-n auto` one process more than there are cores: tests wait for programs that they start, and for a time to
+    pass, a third of the time."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Make all cases of a test slow but `_CASES`, and all but N of one with the mark slow(keep=N).
@@ -69,14 +79,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for cases in tests.values():
-        mark = cases[0].get_closest_marker("slow")
-        keep = _CASES if mark is None else mark.kwargs.get("keep", 0)
-        last, most = len(cases) - 1, min(keep, len(cases))
-        kept = {round(i * last / max(1, most - 1)) for i in range(most)}
+        kept = _kept(cases[0], len(cases))
         for number, case in enumerate(cases):
             case.own_markers[:] = [mark for mark in case.own_markers if mark.name != "slow"]
             if number not in kept:
                 case.add_marker(pytest.mark.slow)
+
+
+def _kept(test: pytest.Item, cases: int) -> set[int]:
+    """The numbers of the cases of a test that are not slow."""
+    mark = test.get_closest_marker("slow")
+    keep = _CASES if mark is None else mark.kwargs.get("keep", 0)
+    last, most = cases - 1, min(keep, cases)
+    return {round(i * last / max(1, most - 1)) for i in range(most)}
+
+
+@pytest.hookimpl(trylast=True)  # when the test has all its cases
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make no cases that `-m "not slow"` would leave out, which are most: each process would make all 15,000."""
+    config = metafunc.config
+    if config.option.markexpr == "not slow" and not any("[" in name for name in config.args):
+        cases = metafunc._calls
+        kept = _kept(metafunc.definition, len(cases))
+        metafunc._calls = [case for number, case in enumerate(cases) if number in kept] or cases[:1]
 
 
 @pytest.hookimpl(hookwrapper=True)
