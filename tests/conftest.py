@@ -45,6 +45,7 @@ settings.register_profile("tests", deadline=None, derandomize=True, max_examples
 settings.load_profile("tests")
 
 _CASES = 4  # of a test, in `make test`
+_NOT_SLOW = "not slow"  # what `make test` gives as -m
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 ENCODERS = FIXTURES.with_name("encoders")  # of scripts/make_encoder_fixtures.py
@@ -60,10 +61,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
-    """For `-n auto` one process more than there are cores: tests wait for programs that they start, and for a time to
-    pass, a third of the time."""
-    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """For `-n auto` one process more than there are cores: tests that are not slow often wait for programs that they
+    start, and for a time to pass."""
+    if config.option.markexpr != _NOT_SLOW or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores + 1
@@ -98,7 +99,7 @@ def _kept(test: pytest.Item, cases: int) -> set[int]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make no cases that `-m "not slow"` would leave out, which are most: each process would make all 15,000."""
     config = metafunc.config
-    if config.option.markexpr == "not slow" and not any("[" in name for name in config.args):
+    if config.option.markexpr == _NOT_SLOW and not any("[" in name for name in config.args):
         cases = metafunc._calls
         kept = _kept(metafunc.definition, len(cases))
         metafunc._calls = [case for number, case in enumerate(cases) if number in kept] or cases[:1]
