@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import os
 import tempfile
@@ -12,21 +11,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.kept_files import COMPILED, used
+
 if TYPE_CHECKING:
     from polarlm.engine.jit.isa.levels import Level
 
 KERNELS = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
 # Each level has a set for the tests of the language and one for the engine's kernels: more than a user's cache keeps.
 SETS = 32
-# What compilers have made of texts, for all checkouts: a change of a source compiles again what it changes.
-KEPT = Path(tempfile.gettempdir()) / f"polarlm-kept-{getpass.getuser()}"
 
 
-def kept(make: Callable[[], bytes], *parts: str, folder: Path = KEPT) -> bytes:
-    """What `make` returns, once for the same `parts`, which it depends on; after that, from a file in the folder."""
+def kept(make: Callable[[], bytes], *parts: str, folder: Path = COMPILED) -> bytes:
+    """What `make` returns, once for the same `parts`, which it depends on; after that, from a file in the folder.
+
+    The folder is one for all checkouts: a change of a source compiles again what it changes.
+    """
     path = folder / hashlib.sha256("\0".join(parts).encode()).hexdigest()
     with suppress(FileNotFoundError):
-        return path.read_bytes()
+        found = path.read_bytes()
+        used(path)
+        return found
     made = make()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:

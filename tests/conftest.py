@@ -26,6 +26,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 from tests.compiled import KERNELS, SETS, keeping
 from tests.cuda import kept
+from tests.kept_files import COMPILED, EMULATED, forget
 from tests.patience import TIMES
 
 if TYPE_CHECKING:
@@ -44,11 +45,29 @@ settings.register_profile("tests", deadline=None, derandomize=True, max_examples
 settings.load_profile("tests")
 
 _CASES = 4  # of a test, in `make test`
+_NOT_SLOW = "not slow"  # what `make test` gives as -m
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 ENCODERS = FIXTURES.with_name("encoders")  # of scripts/make_encoder_fixtures.py
 EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
 TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # of scripts/train_hybrid.py
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remove what earlier runs have kept and none has used for long; of several processes, the one that starts them."""
+    if not hasattr(session.config, "workerinput"):
+        for folder in (COMPILED, EMULATED):
+            forget(folder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """For `-n auto` one process more than there are cores: tests that are not slow often wait for programs that they
+    start, and for a time to pass."""
+    if config.option.markexpr != _NOT_SLOW or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -61,14 +80,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for cases in tests.values():
-        mark = cases[0].get_closest_marker("slow")
-        keep = _CASES if mark is None else mark.kwargs.get("keep", 0)
-        last, most = len(cases) - 1, min(keep, len(cases))
-        kept = {round(i * last / max(1, most - 1)) for i in range(most)}
+        kept = _kept(cases[0], len(cases))
         for number, case in enumerate(cases):
             case.own_markers[:] = [mark for mark in case.own_markers if mark.name != "slow"]
             if number not in kept:
                 case.add_marker(pytest.mark.slow)
+
+
+def _kept(test: pytest.Item, cases: int) -> set[int]:
+    """The numbers of the cases of a test that are not slow."""
+    mark = test.get_closest_marker("slow")
+    keep = _CASES if mark is None else mark.kwargs.get("keep", 0)
+    last, most = cases - 1, min(keep, cases)
+    return {round(i * last / max(1, most - 1)) for i in range(most)}
+
+
+@pytest.hookimpl(trylast=True)  # when the test has all its cases
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make no cases that `-m "not slow"` would leave out, which are most: each process would make all 15,000."""
+    config = metafunc.config
+    if config.option.markexpr == _NOT_SLOW and not any("[" in name for name in config.args):
+        cases = metafunc._calls
+        kept = _kept(metafunc.definition, len(cases))
+        metafunc._calls = [case for number, case in enumerate(cases) if number in kept] or cases[:1]
 
 
 @pytest.hookimpl(hookwrapper=True)

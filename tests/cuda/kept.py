@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from polarlm.bench.gpu import nvrtc
-from tests.compiled import KEPT, kept
+from tests.compiled import kept
+from tests.kept_files import COMPILED
 
 Compile = Callable[[str, Sequence[str]], tuple[str, bytes]]
 
 
-def keeping(compile: Compile, folder: Path = KEPT) -> Compile:
+def keeping(compile: Compile, folder: Path = COMPILED) -> Compile:
     """`compile`, which is `nvrtc.run_compiler`, with the results that are in the folder."""
 
     def found(text: str, options: Sequence[str]) -> tuple[str, bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import os
 import platform
@@ -16,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.kept_files import EMULATED, used
+
 _HERE = Path(__file__).parent
 _SHIM = sorted(_HERE.glob("*.h"))
 _MACHINE = sorted(_HERE.glob("*.cpp"))
-
-_CACHE = Path(tempfile.gettempdir()) / f"cuda-emulator-{getpass.getuser()}"
 
 _COMMON = ["-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE"]
 # Products and sums are fused where one is the other's only use, as NVIDIA's compiler does.
@@ -69,44 +68,54 @@ def library(text: str, checked: bool, *, with_lines: bool = False) -> Path:
     calls = "".join(f"EMULATOR_KERNEL({name}, {bound})\n" for name, bound in kernel_names(text).items())
     whole = f'{text}\n#line 1 "launch"\nEMULATOR_LIBRARY({int(checked)})\n{calls}'
     flags = [*_KERNEL, *(_CHECKS if checked else []), *(["-gdwarf-4"] if with_lines else [])]
-    path = _CACHE / f"{_key(whole, *flags, *(file.read_text() for file in _SHIM))}.so"
+    path = EMULATED / f"{_key(whole, *flags, *(file.read_text() for file in _SHIM))}.so"
     if not path.exists():
-        _CACHE.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
+        EMULATED.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=EMULATED) as folder:
             source, objects, linked = (Path(folder) / name for name in ("kernel.cpp", "kernel.o", "kernel.so"))
             source.write_text(whole)
             _run(["g++", f"-I{_precompiled(flags)}", f"-I{_HERE}", *flags, "-c", str(source), "-o", str(objects)])
             _run([*_LINK, "-nodefaultlibs", str(objects), "-o", str(linked)])  # they are the machine's
             os.replace(linked, path)
+    used(path)
     return path
 
 
 def _precompiled(flags: list[str]) -> Path:
     """A folder with device.h as g++ has read it with `flags`, which takes longer than most kernels."""
-    folder = _CACHE / _key(*flags, *(file.read_text() for file in _SHIM))
+    folder = EMULATED / _key(*flags, *(file.read_text() for file in _SHIM))
     folder.mkdir(exist_ok=True)
     target = folder / "device.h.gch"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            header = Path(unfinished) / target.name
-            header_flags = [flag for flag in flags if flag not in ("-include", "device.h")]
-            _run(["g++", f"-I{_HERE}", *header_flags, "-x", "c++-header", str(_HERE / "device.h"), "-o", str(header)])
-            os.replace(header, target)
+    header_flags = [flag for flag in flags if flag not in ("-include", "device.h")]
+    _make_once(target, ["g++", f"-I{_HERE}", *header_flags, "-x", "c++-header", str(_HERE / "device.h")])
+    used(folder)
     return folder
 
 
 @cache
 def machine() -> Path:
     """The shared library of the emulated machine itself, whose functions those of all kernels call."""
-    _CACHE.mkdir(mode=0o700, exist_ok=True)
+    EMULATED.mkdir(mode=0o700, exist_ok=True)
     texts = [file.read_text() for file in [*_MACHINE, *_SHIM]]
-    path = _CACHE / f"{_key(*texts, *_COMMON, *_MACHINE_FLAGS, *_LINK)}.machine.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
-            linked = Path(folder) / "machine.so"
-            _run([*_LINK, *_COMMON, *_MACHINE_FLAGS, *map(str, _MACHINE), "-o", str(linked)])
-            os.replace(linked, path)
+    path = EMULATED / f"{_key(*texts, *_COMMON, *_MACHINE_FLAGS, *_LINK)}.machine.so"
+    _make_once(path, [*_LINK, *_COMMON, *_MACHINE_FLAGS, *map(str, _MACHINE)])
+    used(path)
     return path
+
+
+def _make_once(path: Path, command: list[str]) -> None:
+    """Run a command of g++ that makes the file, unless it is there or another process makes it, which takes seconds."""
+    if path.exists():
+        return
+    import fcntl  # Windows has none
+
+    with (EMULATED / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
+                made = Path(unfinished) / path.name
+                _run([*command, "-o", str(made)])
+                os.replace(made, path)
 
 
 def _key(*parts: str) -> str:
