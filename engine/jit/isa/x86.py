@@ -255,6 +255,7 @@ class Avx512Vnni(_Vnni, Avx512):
     needs: tuple[str, ...] = (*Avx512.needs, "avx512vnni")
     wishes = (*Avx512.wishes, *Avx2Vnni.wishes)
     code_tiles = (8, 1), (6, 2)  # a dot product needs no register but its sum's
+    split_rows = 4
 
 
 class Avx512Vbmi(Avx512Vnni):
@@ -283,6 +284,7 @@ class Avx512Zen(Avx512Vbmi):
     needs = (*Avx512Vbmi.needs, "sse4a")
     unpacks_first = True
     halves_products = True
+    near_rows = 2
 
 
 def _bytes(e: Emitter, table: Sequence[Value], index: Value) -> Value:

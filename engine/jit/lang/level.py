@@ -50,6 +50,13 @@ class Level(ABC):
     """Whether dot products of signed bytes take fewer instructions than those of unsigned bytes and signed ones."""
     splits_words = False
     """Whether products of bytes with int16 are faster as products with the two bytes of each int16."""
+    split_rows = 0
+    """Rows up to which products of unsigned bytes with int16 are faster as products with the two bytes of each int16:
+    codes need not become words then, which more rows would share."""
+    near_rows = 0
+    """Rows up to which loops that read codes prefetch those that they read next, in the order of memory: it is all that
+    the hardware needs to prefetch the following ones. Loops of more rows, which are slower, prefetch those of some
+    kilobytes later."""
     unpacks_first = False
     """Whether products of many rows with codes are faster if the codes were unpacked to words in memory before."""
     multiplies_words = False

@@ -7,8 +7,8 @@ float32, and the sums of the 32 int16, of the first and of the last 16, all nega
 `halves_products`, three more follow: the sums of x0 x2 + x1 x3 of each four int16, negative, of all, of the first and
 of the last 16.
 
-Where the level `splits_words`, the int16 of each eight inputs are their high bytes and then their low bytes (see
-`byte_ops.SplitSums`), fours of which are in the order of `tiles.QUAD`.
+Where panels of R rows are split (`splits`), the int16 of each eight inputs are their high bytes and then their low
+bytes (see `byte_ops.SplitSums`), fours of which are in the order of `tiles.QUAD`.
 
 Inputs are quantized to int16, not to bytes: an error of 2⁻¹⁶ of a group's largest input leaves the model as the file
 has it. Bytes would change answers (a KL divergence of .006 where two tokens are about equally likely), and would be
@@ -61,6 +61,11 @@ def inputs_for(format: WeightFormat, columns: int, level: Level, *, waits: bool)
         return Inputs.CODES
     becomes_words = format.nbytes == 2 and columns % GROUP == 0 and level.multiplies_words and not waits
     return Inputs.WORDS if becomes_words else Inputs.FLOATS
+
+
+def splits(level: Level, row_tile: int, inputs: Inputs = Inputs.CODES) -> bool:
+    """Whether the int16 of a panel are split into bytes: those that are multiplied by bytes."""
+    return inputs is Inputs.CODES and (level.splits_words or row_tile <= level.split_rows)
 
 
 def number_bytes(level: Level) -> int:
@@ -116,9 +121,9 @@ def quantize_rows(
                 target = start + group * (size * row_tile)
                 words = target + place * (2 * GROUP)
                 numbers = target + place * number_bytes(e.level) + 2 * GROUP * row_tile
-                halved = [half.trunc(I16) for half in integers]
+                halved, is_split = [half.trunc(I16) for half in integers], splits(e.level, row_tile, inputs)
                 for number, half in enumerate(integers):
-                    e.store(_split(e, half) if e.level.splits_words else halved[number], words, 32 * number)
+                    e.store(_split(e, half) if is_split else halved[number], words, 32 * number)
                 sums = _negative_sums(e, e.join(halved).bits(vector(I32, 16)), crossed=e.level.halves_products)
                 e.store(top * (1 / inputs.value), numbers)
                 e.store(sums, numbers, 4)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, number_bytes, row_bytes
+import numpy as np
+
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, number_bytes, row_bytes, splits
 from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     read_pair,
     read_quad,
@@ -15,14 +17,19 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import (
 )
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.byte_ops import SplitSums, Table, dot2
+from polarlm.engine.jit.lang.byte_ops import SplitSums, Table, dot2, dot4
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I32, Value, Variable, vector
 
 # Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
-# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third.
+# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third. See `ahead`, too.
 AHEAD = 8192
 _FEW_SUMS = 8  # of which a dot product waits for the last one: two begin in a cycle, and each takes four
+
+
+def ahead(level: Level, row_tile: int) -> int:
+    """The prefetch distance of products of `row_tile` rows with codes."""
+    return AHEAD if row_tile > level.near_rows else 0
 
 
 class Outputs(NamedTuple):
@@ -91,7 +98,7 @@ def add_block(
         before(part)
         for group in range(32 // format.group):
             place_of_sum = 4 if format.group == 32 else 8 + 4 * group
-            multiply = _dots_of_bytes if e.level.splits_words else _dots
+            multiply = _dots_of_unsigned if codes.are_unsigned else _dots_of_bytes if e.level.splits_words else _dots
             dots = multiply(e, codes, at, own_inputs, group, _less(e, numbers, place_of_sum, outputs))
             e.keep_order()
             less = _less(e, numbers, place_of_sum, outputs)  # where order is kept, read again
@@ -160,18 +167,41 @@ def _dots_of_bytes(
     return [[dot.total for dot in dots] for dots in sums]
 
 
-class Codes:
-    """The codes of a tile as int16. zero: the zero point, whose products are subtracted from those of the codes.
+def _dots_of_unsigned(
+    e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
+) -> list[list[Value]]:
+    """The same with unsigned codes: none becomes a word."""
+    count, outputs = codes.place.format.group // 4, less[0].lanes
+    zero = e.zero(less[0].type)
+    sums = [[[zero, own * codes.zero if codes.zero else zero] for own in less] for _ in at]  # of high, of low bytes
+    for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
+        own_codes = [codes.quad(own, quad, outputs) for own in at]
+        for row in range(len(less)):
+            for half in (0, 1):
+                place = 2 * GROUP * row + 16 * (quad // 2) + 8 * half + 4 * (quad % 2)
+                fours = e.broadcast(inputs, I32, outputs, place)
+                for dots, code in zip(sums, own_codes, strict=True):
+                    dots[row][half] = dot4(e, dots[row][half], code, fours)
+    return [[(high << 8) + low for high, low in dots] for dots in sums]
 
-    Codes of 8 bits and the values of tables are signed instead: sums of products with 32 codes up to 255 would not be
-    exact as float32.
+
+class Codes:
+    """The codes of a tile as int16, or as bytes. zero: the zero point, whose products are subtracted from those of the
+    codes. are_unsigned: whether they are multiplied as unsigned bytes.
+
+    Codes of 8 bits and the values of tables are signed: sums of products with 32 codes up to 255 would not be exact as
+    float32. As unsigned bytes they have the zero point 128.
     """
 
-    def __init__(self, e: Emitter, place: TileLayout) -> None:
+    def __init__(self, e: Emitter, place: TileLayout, rows: int = 0) -> None:
+        """rows: that are multiplied at once; 0 if codes become words in memory."""
         self._e, self.place = e, place
         format, self._is_signed = place.format, place.planes == (8,)
-        self._table = None if format.table is None else Table(e, e.constant_bytes(format.table.tobytes()), 16)
-        self.zero = 0 if self._is_signed or self._table else format.zero
+        self.are_unsigned = rows > 0 and splits(e.level, rows) and not e.level.splits_words
+        bias = 128 if self.are_unsigned else 0
+        table = None if format.table is None else (format.table.view(np.uint8) ^ bias).astype(np.uint8)
+        self._table = None if table is None else Table(e, e.constant_bytes(table.tobytes()), 16)
+        self.zero = bias if self._is_signed or self._table else format.zero
 
     def vector(self, pair: int) -> int:
         """The index of the vector of the lowest plane that holds a pair."""
@@ -196,6 +226,9 @@ class Codes:
         return words.bits(vector(I32, lanes))
 
     def quad(self, at: Value, quad: int, lanes: int) -> Value:
-        """The four codes of quad number `quad` of 8 or 16 rows, as the signed bytes of int32 lanes."""
+        """The four codes of quad number `quad` of 8 or 16 rows, as the bytes of int32 lanes."""
         codes = read_quad(self._e, self.place, at, quad, lanes)
-        return codes if self._table is None else self._table[codes.bits(vector(I8, 4 * lanes))].bits(codes.type)
+        bytes_ = codes.bits(vector(I8, 4 * lanes))
+        if self._table is not None:
+            return self._table[bytes_].bits(codes.type)
+        return (bytes_ ^ -128).bits(codes.type) if self._is_signed and self.are_unsigned else codes

@@ -94,7 +94,7 @@ def expanded_sums(
     elif become_words(sizes, e.level):
         expanded = _Words(e, format, at_once, free)
     else:
-        expanded = _Bytes(e, format, at_once)
+        expanded = _Bytes(e, format, at_once, row_tile)
     with e.loop(0, rows, most) as begin:
         count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
         with e.loop(0, count) as panel:
@@ -140,10 +140,10 @@ class _Bytes:
 
     blocks = 1
 
-    def __init__(self, e: Emitter, format: WeightFormat, tiles: int) -> None:
+    def __init__(self, e: Emitter, format: WeightFormat, tiles: int, row_tile: int) -> None:
         self._e, self._format = e, format
         self._expanders = [own for _ in range(tiles) if (own := expander(e, format)) is not None]
-        self._codes = Codes(e, self._expanders[0].layout)
+        self._codes = Codes(e, self._expanders[0].layout, row_tile)
         self._expanded: list[Value] = []
 
     def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:

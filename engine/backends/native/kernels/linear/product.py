@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple, TypeVar
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
-from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes, Outputs, add_block, passes
+from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, ahead, passes
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_plain
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
@@ -315,7 +315,7 @@ def _packed(
     before: emits what precedes each 32 inputs, their number given.
     """
     format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
-    codes = Codes(e, place)
+    codes, distance = Codes(e, place, spec.row_tile), place.codes + ahead(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
     found: list[list[list[Value]]] = [[[] for _ in rows] for _ in tiles]
     for outputs in passes(e.level, spec.row_tile):
@@ -330,7 +330,7 @@ def _packed(
                 if outputs.first == 0:
                     before(_steps(spec, block) + part)
                     for at in starts:
-                        e.prefetch(at + part * place.part_bytes + (place.codes + AHEAD), place.part_bytes)
+                        e.prefetch(at + part * place.part_bytes + distance, place.part_bytes)
 
             own = [Block(e, place, at, outputs=outputs) for at in starts]
             add_block(e, codes, own, inputs, sums, before_part)
