@@ -57,6 +57,7 @@ _SAMPLING_RAMP = 8.0e-6  # an estimate, docs/kernels.md, 7.1: no GPU has run it 
 _READ = 1.045
 # How much of the work on the chip is added to the time of the memory. Both GPUs have the same multiprocessors, and the
 # measured times of a byte differ by those of the memory alone, so that this part is one number.
+# Blocks of gemm_packed that stay, which no GPU has run, are taken to add as much as those of gemv_packed, which stay.
 _ADDED_OF_FEW = 0.5  # of gemm_packed with up to 8 rows
 _ADDED = {"gemv": 0.0, "gemv_packed": 0.4, "gemm_packed": 0.8, "gemm_small": 0.4, "decode_attention": 0.4}
 
@@ -194,7 +195,7 @@ def _product_time(launch: Launch, product: Multiplied, machine: Machine) -> tupl
     """Seconds of a product with one matrix, its limit, registers, instructions of a weight."""
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     units = _units(launch, loop)
-    x = launch.grid[0] * launch.inputs  # every block reads it from L2
+    x = launch.grid[0] * launch.inputs * launch.turns  # every block reads it from L2
     everything = product.weights / units, product.distinct, _cached(launch, product.bytes), x
     iterations, own, cached, own_x = (all_ / machine.processors for all_ in everything)
     clocks, limit = _busiest(loop, iterations, own, cached, machine)
@@ -220,8 +221,12 @@ def _stage_seconds(launch: Launch) -> float:
 def _on_chip(launch: Launch, loop: Counts, iterations: float, x: float, machine: Machine) -> float:
     """Clocks of a multiprocessor for its instructions and the bytes of x that are not hidden behind its memory."""
     through_l2 = x / machine.bytes_per_clock * machine.bandwidth / machine.cache
-    few = launch.kernel == "gemm_packed" and launch.number("ROWS") <= 8
-    return (_ADDED_OF_FEW if few else _ADDED[launch.kernel]) * (iterations * loop.common / _SCHEDULERS + through_l2)
+    added = _ADDED[launch.kernel]
+    if launch.kernel == "gemm_packed":
+        added = (
+            _ADDED["gemv_packed"] if launch.number("STAYS") else _ADDED_OF_FEW if launch.number("ROWS") <= 8 else added
+        )
+    return added * (iterations * loop.common / _SCHEDULERS + through_l2)
 
 
 def _attention_time(launch: Launch, part: Part, machine: Machine, config: ModelConfig) -> tuple[float, str, int, float]:
@@ -328,9 +333,9 @@ def _resident(launch: Launch, registers: int, machine: Machine) -> int:
     return max(1, resident_blocks(machine.arch, machine.shared_memory, registers, launch.threads, launch.shared))
 
 
-def _cached(launch: Launch, nbytes: int) -> int:
+def _cached(launch: Launch, nbytes: int) -> float:
     """Bytes that a product reads through L2: its weights, and x for every column of its grid."""
-    return nbytes + launch.grid[0] * launch.inputs
+    return nbytes + launch.grid[0] * launch.inputs * launch.turns
 
 
 def _busiest(loop: Counts, iterations: float, nbytes: float, cached: float, machine: Machine) -> tuple[float, str]:

@@ -23,8 +23,9 @@ DELTA = (*BLOCKS, SCAN)  # kernels of prompts that multiply matrices of float32
 class Launch:
     """kernel: its name without `_kernel`, or LIBRARY. activations: bytes of the float32 and 16-bit arrays
     among its arguments. inputs: bytes that the blocks of one column of the grid read: of x, in a product, all of it, or
-    of each pair of a row and an expert that row; in SCAN, what matrices and updates are multiplied by. shared: bytes of
-    a block's dynamic shared memory. flops: of a library's product, of products with experts, and of DELTA."""
+    of each pair of a row and an expert that row; in SCAN, what matrices and updates are multiplied by. turns: how often
+    they read it, on average: blocks of gemm_packed that stay, for each of their sets of tiles. shared: bytes of a
+    block's dynamic shared memory. flops: of a library's product, of products with experts, and of DELTA."""
 
     kernel: str
     text: str
@@ -34,6 +35,7 @@ class Launch:
     inputs: int = 0
     shared: int = 0
     flops: int = 0
+    turns: float = 1.0
 
     def constant(self, name: str) -> str:
         """One of the constants of its text."""
@@ -103,7 +105,10 @@ def launch_of(traced: tracing.Launch) -> Launch:
         moved = 2 * arrays[0].nbytes
     if name in DELTA:
         flops, inputs = _of_prompt(name, traced.text, grid, arrays)
-    return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared, flops)
+    turns = 1.0
+    if name == "gemm_packed" and "#define STAYS 1" in traced.text:
+        turns = -(-len(arrays[2]) // int(constant(traced.text, "TILES"))) / grid[0]
+    return Launch(name, traced.text, grid, traced.block[0], moved, inputs, traced.shared, flops, turns)
 
 
 def _of_prompt(kernel: str, text: str, grid: tuple[int, ...], arrays: Sequence[TracingArray]) -> tuple[int, int]:

@@ -195,6 +195,7 @@ BUDGETS = [
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q4_k"), 66, 2.383),
     Budget("gemv_packed", product("gemv_packed", 1, 28672, "q4_k"), 70, 2.004),
     Budget("gemm_packed", product("gemm_packed", 8, 4096, "q4_k", gated=True), 78, 2.793),
+    Budget("gemm_packed", product("gemm_packed", 8, 28672, "q4_k", gated=True), 89, 2.965),
     Budget("gemm_packed", product("gemm_packed", 16, 6144, "q4_k"), 107, 2.969),
     Budget("gemm_packed", product("gemm_packed", 8, 4096, "q4_k"), 62, 3.016),
     Budget("gemm_packed", product("gemm_packed", 16, 28672, "q4_k"), 128, 2.902),

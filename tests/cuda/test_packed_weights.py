@@ -9,6 +9,7 @@ import pytest
 
 from polarlm.engine import weight_formats
 from polarlm.engine.backends.cuda import packed
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -169,14 +170,17 @@ def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "name"), [(1, "q2_k"), (2, "q4_k"), (1, "q8_0"), (2, "q8_0")])
+@pytest.mark.parametrize(
+    ("rows", "name"), [(1, "q2_k"), (2, "q4_k"), (1, "q8_0"), (2, "q8_0"), (5, "q3_k"), (8, "q4_0")]
+)
 def test_blocks_that_stay_multiply_several_sets_of_tiles(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
     """A GPU of one multiprocessor has fewer blocks than sets. The last set's tiles are not all there."""
     monkeypatch.setattr(EmulatedDevice, "processors", 1)
     block = get(name).values, packed.block_bytes(get(name))
-    config, blocks = packed.gemv_packed(rows, 300, 1, 228 << 10, *block)
+    configured = packed.gemv_packed if rows <= GEMV_ROWS else packed.gemm_packed
+    config, blocks = configured(rows, 300, 1, 228 << 10, *block)
     assert 3 * blocks < -(-300 // (16 * config.defines["TILES"]))
     check_product(ops, rng, name, rows, 300, width_of(name, 11))
     check_activation(ops, rng, name, rows, 112)
@@ -193,6 +197,33 @@ def test_products_of_large_matrices_share_x_among_four_tiles(
     assert packed.gemm_packed(rows, 70, 1, 228 << 10, *block)[0].defines["TILES"] == 4
     check_product(ops, rng, name, rows, 70, width_of(name, 11))
     check_activation(ops, rng, name, rows, 48)
+
+
+# Product: rows of x and the format decide how many slots of how many bytes the sums of a set lie behind.
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("rows", [3, 8, 16])
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])
+def test_more_rows_in_blocks_that_stay_are_those_of_a_block_for_each_set(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+) -> None:
+    """To the bit, with and without an activation. The units of a warp end in the middle of its slots."""
+    format, width = get(name), width_of(name, 8 * 11)
+    x, bias, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), (352,), (width,)))
+    file, results = StoredBytes(random_blocks(rng, name, 352, width), name), list[np.ndarray]()
+    weights = Linear(ops.load([file]), ops.to_device(bias))
+    for processors in (2, 100):
+        monkeypatch.setattr(EmulatedDevice, "processors", processors)
+        monkeypatch.setattr(EmulatedDevice, "shared_memory", 100 << 10)
+        for gated in (False, True):
+            of_block = format.values, packed.block_bytes(format), gated
+            config, _ = packed.gemm_packed(rows, 352, processors, 100 << 10, *of_block)
+            assert config.defines["STAYS"] == (processors == 2)
+            more: dict[str, Any] = {"norm": (ops.to_device(norm), EPS), "activation": "silu" if gated else None}
+            results.append(ops.to_host(ops.linear(ops.to_device(x), weights, **more)))
+    for staying, others in zip(results[:2], results[2:], strict=True):
+        np.testing.assert_array_equal(staying, others)
+    exact = (x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS) * norm) @ file.values.T + bias
+    np.testing.assert_allclose(results[0], exact, atol=0.01 * np.abs(exact).max())
 
 
 def check_activation(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, half: int) -> None:

@@ -74,24 +74,34 @@ def test_packed_products_of_one_or_two_rows_stay_on_their_multiprocessors(format
 
 @pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
 def test_packed_products_of_few_rows_fit_shared_memory(format: WeightFormat) -> None:
-    """With two blocks a multiprocessor where slots for a unit more than their tiles fit it; each block has weights."""
+    """With two blocks a multiprocessor where slots for a unit more than their tiles fit it; each block has weights, and
+    blocks that stay, which are as many as are resident, have two sets of them in the mean of the largest matrix."""
     block = format.values, packed.block_bytes(format)
     unit = 16 * block[1] * max(128, format.values) // format.values
     cases = itertools.product(MACHINES, range(3, GEMM_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True))
     for case in cases:
         machine, rows, out, gated = case
         config, blocks = packed.gemm_packed(rows, out, *machine, *block, gated)
-        most, tiles, slots = (config.defines[name] for name in ("ROWS", "TILES", "SLOTS"))
+        most, tiles, slots, stays = (config.defines[name] for name in ("ROWS", "TILES", "SLOTS", "STAYS"))
+        sets = -(-out // (16 * tiles))
         assert most in (4, 8, 16), case
         assert rows <= most < 2 * rows, case
         assert tiles in ((2, 4) if gated else (1, 2, 4)), case
-        assert tiles < 4 or (most > 8 and blocks >= 2 * 0.875 * machine[0] - 2), case
-        assert (blocks - 1) * 16 * tiles < out <= blocks * 16 * tiles, case
-        assert tiles == 1 or gated or blocks >= 0.875 * machine[0] - 1, case
+        assert tiles < 4 or (most > 8 and sets >= 2 * 0.875 * machine[0] - 2), case
+        assert tiles == 1 or gated or sets >= 0.875 * machine[0] - 1, case
         assert slots > tiles, case
+        resident = 2 if 8 * (tiles + 1) * unit + 1024 <= min(machine[1] // 2, 99 << 10) else 1
+        assert blocks == (resident * machine[0] if stays else sets), case
+        assert not stays or sets >= 1.5 * blocks, case
+        assert stays or tiles == 4 or sets < 1.5 * resident * machine[0] or no_room(most, tiles, unit, machine[1]), case
         assert config.shared + 1024 <= min(machine[1], 100 << 10), case
-        if 8 * (tiles + 1) * unit + 1024 <= machine[1] // 2:
-            assert 2 * (config.shared + 1024) <= machine[1], case
+        assert resident * (config.shared + 1024) <= machine[1], case
+
+
+def no_room(rows: int, tiles: int, unit: int, memory: int) -> bool:
+    """Whether two blocks of gemm_packed fit a multiprocessor, but not with memory of their own for sums."""
+    least = 8 * ((tiles + 1) * unit + 4 * rows * (16 * tiles + 4)) + 1024
+    return memory // 2 < least
 
 
 @pytest.mark.parametrize(

@@ -115,39 +115,54 @@ def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> 
 def gemm_packed(
     rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
 ) -> tuple[LaunchConfig, int]:
-    """The same for GEMV_ROWS < rows ≤ GEMM_PACKED_ROWS."""
-    config, (blocks,) = _gemm_packed(rows, processors, shared_memory, [PackedRows(out, values, nbytes)], gated)
-    return config, blocks
+    """The same for GEMV_ROWS < rows ≤ GEMM_PACKED_ROWS.
+
+    A block for each set of tiles; but blocks of the first wave stay, where they have half a set more on average, and as
+    many fit with memory of their own for sums.
+    """
+    config, (sets,), resident = _gemm_packed(rows, processors, shared_memory, [PackedRows(out, values, nbytes)], gated)
+    if 2 * sets < 3 * resident * processors:
+        return config, sets
+    tiles, unit = int(config.defines["TILES"]), int(config.defines["UNIT"])
+    copied, sums = 16 * nbytes * unit // values, 4 * int(config.defines["ROWS"]) * (16 * tiles + 4)  # of a warp
+    slots, staying = _gemm_packed_slots(shared_memory, tiles, copied, sums)
+    if staying < max(1, resident):
+        return config, sets
+    shared = _PACKED_WARPS * (slots * copied + sums)
+    defines = {**config.defines, "SLOTS": slots, "STAYS": 1, "SHARED": shared}
+    return LaunchConfig(defines, config.threads, shared), staying * processors
 
 
 def gemm_packed_beside(
     rows: int, processors: int, shared_memory: int, weights: PackedRows, beside: PackedRows
 ) -> tuple[LaunchConfig, int, int]:
     """The same for weights of two formats in one launch, as `gemv_packed_beside` gives it."""
-    config, blocks = _gemm_packed(rows, processors, shared_memory, [weights, beside])
+    config, blocks, _ = _gemm_packed(rows, processors, shared_memory, [weights, beside])
     return config, sum(blocks), blocks[0]
 
 
 def _gemm_packed(
     rows: int, processors: int, shared_memory: int, weights: Sequence[PackedRows], gated: bool = False
-) -> tuple[LaunchConfig, list[int]]:
-    """The configuration of gemm_packed for weights of one format or of two, and the blocks of each."""
+) -> tuple[LaunchConfig, list[int], int]:
+    """The configuration of gemm_packed for weights of one format or of two, a block for each set of tiles: the sets of
+    each, and how many blocks a multiprocessor has at once, of the format that needs more memory."""
     most, warps = 1 << (rows - 1).bit_length(), _PACKED_WARPS
     machine = processors, shared_memory
-    tiles, slots, units = zip(*(_gemm_packed_sizes(most, *machine, one, gated) for one in weights), strict=True)
+    sizes = [_gemm_packed_sizes(most, *machine, one, gated) for one in weights]
+    tiles, slots, units, resident = zip(*sizes, strict=True)
     copied = [warps * 16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]
     places = max(count * nbytes for count, nbytes in zip(slots, copied, strict=True))
     slots = tuple(places // nbytes for nbytes in copied)  # of another format, as many as that one has bytes for
     shared = max(places, *(warps * 4 * most * (16 * of + 4) for of in tiles))
-    defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps}
-    blocks = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)]
-    return LaunchConfig({**defines, "SHARED": shared}, 32 * warps, shared), blocks
+    defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps, "STAYS": 0}
+    sets = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)]
+    return LaunchConfig({**defines, "SHARED": shared}, 32 * warps, shared), sets, min(resident)
 
 
 def _gemm_packed_sizes(
     most: int, processors: int, shared_memory: int, weights: PackedRows, gated: bool
-) -> tuple[int, int, int]:
-    """TILES, SLOTS and UNIT of gemm_packed."""
+) -> tuple[int, int, int, int]:
+    """TILES, SLOTS and UNIT of gemm_packed, and blocks of a multiprocessor."""
     out, values, nbytes = weights
     # Tiles share a block's reads of x, which are worth it from 9 rows on: with fewer rows, measured on an H100, blocks
     # of one tile are 1 to 9 % faster. With few blocks, processors are idle.
@@ -160,11 +175,19 @@ def _gemm_packed_sizes(
     beside = SYSTEM_BYTES
     if shares and out >= 64 * 2 * blocks and warps * 5 * copied + beside <= min(SHARED_BYTES, shared_memory // 2):
         tiles = 4
-    slots = 0
-    for resident in (2, 1):  # blocks of a multiprocessor
-        free = min(SHARED_BYTES, shared_memory // resident) - beside
-        slots = slots if slots > tiles else free // warps // copied
-    return tiles, max(tiles + 1, min(slots, _SLOT_BYTES // (warps * copied))), unit
+    slots, resident = _gemm_packed_slots(shared_memory, tiles, copied)
+    return tiles, slots, unit, resident
+
+
+def _gemm_packed_slots(shared_memory: int, tiles: int, copied: int, sums: int = 0) -> tuple[int, int]:
+    """SLOTS of gemm_packed, and blocks of a multiprocessor: 0 where not even one fits. sums: bytes of a warp beside its
+    slots, of `copied` bytes each."""
+    for resident in (2, 1):
+        free = min(SHARED_BYTES, shared_memory // resident) - SYSTEM_BYTES
+        slots = (free // _PACKED_WARPS - sums) // copied
+        if slots > tiles:
+            return max(tiles + 1, min(slots, _SLOT_BYTES // (_PACKED_WARPS * copied))), resident
+    return tiles + 1, 0
 
 
 def joins(weight: Matrix, beside: Matrix, rows: int) -> bool:
