@@ -99,8 +99,8 @@ def _kept(test: pytest.Item, cases: int) -> set[int]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make no cases that `-m "not slow"` would leave out, which are most: each process would make all 15,000."""
     config = metafunc.config
-    if config.option.markexpr == _NOT_SLOW and not any("[" in name for name in config.args):
-        cases = metafunc._calls
+    cases = getattr(metafunc, "_calls", None)  # pytest's own; without it all are made, and `-m` chooses
+    if cases and config.option.markexpr == _NOT_SLOW and not any("[" in name for name in config.args):
         kept = _kept(metafunc.definition, len(cases))
         metafunc._calls = [case for number, case in enumerate(cases) if number in kept] or cases[:1]
 
