@@ -62,12 +62,14 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     const SidePools value_pools = {values, full_v, current_v, kv_heads};
     auto fetch_keys = [&](const Part &part) {
         fetch<KEYS_ARE_FULL, KeyLayout>(shared + KEYS, part, key_pools, [&](const unsigned char *record) {
-            decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), warp, lane);
+            const int thread = decoding_thread();
+            decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), thread / 32, thread % 32);
         });
     };
     auto fetch_values = [&](const Part &part) {
         fetch<VALUES_ARE_FULL, ValueLayout>(shared + VALUES, part, value_pools, [&](const unsigned char *record) {
-            decode_values(shared + VALUES, record, part.number, Tables::values(shared), warp, lane);
+            const int thread = decoding_thread();
+            decode_values(shared + VALUES, record, part.number, Tables::values(shared), thread / 32, thread % 32);
         });
     };
 

@@ -41,6 +41,9 @@ __device__ __forceinline__ unsigned decoded_key(unsigned point, float norm, __ha
     return point;
 }
 
+// The thread's number, where it decodes: wide heads leave no register to keep it in.
+__device__ __forceinline__ int decoding_thread() { return DP > 128 ? thread_read_anew() : threadIdx.x; }
+
 // Decodes keys: warp W decodes the tiles from TILES · W / WARPS on. W is a constant, so that each warp's code loads and
 // looks up only its own tiles.
 template <int W = 0>

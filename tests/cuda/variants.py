@@ -152,8 +152,11 @@ def _prefill_attention() -> list[Variant]:
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     caches += [Cache("trellis4", "trellis3.5", d) for d in _HEAD_DIMS]
     caches += _others(caches)
+    # Those with the fewest registers to spare.
+    caches += [Cache("trellis3.5", "ring3.5", 256), Cache("polarpair-m4n2", "ring4", 256)]
+    groups = [*itertools.islice(itertools.cycle((1, 4, 8, 3)), len(caches) - 2), 4, 3]
     variants = []
-    for cache, group in zip(caches, itertools.cycle((1, 4, 8, 3)), strict=False):
+    for cache, group in zip(caches, groups, strict=True):
         config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
         variants.append(Variant("prefill_attention", config.defines, cache, config.shared))
     return [*variants, *_of_other_scores(variants)]
