@@ -222,10 +222,10 @@ def _on_chip(launch: Launch, loop: Counts, iterations: float, x: float, machine:
     """Clocks of a multiprocessor for its instructions and the bytes of x that are not hidden behind its memory."""
     through_l2 = x / machine.bytes_per_clock * machine.bandwidth / machine.cache
     added = _ADDED[launch.kernel]
-    if launch.kernel == "gemm_packed":
-        added = (
-            _ADDED["gemv_packed"] if launch.number("STAYS") else _ADDED_OF_FEW if launch.number("ROWS") <= 8 else added
-        )
+    if launch.kernel == "gemm_packed" and launch.number("STAYS"):
+        added = _ADDED["gemv_packed"]
+    elif launch.kernel == "gemm_packed" and launch.number("ROWS") <= 8:
+        added = _ADDED_OF_FEW
     return added * (iterations * loop.common / _SCHEDULERS + through_l2)
 
 

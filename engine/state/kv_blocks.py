@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, Spans, SpanView
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs import NotFinite
@@ -143,8 +145,7 @@ class KVBlocks(TableGroup):
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         for layer, cache in self._caches.items():
-            own = {name: array for (number, name), array in arrays.items() if number == layer}
-            self._ops.write_blocks(cache, blocks, own)
+            self._ops.write_blocks(cache, blocks, of_layer(arrays, layer))
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
@@ -161,6 +162,11 @@ class KVBlocks(TableGroup):
         full = (table.sink is not None) + (table.current is not None)
         quantized = len(table.quantized) * self._shape.quantized_bytes(self.layers)
         return quantized + full * self._shape.full_bytes(self.layers)
+
+
+def of_layer(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:
+    """Return the arrays of one layer by their names."""
+    return {name: array for (number, name), array in arrays.items() if number == layer}
 
 
 def encode(ops: Ops, filled: Sequence[FilledBlocks]) -> None:

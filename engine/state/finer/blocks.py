@@ -15,7 +15,7 @@ from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.places import Place, Places
-from polarlm.engine.state.kv_blocks import KVBlocks, encode
+from polarlm.engine.state.kv_blocks import KVBlocks, encode, of_layer
 from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Growth
@@ -225,7 +225,7 @@ class FinerBlocks(KVBlocks):
                 self.blocks.places.lower(block)
         numbers = [self.blocks.places[block].number for block in blocks]
         for layer in self.layers:
-            self._ops.write_blocks(self._caches[layer], numbers, _of_layer(arrays, layer))
+            self._ops.write_blocks(self._caches[layer], numbers, of_layer(arrays, layer))
 
     def write_finer(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         """Write blocks with arrays of finer ones. Those that are not finer have these coded again."""
@@ -233,7 +233,7 @@ class FinerBlocks(KVBlocks):
             own = [number for number, block in enumerate(blocks) if self.is_finer(block) is kind]
             places = [self.blocks.places[blocks[number]].number for number in own]
             for layer in self.layers if own else ():
-                given = {name: array[own] for name, array in _of_layer(arrays, layer).items()}
+                given = {name: array[own] for name, array in of_layer(arrays, layer).items()}
                 if kind:
                     self._ops.write_blocks(self._caches[layer].finer, places, given)
                 else:
@@ -254,7 +254,3 @@ class FinerBlocks(KVBlocks):
     def bytes(self, table: BlockTable) -> int:
         finer = sum(map(self.is_finer, table.quantized))
         return super().bytes(table) + finer * self._more_bytes
-
-
-def _of_layer(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:
-    return {name: array for (number, name), array in arrays.items() if number == layer}
