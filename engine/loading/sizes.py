@@ -97,7 +97,7 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         even = allocation.types(budget, attentions, len(model.layers), config.block_size, None, mean_bits)
         config = replace(config, cache_type=even)
     layers: list[LayerShape | SharedShape | OwnShape] = []
-    finer = cache_types.finer_codecs(config)
+    finer = cache_types.finer_kind(config)
     for layer, (codec_k, codec_v) in zip(model.layers, cache_types.layer_codecs(config, head_dims), strict=True):
         mixer = layer.mixer
         if not isinstance(mixer, Attention):
@@ -113,7 +113,7 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
             own = own.finest
         layers.append(own)
     if finer is not None:
-        _check_by_room(ops, layers)
+        _check_two_kinds(config, ops, layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
@@ -121,15 +121,17 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         raise EngineError(str(error)) from None
 
 
-def _check_by_room(ops: Ops, layers: Sequence[LayerShape | SharedShape | OwnShape]) -> None:
-    """Raises EngineError for layers whose blocks cannot have bits by the room that there is."""
+def _check_two_kinds(config: EngineConfig, ops: Ops, layers: Sequence[LayerShape | SharedShape | OwnShape]) -> None:
+    """Raises EngineError for layers whose blocks cannot be of two kinds."""
     if ops.decode_blocks is None:
-        raise cache_types.not_by_room("it runs on the CPU only (--device cpu)")
+        raise cache_types.not_two_kinds(config, "it runs on the CPU only (--device cpu)")
     kinds = {layer.group for layer in layers if isinstance(layer, LayerShape) and layer.finer}
     if not kinds:
-        raise cache_types.not_by_room("no layer of this model keeps keys and values of a whole text")
+        raise cache_types.not_two_kinds(config, "no layer of this model keeps keys and values of a whole text")
     if len(kinds) > 1:
-        raise cache_types.not_by_room("this model has layers with heads of several shapes, which it does not serve yet")
+        raise cache_types.not_two_kinds(
+            config, "this model has layers with heads of several shapes, which it does not serve yet"
+        )
 
 
 def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
@@ -241,7 +243,7 @@ def store_plan(
         return plan_for_memory(shape, room, tokens, sequences, other_bytes)
     if config.kept_sequences:
         plan = with_kept(plan, min(plan.bytes + plan.bytes // _SHARE_OF_KEPT, room - other_bytes(tokens)), 0)
-    if shape.finest is not shape:  # it has the memory of a store whose blocks have the most bits
+    if shape.has_two_kinds and not shape.is_by_age:  # it has the memory of a store whose blocks have the most bits
         plan = with_more_tokens(plan, store_plan(config, ops, model, shape.finest, room, more).bytes)
     return plan
 

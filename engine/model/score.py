@@ -57,6 +57,8 @@ def states(
             model.store.abort(span)
             raise
         model.store.commit(span)
+        if model.store.finer is not None:
+            model.store.finer.code_aged()
         yield start, hidden
 
 

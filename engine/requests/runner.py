@@ -16,7 +16,7 @@ from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
-from polarlm.engine.state.cache_types import COARSER, FINER
+from polarlm.engine.state.cache_types import BY_AGE, BY_ROOM, TWO_KINDS
 from polarlm.engine.state.finer.coding_again import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
@@ -129,8 +129,10 @@ class Runner:
     def _blocks_by_type(self) -> dict[str, int] | None:
         """Return how many blocks have which of the types that a block can have; None if all are alike."""
         finer = self._store.finer
-        counts = None if finer is None else finer.blocks.places.counts()
-        return None if counts is None else dict(zip((FINER, COARSER), counts, strict=True))
+        if finer is None:
+            return None
+        names = TWO_KINDS[BY_AGE if self._store.shape.is_by_age else BY_ROOM].names
+        return dict(zip(names, finer.blocks.places.counts(), strict=True))
 
     def cache_stats(self) -> CacheStats:
         """Return the memory of the newest sequence in the KV store."""

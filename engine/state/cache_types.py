@@ -6,11 +6,12 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.state.shapes import CacheShape, FinerKind
 
 # (type of keys, type of values), chosen by measurement: see docs/quality.md and `bench.quality`.
 PRESETS = {
@@ -20,8 +21,22 @@ PRESETS = {
 }
 
 AUTO = "auto:"  # and bits per value: each layer's types are chosen by what their errors cost
-BY_ROOM = "auto"  # blocks have the first of these presets while there is room, and are coded again as the second
-FINER, COARSER = "quality", "compact"
+
+
+class TwoKinds(NamedTuple):
+    """Types of keys and of values, and a name, of blocks with more bits, and of those that are coded again."""
+
+    finer: tuple[str, str]
+    coarser: tuple[str, str]
+    names: tuple[str, str]
+
+
+BY_ROOM = "auto"  # blocks have more bits while there is room
+BY_AGE = "by-age"  # blocks have more bits while they are the newest ones of a sequence
+TWO_KINDS = {
+    BY_ROOM: TwoKinds(PRESETS["quality"], PRESETS["compact"], ("quality", "compact")),
+    BY_AGE: TwoKinds(("ring5", "ring5"), ("ring3", "ring3"), ("ring5", "ring3")),
+}
 
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
@@ -42,8 +57,8 @@ def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
 
     Raises EngineError for a cache_type that is neither one type nor two.
     """
-    named = COARSER if config.cache_type == BY_ROOM else config.cache_type
-    k, v = PRESETS.get(named) or _both(named)
+    both = TWO_KINDS.get(config.cache_type)
+    k, v = both.coarser if both else PRESETS.get(config.cache_type) or _both(config.cache_type)
     return (
         ("cache_type", k) if config.cache_type_k is None else ("cache_type_k", config.cache_type_k),
         ("cache_type", v) if config.cache_type_v is None else ("cache_type_v", config.cache_type_v),
@@ -71,18 +86,18 @@ def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[
     return list(zip(*sides, strict=True))
 
 
-def finer_codecs(config: EngineConfig) -> tuple[codecs.Codec, codecs.Codec] | None:
-    """Return the codecs of keys and of values of blocks that there is room for; None if all blocks are alike."""
-    if config.cache_type != BY_ROOM:
+def finer_kind(config: EngineConfig) -> FinerKind | None:
+    """Return what blocks with more bits are; None if all blocks are alike."""
+    if config.cache_type not in TWO_KINDS:
         return None
-    k, v = PRESETS[FINER]
-    return codecs.get(k), codecs.get(v)
+    k, v = TWO_KINDS[config.cache_type].finer
+    return FinerKind(codecs.get(k), codecs.get(v), config.cache_type == BY_AGE)
 
 
 def check_names(config: EngineConfig) -> None:
     """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
-    if config.cache_type == BY_ROOM:
-        _check_by_room(config)
+    if config.cache_type in TWO_KINDS:
+        _check_two_kinds(config)
     if auto_bits(config.cache_type) is not None:
         _check_auto(config)
         return
@@ -91,18 +106,18 @@ def check_names(config: EngineConfig) -> None:
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
 
 
-def _check_by_room(config: EngineConfig) -> None:
+def _check_two_kinds(config: EngineConfig) -> None:
     for name in ("cache_type_k", "cache_type_v"):
         if getattr(config, name) is not None:
             problem = f"it has types of its own for keys and for values; leave {name} out, or name both types"
-            raise _refusal("cache_type", BY_ROOM, problem)
+            raise _refusal("cache_type", config.cache_type, problem)
     if config.device.startswith("cuda"):
-        raise not_by_room("it runs on the CPU only")
+        raise not_two_kinds(config, "it runs on the CPU only")
 
 
-def not_by_room(why: str) -> EngineError:
-    """Return the error for blocks whose bits follow the room where they cannot."""
-    return _refusal("cache_type", BY_ROOM, f"{why}; choose {FINER} or {COARSER}")
+def not_two_kinds(config: EngineConfig, why: str) -> EngineError:
+    """Return the error for blocks of two kinds where there cannot be any."""
+    return _refusal("cache_type", config.cache_type, f"{why}; choose quality, balanced or compact")
 
 
 def _check_auto(config: EngineConfig) -> None:
@@ -148,9 +163,11 @@ def in_words(config: EngineConfig, shape: CacheShape) -> str:
 
     "auto:3.5 (keys ring3 ×12, ring3.5 ×18; values ring3 ×20, ring4 ×10)"
     """
-    if config.cache_type == BY_ROOM:
-        finer, coarser = ("/".join(PRESETS[name]) for name in (FINER, COARSER))
-        return f"{BY_ROOM} ({finer}, and {coarser} as the store fills)"
+    if config.cache_type in TWO_KINDS:
+        kinds = TWO_KINDS[config.cache_type]
+        finer, coarser = ("/".join(dict.fromkeys(types)) for types in (kinds.finer, kinds.coarser))
+        rest = f"{coarser} for older tokens" if config.cache_type == BY_AGE else f"and {coarser} as the store fills"
+        return f"{config.cache_type} ({finer}, {rest})"
     if auto_bits(config.cache_type) is None:
         return "/".join(dict.fromkeys(stored(config, shape)))
     sides = []
@@ -209,7 +226,7 @@ def _unknown(setting: str, name: str) -> EngineError:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (
-            f"there is no such type; choose {', '.join(PRESETS)}, {BY_ROOM}, {AUTO}BITS, one of {types}, or two as "
+            f"there is no such type; choose {', '.join(PRESETS)}, {', '.join(TWO_KINDS)}, {AUTO}BITS, one of {types}, or two as "
             "KEYS/VALUES; "
             "cache_type_k and cache_type_v set keys and values by themselves"
         )

@@ -105,6 +105,19 @@ class OwnShape(StateShape, Protocol):
         """Return the state of `layers`. blocks: the numbers of quantized blocks and of full-precision slots."""
 
 
+NEWEST = 3
+"""Complete blocks at the end of a sequence that have more bits than older ones, where blocks are of two kinds: with the
+current block they have more of a step's attention than all older ones."""
+
+
+class FinerKind(NamedTuple):
+    """The blocks of a layer that have more bits than others."""
+
+    codec_k: Codec
+    codec_v: Codec
+    is_by_age: bool  # whether they are the newest ones of sequences, and not as many as there is room for
+
+
 @dataclass(frozen=True)
 class LayerShape(TokenBlocks):
     """How one layer stores its K/V."""
@@ -115,12 +128,19 @@ class LayerShape(TokenBlocks):
     head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
-    finer: tuple[Codec, Codec] | None = None  # of keys and of values, with more bits, for blocks while there is room
+    finer: FinerKind | None = None
 
     @property
     def finest(self) -> LayerShape:
         """The shape if all blocks have the most bits that they can have."""
-        return self if self.finer is None else replace(self, codec_k=self.finer[0], codec_v=self.finer[1], finer=None)
+        if self.finer is None:
+            return self
+        return replace(self, codec_k=self.finer.codec_k, codec_v=self.finer.codec_v, finer=None)
+
+    def needed_blocks(self, tokens: int, block_size: int) -> int:
+        needed = super().needed_blocks(tokens, block_size)
+        is_by_age = self.finer is not None and self.finer.is_by_age
+        return needed + is_by_age * min(needed, NEWEST)  # a finer block takes no more than two others
 
     def more_blocks(self, full_slots: int, more: int) -> int:
         return int(self.finer is not None)  # for the block that is being coded again
@@ -211,9 +231,19 @@ class CacheShape:
         return self.kv_layers[layer].format(self.block_size, metric_k, metric_v)
 
     @property
+    def has_two_kinds(self) -> bool:
+        """Whether some blocks have more bits than others."""
+        return any(layer.finer for layer in self.kv_layers.values())
+
+    @property
+    def is_by_age(self) -> bool:
+        """Whether these are the newest blocks of sequences."""
+        return any(layer.finer and layer.finer.is_by_age for layer in self.kv_layers.values())
+
+    @property
     def finest(self) -> CacheShape:
         """The shape if all blocks have the most bits that they can have, without a backend's padding of these."""
-        if not any(layer.finer for layer in self.kv_layers.values()):
+        if not self.has_two_kinds:
             return self
         own = (layer.finest if isinstance(layer, LayerShape) else layer for layer in self.layers)
         return replace(self, layers=tuple(own), stored={})
@@ -271,12 +301,14 @@ class CacheShape:
     def sequence_bytes(self, tokens: int) -> int:
         """Return the bytes of a sequence of `tokens`: of its quantized blocks, its sink and its current block.
 
-        Blocks outside a layer's window are not counted.
+        Blocks outside a layer's window are not counted. Bits that depend on the room are the fewest.
         """
-        return sum(
-            quantized * self.quantized_bytes(layers) + full * self.full_bytes(layers)
-            for layers, quantized, full in self._blocks(tokens)
-        )
+        total = 0
+        for layers, quantized, full in self._blocks(tokens):
+            newest = min(quantized, NEWEST * self.is_by_age)
+            total += (quantized - newest) * self.quantized_bytes(layers) + full * self.full_bytes(layers)
+            total += newest * self.finest.quantized_bytes(layers)
+        return total
 
     def f16_bytes(self, tokens: int) -> int:
         """Return the bytes of the same blocks if all of them were in half precision.

@@ -66,7 +66,7 @@ class Payloads:
     @cached_property
     def finer(self) -> Payloads:
         """The payloads of blocks that have the most bits that they can have; `self` if all blocks are alike."""
-        return self if self.shape.finest is self.shape else Payloads(self.shape.finest)
+        return self if not self.shape.has_two_kinds else Payloads(self.shape.finest)
 
     def of_blocks(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
         """Return the parts of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""

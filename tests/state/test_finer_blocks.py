@@ -14,14 +14,15 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.encode import decode_centred, encode_centred
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.plan import plan_for_sequences, plan_for_tokens
+from polarlm.engine.state.shapes import NEWEST, CacheShape, FinerKind, LayerShape
 from polarlm.engine.state.store import KVStore
 from tests.state.fed import KV_HEADS, D, Fed, held
 from tests.state.reference import attention
 
 N, LAYERS = 16, 2
 QUALITY = codecs.get("ring5"), codecs.get("ring4")
+BY_ROOM, BY_AGE = FinerKind(*QUALITY, is_by_age=False), FinerKind(*QUALITY, is_by_age=True)
 COMPACT = codecs.get("ring3"), codecs.get("ring3.5")
 
 
@@ -66,7 +67,7 @@ class Checked(Fed):
 
 
 def test_with_room_the_store_is_one_of_more_bits(ops: Ops) -> None:
-    by_room, quality = (Unchecked(make_store(ops, *given)) for given in ((2048, COMPACT, QUALITY), (2048, QUALITY)))
+    by_room, quality = (Unchecked(make_store(ops, *given)) for given in ((2048, COMPACT, BY_ROOM), (2048, QUALITY)))
     for count, chunk, step in [(40, None, False), (1, None, True), (300, 7, False), (5, None, True), (90, None, False)]:
         both = [fed.feed(count, chunk, step=step) for fed in (by_room, quality)]
         np.testing.assert_array_equal(*both)
@@ -75,7 +76,7 @@ def test_with_room_the_store_is_one_of_more_bits(ops: Ops) -> None:
 
 
 def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
-    store = make_store(ops, 800, COMPACT, QUALITY)
+    store = make_store(ops, 800, COMPACT, BY_ROOM)
     sequences = [Checked(store, seed) for seed in range(2)]
     rng, seen = np.random.default_rng(0), set()
     while sum(fed.kv.length for fed in sequences) < 640:
@@ -99,8 +100,8 @@ def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
 
 
 def test_a_block_is_coded_again_from_what_it_decodes_to(ops: Ops) -> None:
-    fed = Unchecked(make_store(ops, 800, COMPACT, QUALITY))
-    fed.feed(4 * N)
+    fed = Unchecked(make_store(ops, 800, COMPACT, BY_ROOM))
+    fed.feed((NEWEST + 4) * N)
     first, *others = fed.kv.tables[0].quantized
     before = [[contents(fed.store, layer, block) for block in (first, *others)] for layer in range(LAYERS)]
     assert fed.store.finer.code_again()  # the oldest
@@ -117,18 +118,57 @@ def test_a_block_is_coded_again_from_what_it_decodes_to(ops: Ops) -> None:
             np.testing.assert_array_equal(contents(fed.store, layer, block), given)
 
 
-def test_as_many_tokens_fit_as_with_fewer_bits(ops: Ops) -> None:
-    by_room, compact = (Unchecked(make_store(ops, *given)) for given in ((400, COMPACT, QUALITY), (400, COMPACT)))
-    for fed in (by_room, compact):
+@pytest.mark.parametrize("finer", [BY_ROOM, BY_AGE], ids=["by room", "by age"])
+def test_as_many_tokens_fit_as_with_fewer_bits(ops: Ops, finer: FinerKind) -> None:
+    two, compact = (Unchecked(make_store(ops, *given)) for given in ((400, COMPACT, finer), (400, COMPACT)))
+    for fed in (two, compact):
         with pytest.raises(OutOfBlocks):
             list(map(fed.feed, itertools.repeat(N)))
-    assert by_room.kv.length == compact.kv.length
-    assert by_room.store.finer.blocks.places.counts() == (0, by_room.kv.length // N - 1)
+    assert two.kv.length >= compact.kv.length
+    assert two.store.finer.blocks.places.counts() == (0, two.kv.length // N - 1)  # the newest ones last
+
+
+def test_by_age_the_newest_blocks_alone_are_finer(ops: Ops) -> None:
+    """Of prompts and of steps; older ones are due as soon as they are that, and no other."""
+    store = make_store(ops, 800, COMPACT, BY_AGE)
+    sequences, rng = [Checked(store, seed) for seed in range(2)], np.random.default_rng(0)
+    while sum(fed.kv.length for fed in sequences) < 640:
+        fed = sequences[rng.integers(2)]
+        fed.feed(int(rng.integers(1, 90)))
+        fed.feed(int(rng.integers(1, 4)), step=True)
+        assert store.finer.lacks_room() == (store.finer.blocks.places.counts()[0] > newest(store, sequences))
+        store.finer.code_aged()
+        assert not store.finer.lacks_room()
+        assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
+    kept, released = sequences
+    store.release(released.kv)
+    assert store.finer.blocks.places.counts()[0] == newest(store, [kept])
+
+
+def newest(store: KVStore, sequences: list[Fed]) -> int:
+    """How many blocks are the newest of a sequence. All of these must be finer."""
+    blocks = [block for fed in sequences for block in fed.kv.tables[0].quantized[-NEWEST:]]
+    assert all(map(store.finer.is_finer, blocks))
+    return len(blocks)
+
+
+def test_by_age_the_room_for_the_newest_blocks_is_planned(ops: Ops) -> None:
+    """As many sequences as the plan is for, and each of its tokens, without giving up their newest blocks."""
+    layer = LayerShape(*COMPACT, KV_HEADS, D, 8, finer=BY_AGE)
+    shape = CacheShape(N, (layer,) * LAYERS, dict.fromkeys(range(LAYERS), ops.cache_bytes(layer.format(N))))
+    store = KVStore(ops, plan_for_sequences(shape, 10 * N, 4), [Conditioning()] * LAYERS)
+    sequences = [Unchecked(store, seed) for seed in range(4)]
+    for _ in range(10):
+        for fed in sequences:
+            fed.feed(N)
+            store.finer.code_aged()
+    assert store.finer.blocks.places.counts() == (4 * NEWEST, 4 * (9 - NEWEST))
+    newest(store, sequences)
 
 
 def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    fed = Unchecked(make_store(ops, 800, COMPACT, QUALITY))
-    fed.feed(4 * N)
+    fed = Unchecked(make_store(ops, 800, COMPACT, BY_ROOM))
+    fed.feed((NEWEST + 4) * N)
     blocks, places = fed.kv.tables[0].quantized, fed.store.finer.blocks.places
     before = [contents(fed.store, LAYERS - 1, block) for block in blocks]
     with monkeypatch.context() as patched:
@@ -146,8 +186,8 @@ def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, mon
 @pytest.mark.parametrize("held_finer", [True, False])
 def test_a_block_is_written_to_the_kind_that_there_is_room_for(ops: Ops, held_finer: bool) -> None:
     """A finer block stays one where its place is one, and else is coded again; another one is never finer."""
-    fed = Unchecked(make_store(ops, 800, COMPACT, QUALITY))
-    fed.feed(5 * N)
+    fed = Unchecked(make_store(ops, 800, COMPACT, BY_ROOM))
+    fed.feed((NEWEST + 4) * N)
     finer, blocks = fed.store.finer, fed.kv.tables[0].quantized
     copied, target = blocks[0], blocks[2]
     given, exact = finer.read_blocks([copied]), contents(fed.store, 0, copied)

@@ -10,17 +10,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.blocks import FinerAllocator
 from polarlm.engine.state.finer.places import Place, Places
+from polarlm.engine.state.shapes import NEWEST
 
 
 class Memory(RuleBasedStateMachine):
     """An allocator over real bytes: each block is filled with its own number when it is allocated."""
 
-    @initialize(size=st.integers(1, 24), bytes_each=st.tuples(st.integers(2, 9), st.integers(2, 9)))
-    def make(self, size: int, bytes_each: tuple[int, int]) -> None:
+    @initialize(
+        size=st.integers(1, 24), bytes_each=st.tuples(st.integers(2, 9), st.integers(2, 9)), is_by_age=st.booleans()
+    )
+    def make(self, size: int, bytes_each: tuple[int, int], is_by_age: bool) -> None:
         self.each = {True: max(bytes_each), False: min(bytes_each)}
         self.memory = bytearray((size + 1) * self.each[False])
         places = Places(size + 1, (self.each[True], self.each[False]), self.move)
-        self.blocks = FinerAllocator(places, size, (self.each[True], self.each[False]))
+        each = self.each[True], self.each[False]
+        self.blocks, self.is_by_age = FinerAllocator(places, size, each, is_by_age=is_by_age), is_by_age
         self.held: dict[int, bytes] = {}  # block → its contents
         self.kept: dict[int, bytes] = {}  # released blocks that can be found
         self.count = 0
@@ -43,21 +47,27 @@ class Memory(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
-        free, settled = self.blocks.free, len(self.blocks._settled)
+        free, finer = self.blocks.free, {*self.blocks._settled, *self.blocks._newest}
         try:
             taken = self.blocks.allocate(count)
         except CodeAgain:
-            assert settled
+            assert finer
             return
         except OutOfBlocks:
             assert count > free
             return
         kinds = [self.blocks.places[block].is_finer for block in taken]
         assert kinds == sorted(kinds)  # the last ones are finer
+        assert not self.is_by_age or sum(kinds) <= NEWEST
         for block in taken:
             self.count = (self.count + 1) % 256
             self.held[block] = self.fill(block, self.blocks.places[block], self.count)
-            self.blocks.settle(block)
+            self.blocks.complete(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def age(self, data: st.DataObject) -> None:
+        self.blocks.settle(data.draw(st.sampled_from(sorted(self.held))))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), is_kept=st.booleans())
@@ -120,10 +130,11 @@ Memory.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestMemory = Memory.TestCase
 
 
-@given(st.integers(1, 40))
-@settings(max_examples=20)
-def test_as_many_blocks_fit_as_if_none_were_finer(size: int) -> None:
-    blocks = FinerAllocator(Places(size + 1, (7, 5), lambda target, source: None), size, (7, 5))
+@given(st.integers(1, 40), st.booleans())
+@settings(max_examples=40)
+def test_as_many_blocks_fit_as_if_none_were_finer(size: int, is_by_age: bool) -> None:
+    places = Places(size + 1, (7, 5), lambda target, source: None)
+    blocks = FinerAllocator(places, size, (7, 5), is_by_age=is_by_age)
     for count in range(size):
         while True:
             try:
@@ -132,7 +143,7 @@ def test_as_many_blocks_fit_as_if_none_were_finer(size: int) -> None:
                 assert blocks.begin_to_code() is not None
                 blocks.finish()
             else:
-                blocks.settle(block)
+                blocks.complete(block)
                 break
         assert blocks.size - blocks.free == count + 1
     with pytest.raises(OutOfBlocks):

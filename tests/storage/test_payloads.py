@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from polarlm.engine.backends import transfer
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape, FinerKind, LayerShape
 from polarlm.engine.storage import objects
 from polarlm.engine.storage.objects import DamagedObject, Object, pack_ids, unpack
 from polarlm.engine.storage.payloads import Payloads
@@ -98,7 +98,7 @@ def test_a_block_is_checked_for_its_shape(groups: int) -> None:
 def test_a_finer_block_is_checked_for_the_shape_of_its_kind() -> None:
     ring3, ring5 = codecs.get("ring3"), codecs.get("ring5")
     layer = LayerShape(ring3, ring3, 2, 64, 8)
-    both = Payloads(CacheShape(8, (replace(layer, finer=(ring5, ring5)),)))
+    both = Payloads(CacheShape(8, (replace(layer, finer=FinerKind(ring5, ring5, is_by_age=False)),)))
     alike, finest = Payloads(CacheShape(8, (layer,))), both.finer
     blocks = [unpack(NAME, block(of, groups=1)) for of in (alike, finest)]
     for kind, found in zip(("block", "finer"), blocks, strict=True):

@@ -1,6 +1,7 @@
-"""The state of attention with two kinds of blocks: finer ones while there is room, which are coded again when it ends.
+"""The state of attention with two kinds of blocks: finer ones, which are coded again for want of room, or by age.
 
-A block's id is its name. Where it lies, and of which kind it is, its place says; coding it again and moving it change
+The newest blocks of sequences are the last to be coded again: most of a step's attention is theirs. By age, all others are
+coded again as soon as there is time. A block's id is its name. Where it lies, and of which kind it is, its place says; coding it again and moving it change
 only that, so tables, the prefix cache and reference counts know nothing of it.
 """
 
@@ -17,7 +18,7 @@ from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.places import Place, Places
 from polarlm.engine.state.kv_blocks import KVBlocks, encode, of_layer
 from polarlm.engine.state.layer_state import BlockArrays
-from polarlm.engine.state.shapes import CacheShape
+from polarlm.engine.state.shapes import NEWEST, CacheShape
 from polarlm.engine.state.tables import BlockTable, Growth
 
 _LOW = 16  # the part of the store that new finer blocks leave free: running sequences take their next blocks from it
@@ -25,28 +26,37 @@ _HIGH = 8  # the part that coding again makes free
 
 
 class FinerAllocator(BlockAllocator):
-    """Allocates blocks, with a place for each that is held or kept: of the finer kind while there is room.
+    """Allocates blocks, with a place for each that is held or kept: of the finer kind while there is room, or by age.
 
     Blocks are coded again in this order: those that the prefix cache alone knows, as they would be allocated; then
-    those that sequences hold, the oldest first. While there are any, none is taken from the prefix cache.
+    those that sequences hold, the oldest first; the newest ones of sequences if nothing else makes room. By room, none is
+    taken from the prefix cache before these. By age, the prefix cache keeps the newest ones of a sequence as they are.
     """
 
-    def __init__(self, places: Places, size: int, bytes_each: tuple[int, int]) -> None:
+    def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], *, is_by_age: bool) -> None:
         """size: the blocks that fit if none is finer; beside them, `places` has room for the one that is being coded.
         bytes_each: of a finer block, and of another one."""
         super().__init__(size)
-        self.places, (self._finer_bytes, self._bytes) = places, bytes_each
-        self._settled: dict[int, None] = {}  # the finer blocks whose contents are complete, oldest first
+        self.places, (self._finer_bytes, self._bytes), self._is_by_age = places, bytes_each, is_by_age
+        self._newest: dict[int, None] = {}  # the finer blocks that are the newest ones of a sequence, oldest first
+        self._settled: dict[int, None] = {}  # the other finer blocks whose contents are complete, oldest first
 
     @property
     def _room(self) -> int:
         """The bytes that new blocks can have now."""
         return self.places.free - self._bytes * (self.places.coding is None)
 
+    @property
+    def settled(self) -> int:
+        """The finer blocks that are complete, without the newest of sequences."""
+        return len(self._settled)
+
     def lacks_room(self, more: int | None = None) -> bool:
         """Whether blocks should be coded again before `more` are allocated; None: before anything is."""
-        wanted = self.size // _HIGH if more is None else more + self.size // _LOW
-        return bool(self._settled) and self._room < wanted * self._bytes
+        if more is None and self._is_by_age:
+            return bool(self._settled)
+        wanted = (more or 0) + self.size // (_HIGH if more is None and self._settled else _LOW)
+        return bool(self._settled or self._newest) and self._room < wanted * self._bytes
 
     def allocate(self, count: int = 1) -> list[int]:
         """As `BlockAllocator.allocate`; of several blocks, the last ones are finer.
@@ -55,16 +65,22 @@ class FinerAllocator(BlockAllocator):
         """
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
-        while self._room < count * self._bytes:
+        more = max(1, self._finer_bytes - self._bytes)  # of a finer block
+        while self._room < count * self._bytes + self._is_by_age * min(count, NEWEST) * more:
             if self._settled:
                 raise CodeAgain(f"{count} blocks wanted, and {len(self._settled)} can be coded again")
             kept = next((block for block in self._free if block in self._kept), None)
-            if kept is None:  # the blocks of open spans are finer
+            if kept is not None:
+                self._evict(kept)
+            elif self._room >= count * self._bytes:
+                break
+            elif self._newest:
+                raise CodeAgain(f"{count} blocks wanted, and the newest of sequences can be coded again")
+            else:  # the blocks of open spans are finer
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
-            self._evict(kept)
         taken = super().allocate(count)
-        left = self._room - count * self._bytes - self.size * self._bytes // _LOW
-        finer = min(count, max(0, left // max(1, self._finer_bytes - self._bytes)))
+        left = self._room - count * self._bytes - (0 if self._is_by_age else self.size * self._bytes // _LOW)
+        finer = min(count, max(0, left // more), NEWEST if self._is_by_age else count)
         for number, block in enumerate(taken):
             is_finer = number >= count - finer
             self.places.place(block, is_finer=is_finer)
@@ -83,29 +99,41 @@ class FinerAllocator(BlockAllocator):
 
     def release(self, block: int) -> None:
         super().release(block)
-        if not self.references(block) and block not in self._kept:
+        if self.references(block):
+            return
+        if block not in self._kept:
             self._free_place(block)
+        elif not self._is_by_age:
+            self.settle(block)
 
     def _free_place(self, block: int) -> None:
+        self._newest.pop(block, None)
         self._settled.pop(block, None)
         self.places.release(block)
 
+    def complete(self, block: int) -> None:
+        """Note that a block, one of the newest of a sequence, is complete: if it is finer, it can be coded again later."""
+        if self.places[block].is_finer and block not in self._settled:
+            self._newest.setdefault(block)
+
     def settle(self, block: int) -> None:
-        """Let a block, whose contents are complete, be coded again if it is finer."""
-        if self.places[block].is_finer:
+        """Let a complete block be coded again if it is finer: it is none of the newest any more."""
+        if block in self._newest:
+            del self._newest[block]
             self._settled[block] = None
 
     def begin_to_code(self) -> int | None:
         """Begin to code a block again, or go on with the one that has begun, and return it; None if there is none."""
-        if self.places.coding is None and self._settled:
-            first = next(iter(self._settled))
-            self.places.begin(next((block for block in self._free if block in self._settled), first))
+        if self.places.coding is None and (finer := self._settled or self._newest):
+            first = next(iter(finer))
+            self.places.begin(next((block for block in self._free if block in finer), first))
         return self.places.coding
 
     def finish(self) -> None:
         """Let the block that is coded again be one of fewer bits."""
         assert self.places.coding is not None
-        del self._settled[self.places.coding]
+        self._settled.pop(self.places.coding, None)
+        self._newest.pop(self.places.coding, None)
         self.places.finish()
 
 
@@ -130,7 +158,10 @@ class FinerBlocks(KVBlocks):
         super().__init__(ops, shape, layers, window, caches, blocks, is_shared=is_shared)
         ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
         self.quantized = self.blocks = FinerAllocator(
-            Places(blocks[0], (finer, other), self._move), blocks[0] - 1, (finer, other)
+            Places(blocks[0], (finer, other), self._move),
+            blocks[0] - 1,
+            (finer, other),
+            is_by_age=shape.is_by_age,
         )
         heads = sum(shape.kv_layers[layer].kv_heads for layer in layers)
         self._more_bytes = heads * (finer - other)  # of a finer block, in all layers
@@ -141,6 +172,11 @@ class FinerBlocks(KVBlocks):
     def _move(self, target: Place, source: Place) -> None:
         for layer in self.layers:
             self._of_kind(layer, is_finer=source.is_finer).move(target.number, source.number)
+
+    @property
+    def is_by_age(self) -> bool:
+        """Whether a block is coded again as soon as it is none of the newest ones."""
+        return self._shape.is_by_age
 
     @property
     def changes(self) -> int:
@@ -158,6 +194,11 @@ class FinerBlocks(KVBlocks):
         while self.blocks.places.coding is not None:
             self.code_layer()
         return True
+
+    def code_aged(self) -> None:
+        """Code all blocks again that have become too old for their bits."""
+        while self.is_by_age and self.lacks_room():
+            self.code_again()
 
     def code_layer(self) -> bool:
         """Code a layer of one block again. With its last layer the block becomes one of fewer bits.
@@ -199,10 +240,14 @@ class FinerBlocks(KVBlocks):
         self._round_trip(self._of_kind(layer, is_finer=True), growth, start, count)
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
+        before = len(table.quantized)
         super().commit(table, growth, length)
-        for block in growth.quantized.values():
-            if block in self.blocks.places and self.blocks.references(block):
-                self.blocks.settle(block)
+        if len(table.quantized) == before:
+            return
+        for block in table.quantized[before:]:
+            self.blocks.complete(block)
+        for block in table.quantized[:-NEWEST]:
+            self.blocks.settle(block)
 
     def is_finer(self, block: int) -> bool:
         """Whether a block is of the finer kind."""
@@ -239,7 +284,9 @@ class FinerBlocks(KVBlocks):
                 else:
                     self._code_given(layer, places, given)
         for block in blocks:
-            self.blocks.settle(block)
+            self.blocks.complete(block)
+            if not self.is_by_age:
+                self.blocks.settle(block)
 
     def _code_given(self, layer: int, places: Sequence[int], given: Mapping[str, np.ndarray]) -> None:
         """Code a layer of blocks that are not finer from arrays of finer ones."""

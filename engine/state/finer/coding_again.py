@@ -9,6 +9,7 @@ from polarlm.engine.state.finer.blocks import FinerBlocks
 
 _RECENT = 8  # latest blocks, of which the slowest one is expected to take the time of the next
 _ALONE = 0.05  # seconds between two units while no request takes steps
+_SHARE_BY_AGE = 1 / 4  # of a step, at most, for blocks that have become old: no request waits for these
 
 
 class CodingAgain:
@@ -35,6 +36,8 @@ class CodingAgain:
         blocks, seconds, coded = self._blocks, _ALONE if step is None else step, 0
         if blocks is None:
             return 0
+        if blocks.is_by_age and self._awaited is None:
+            seconds *= _SHARE_BY_AGE
         awaited, self._awaited = self._awaited, None
         started = before = time.perf_counter()
         while not coded or before - started + max(self._seconds) <= seconds:
