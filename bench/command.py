@@ -11,7 +11,7 @@ from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.codecs.ring import NAMES
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.state.cache_types import PRESETS, auto_bits
+from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS, auto_bits
 
 _PLAIN = ":plain"
 
@@ -45,7 +45,7 @@ class CacheType:
         """
         names = text.removesuffix(_PLAIN)
         try:
-            if auto_bits(names) is not None:
+            if auto_bits(names) is not None or names in TWO_KINDS:
                 return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
         except EngineError as error:
             raise FlagError(str(error).replace("cache_type=", "--types ")) from None
@@ -75,11 +75,14 @@ class CacheType:
         """The names of the codecs of keys and of values in any layer, or that auto chooses among."""
         if auto_bits(self.key) is not None:
             return [*NAMES]
+        if self.key in TWO_KINDS:
+            kinds = TWO_KINDS[self.key]
+            return [*kinds.finer, *kinds.coarser]
         return [part.partition("@")[0] for part in f"{self.key},{self.value}".split(",")]
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig that set this cache type."""
-        if auto_bits(self.key) is not None:
+        if auto_bits(self.key) is not None or self.key in TWO_KINDS:
             return {"cache_type": self.key, "key_conditioning": self.key_conditioning}
         return {"cache_type_k": self.key, "cache_type_v": self.value, "key_conditioning": self.key_conditioning}
 

@@ -9,8 +9,9 @@ from polarlm.engine import codecs, records
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.state.cache_types import PRESETS
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import format_bytes
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from scripts.make_quality_table import with_tables
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "cache-types.md"

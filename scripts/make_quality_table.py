@@ -11,7 +11,7 @@ from polarlm.bench import report
 from polarlm.bench.quality import page
 from polarlm.bench.quality.causes import format_table
 from polarlm.bench.quality.scores import kl_by_position, small, with_error
-from polarlm.engine.state.cache_types import PRESETS
+from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ PLAIN = ":plain"  # a type as published, without conditioning
 
 # The types in the README: the presets, and types to compare them with.
 _SHORT = ["q8_0:plain", "ring5/ring4", "kivi4:plain", "q4_0:plain", "turbo4:plain", "ring4/ring3.5", "polarquant:plain"]
-_SHORT += ["ring3/ring3.5", "turbo3:plain"]
+_SHORT += ["ring3/ring3.5", "turbo3:plain", "by-age"]
 
 Measured = Mapping[str, Any]
 
@@ -244,6 +244,8 @@ def _label(name: str) -> str:
     """A type for a table, with its preset, and "as published" if it is."""
     presets = {"/".join(dict.fromkeys(types)): preset for preset, types in PRESETS.items()}
     preset = f" = **{presets[name]}**" if name in presets else ""
+    if name in TWO_KINDS:
+        preset, name = f" = **{name}**", " → ".join("/".join(dict.fromkeys(types)) for types in TWO_KINDS[name][:2])
     published = name.removesuffix(PLAIN)
     return f"`{published}`{preset}" + (", as published" if published != name else "")
 
@@ -278,6 +280,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "peers": peers_table,
         "hybrid peers": hybrid_peers_table,
         "auto": lambda: _peers(newest("auto-smollm2-135m-instruct-wikitext2-????-??-??")),
+        "by age Shakespeare": lambda: _peers(newest("by-age-smollm2-135m-instruct-tinyshakespeare-????-??-??")),
         "auto Shakespeare": lambda: _peers(newest("auto-smollm2-135m-instruct-tinyshakespeare-????-??-??")),
     },
 }

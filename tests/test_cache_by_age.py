@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.sampling.sample import log_softmax
-from polarlm.engine.state.shapes import NEWEST
+from polarlm.engine.state.layer_shapes import NEWEST
 from tests.conftest import TRAINED_HYBRID
 from tests.test_cache_by_room import GREEDY, MODELS, N, continued, known, load, prompt
 from tests.tiny import assert_idle, make_model

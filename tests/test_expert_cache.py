@@ -33,7 +33,8 @@ from polarlm.engine.loading.fit import DeviceFit, fit_weights
 from polarlm.engine.loading.sizes import cache_shape
 from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.quantization.statistics import neutral
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.weight_formats import Matrix
 from polarlm.server.http.plain import metrics, stats
 from polarlm.server.running.counters import Totals

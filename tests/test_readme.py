@@ -12,7 +12,8 @@ from starlette.routing import Route
 
 from polarlm.engine import Engine, SamplingParams, codecs
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.families import families
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app

@@ -20,7 +20,8 @@ from polarlm.engine.backends.transfer import FIELDS
 from polarlm.engine.loading import encoding, kept_arrays
 from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.quantization.conditioning import Scale
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import files, identity, objects, sessions
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads

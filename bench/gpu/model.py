@@ -23,8 +23,9 @@ from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.state import cache_types
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import StorePlan
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 
 _OUTPUT_ROWS = 512  # rows of the random output projection, for the metrics

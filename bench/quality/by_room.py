@@ -1,4 +1,4 @@
-"""What `--cache-type auto` costs: with room for all blocks, and with every block coded again, beside its two types.
+"""What `--cache-type auto` costs: with room for all blocks, and with none but the newest ones left as they were.
 
     python -m polarlm.bench.quality.by_room --text text.txt
 
@@ -19,17 +19,18 @@ from polarlm.engine import Engine
 from polarlm.engine.codecs import FULL
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import states
-from polarlm.engine.state.cache_types import BY_ROOM, COARSER, FINER
+from polarlm.engine.state.cache_types import BY_ROOM, TWO_KINDS
 
 
 def logits(model: Transformer, ids: Sequence[int], *, is_full: bool = False) -> Iterator[np.ndarray]:
-    """Yield the logits (rows, V) of `ids`, a block at a time. is_full: whether each block is coded again at once."""
+    """Yield the logits (rows, V) of `ids`, a block at a time. is_full: whether all blocks are coded again at once, but
+    the newest."""
     kv = model.store.new_sequence()
     try:
         for _, hidden in states(model, kv, ids):
             yield model.logits(hidden)
-            while is_full and model.store.finer is not None and model.store.finer.code_again():
-                pass
+            while is_full and model.store.finer is not None and model.store.finer.blocks.settled:
+                model.store.finer.code_again()
     finally:
         model.store.release(kv)
 
@@ -52,8 +53,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window")
     parser.add_argument("--windows", type=int, default=3, help="windows of each text, from its beginning")
     arguments = parser.parse_args()
-    cases = {FINER: (FINER, False), "auto, with room": (BY_ROOM, False)}
-    cases |= {"auto, every block coded again": (BY_ROOM, True), COARSER: (COARSER, False)}
+    finer, coarser = TWO_KINDS[BY_ROOM].names
+    cases = {finer: (finer, False), "auto, with room": (BY_ROOM, False)}
+    cases |= {"auto, older blocks coded again": (BY_ROOM, True), coarser: (coarser, False)}
 
     def load(cache_type: str) -> Engine:
         # With room for four windows, so that no block is coded again for want of it.

@@ -50,7 +50,7 @@ class Row(Figures):
     """The figures of one cache type with one scoring, over all windows. type: the label of a CacheType."""
 
     type: str
-    bits_per_value: float  # bits of complete blocks as stored
+    bits_per_value: float  # bits of complete blocks as stored; by age, over a window
     scored_as: str
     perplexity: float
     perplexity_error: float | None
@@ -160,7 +160,7 @@ def _measure_type(
         for name, coded in SCORINGS.items():
             attention[name] = replay.errors(engine, cut[0], recording, every_token_coded=coded)
             progress()
-        bits = engine.cache_stats().bits_per_value
+        bits = engine.cache_shape.bits_of_text(longest)
     return [row_of(cache_type, bits, name, found[name], logprobs, attention[name]) for name in SCORINGS]
 
 

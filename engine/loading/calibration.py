@@ -22,8 +22,9 @@ from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second, smoothing
 from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape, SharedShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer

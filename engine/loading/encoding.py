@@ -11,7 +11,8 @@ from polarlm.engine.model.kv_scales import Variances, scale
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import by_layer, key_metric, value_metric, without_feedback, without_tilt
 from polarlm.engine.quantization.statistics import LayerStatistics, smoothing
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import Metrics
 
 

@@ -32,7 +32,8 @@ from polarlm.engine.model.warm_up import (
 from polarlm.engine.model.weights import layer_formats, load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.statistics import neutral
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, Metrics
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders.config import ModelConfig

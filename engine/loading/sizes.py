@@ -18,6 +18,7 @@ from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
+from polarlm.engine.state.layer_shapes import LayerShape, OwnShape, SharedShape
 from polarlm.engine.state.plan import (
     StorePlan,
     format_bytes,
@@ -28,7 +29,7 @@ from polarlm.engine.state.plan import (
     with_more_tokens,
 )
 from polarlm.engine.state.recurrent.delta import DeltaShape
-from polarlm.engine.state.shapes import CacheShape, LayerShape, OwnShape, SharedShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig, Recurrent

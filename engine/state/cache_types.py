@@ -11,7 +11,8 @@ from typing import NamedTuple
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.shapes import CacheShape, FinerKind
+from polarlm.engine.state.layer_shapes import FinerKind
+from polarlm.engine.state.shapes import CacheShape
 
 # (type of keys, type of values), chosen by measurement: see docs/quality.md and `bench.quality`.
 PRESETS = {
@@ -226,9 +227,8 @@ def _unknown(setting: str, name: str) -> EngineError:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (
-            f"there is no such type; choose {', '.join(PRESETS)}, {', '.join(TWO_KINDS)}, {AUTO}BITS, one of {types}, or two as "
-            "KEYS/VALUES; "
-            "cache_type_k and cache_type_v set keys and values by themselves"
+            f"there is no such type; choose {', '.join((*PRESETS, *TWO_KINDS))}, {AUTO}BITS, one of {types}, or two "
+            "as KEYS/VALUES; cache_type_k and cache_type_v set keys and values by themselves"
         )
     else:
         pair = "; KEYS/VALUES is for cache_type" if "/" in name else ""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from polarlm.engine.codecs import FULL, get
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
 
 _SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it completes until commit
 

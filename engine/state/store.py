@@ -36,9 +36,9 @@ from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.state.blocks import CodeAgain
 from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
+from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.layer_state import Buffers, LayerState, in_words
 from polarlm.engine.state.plan import StorePlan
-from polarlm.engine.state.shapes import LayerShape, SharedShape
 from polarlm.engine.state.tables import BlockTable, Growth
 
 T = TypeVar("T")

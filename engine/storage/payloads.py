@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.state.shapes import ArraySpec, CacheShape, StateShape
+from polarlm.engine.state.layer_shapes import ArraySpec, StateShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.objects import MOST_HEADER, DamagedObject, Object
 from polarlm.model_loaders.forks import cached_property
 

@@ -20,8 +20,9 @@ from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import open_device
 

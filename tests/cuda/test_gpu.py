@@ -29,8 +29,9 @@ from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.model_loaders import ModelConfig, demo
 from polarlm.model_loaders import load_weights as open_weights

@@ -31,8 +31,9 @@ from polarlm.engine.model.layers.mamba2 import Mamba2LayerWeights
 from polarlm.engine.model.layers.short_conv import ShortConvWeights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, get
 from polarlm.model_loaders.config import (

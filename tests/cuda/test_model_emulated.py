@@ -21,8 +21,9 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
+from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape, SharedShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders import ModelConfig, WeightSource

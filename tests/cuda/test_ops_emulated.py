@@ -25,9 +25,10 @@ from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, Sampling
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, get
 from tests.cuda.emulated import open_device

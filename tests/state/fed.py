@@ -9,8 +9,9 @@ import numpy as np
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.state.reference import as_read, attention
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polarlm.engine.model.layers import Eps
+from polarlm.engine.state.layer_shapes import ArraySpec, TokenBlocks
 from polarlm.engine.state.layer_state import BlockArrays
-from polarlm.engine.state.shapes import ArraySpec, TokenBlocks
 from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
 from polarlm.model_loaders.config import Mixer
 

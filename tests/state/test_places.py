@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.blocks import FinerAllocator
 from polarlm.engine.state.finer.places import Place, Places
-from polarlm.engine.state.shapes import NEWEST
+from polarlm.engine.state.layer_shapes import NEWEST
 
 
 class Memory(RuleBasedStateMachine):

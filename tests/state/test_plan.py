@@ -15,6 +15,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.loading.assembly import fit_line
 from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import (
     StorePlan,
     f16_tokens,
@@ -27,7 +28,7 @@ from polarlm.engine.state.plan import (
 )
 from polarlm.engine.state.recurrent.conv_inputs import ConvShape
 from polarlm.engine.state.recurrent.delta import DeltaShape
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders.config import GatedDelta
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from polarlm.engine.backends import transfer
-from polarlm.engine.state.shapes import CacheShape, FinerKind, LayerShape
+from polarlm.engine.state.layer_shapes import FinerKind, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import objects
 from polarlm.engine.storage.objects import DamagedObject, Object, pack_ids, unpack
 from polarlm.engine.storage.payloads import Payloads

@@ -13,7 +13,8 @@ import numpy as np
 
 from polarlm.bench.command import CacheType
 from polarlm.engine import EngineError, codecs
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
 
 _MEASURED_CACHE = "balanced"  # the column to read of a speed file
 _BLOCK = 64  # tokens

@@ -23,8 +23,9 @@ from polarlm.engine.loading.encoding import WHOLE, Stored, stored_layers
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import variances
 from polarlm.engine.model.score import states
+from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape, LayerShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders.config import ModelConfig
 

@@ -14,7 +14,7 @@ from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbedding, LayerEmbeddingWeights
 from polarlm.engine.model.layers.mamba2 import Mamba2
 from polarlm.engine.model.layers.short_conv import ShortConv
-from polarlm.engine.state.shapes import OwnShape
+from polarlm.engine.state.layer_shapes import OwnShape
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 

@@ -1,7 +1,9 @@
 """The state of attention with two kinds of blocks: finer ones, which are coded again for want of room, or by age.
 
-The newest blocks of sequences are the last to be coded again: most of a step's attention is theirs. By age, all others are
-coded again as soon as there is time. A block's id is its name. Where it lies, and of which kind it is, its place says; coding it again and moving it change
+The newest blocks of sequences are the last to be coded again: most of a step's attention is theirs. By age, all others
+are coded again as soon as there is time.
+
+A block's id is its name. Where it lies, and of which kind it is, its place says; coding it again and moving it change
 only that, so tables, the prefix cache and reference counts know nothing of it.
 """
 
@@ -17,8 +19,9 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.places import Place, Places
 from polarlm.engine.state.kv_blocks import KVBlocks, encode, of_layer
+from polarlm.engine.state.layer_shapes import NEWEST
 from polarlm.engine.state.layer_state import BlockArrays
-from polarlm.engine.state.shapes import NEWEST, CacheShape
+from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Growth
 
 _LOW = 16  # the part of the store that new finer blocks leave free: running sequences take their next blocks from it
@@ -29,8 +32,9 @@ class FinerAllocator(BlockAllocator):
     """Allocates blocks, with a place for each that is held or kept: of the finer kind while there is room, or by age.
 
     Blocks are coded again in this order: those that the prefix cache alone knows, as they would be allocated; then
-    those that sequences hold, the oldest first; the newest ones of sequences if nothing else makes room. By room, none is
-    taken from the prefix cache before these. By age, the prefix cache keeps the newest ones of a sequence as they are.
+    those that sequences hold, the oldest first; the newest ones of sequences if nothing else makes room. By room, none
+    is taken from the prefix cache while others can be coded again. By age, the prefix cache keeps the newest ones of a
+    sequence as they are.
     """
 
     def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], *, is_by_age: bool) -> None:
@@ -112,7 +116,7 @@ class FinerAllocator(BlockAllocator):
         self.places.release(block)
 
     def complete(self, block: int) -> None:
-        """Note that a block, one of the newest of a sequence, is complete: if it is finer, it can be coded again later."""
+        """Note that a block is complete, one of the newest of a sequence; a finer one can be coded again later."""
         if self.places[block].is_finer and block not in self._settled:
             self._newest.setdefault(block)
 

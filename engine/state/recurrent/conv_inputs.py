@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.state.layer_shapes import ArraySpec, TokenBlocks
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
-from polarlm.engine.state.shapes import ArraySpec, TokenBlocks
 from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
 
 _F32 = np.dtype(np.float32)

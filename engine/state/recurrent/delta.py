@@ -17,6 +17,7 @@ from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, Fetc
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.layer_shapes import ArraySpec
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.delta_slots import (
     PromptRows,
@@ -28,7 +29,6 @@ from polarlm.engine.state.recurrent.delta_slots import (
     new_slots,
     one_slot,
 )
-from polarlm.engine.state.shapes import ArraySpec
 from polarlm.engine.state.tables import BlockTable, Growth
 from polarlm.model_loaders.config import Recurrent
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, FetchStates, Mamba2Weights
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.state.shapes import ArraySpec
+from polarlm.engine.state.layer_shapes import ArraySpec
 
 _STEP = 4  # of the distances, in blocks, between the end of a prompt and the snapshots before it
 

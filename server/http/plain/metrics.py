@@ -64,7 +64,9 @@ class _Numbers(Collector):
         ):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
         by_type = GaugeMetricFamily(
-            "polarlm_kv_blocks_of_type", "Used and kept blocks by cache type, with --cache-type auto", labels=["type"]
+            "polarlm_kv_blocks_of_type",
+            "Used and kept blocks by cache type, with --cache-type auto or by-age",
+            labels=["type"],
         )
         for name, count in (now.types or {}).items():
             by_type.add_metric([name], count)
