@@ -99,6 +99,20 @@ def test_a_store_for_as_many_tokens_is_smaller_than_that_of_ring5(path: Path) ->
     assert plans[0].bytes < plans[1].bytes
 
 
+def test_the_bits_of_a_text_are_those_of_its_blocks(tiny_path: Path) -> None:
+    shapes = {}
+    for cache_type in ("by-age", "ring5", "ring3"):
+        with load(tiny_path, cache_type) as engine:
+            shapes[cache_type] = engine.cache_shape
+    own, ring5, ring3 = shapes["by-age"], *(shapes[name].bits_per_value for name in ("ring5", "ring3"))
+    assert own.bits_of_text(5 * N) == ring5  # without the first block
+    assert own.bits_of_text(32 * N) == pytest.approx((4 * ring5 + 27 * ring3) / 31)
+    assert shapes["ring3"].bits_of_text(32 * N) == ring3
+    assert own.sequence_bytes(33 * N) == shapes["ring3"].sequence_bytes(33 * N) + NEWEST * (
+        own.finest.quantized_bytes(range(len(own.layers))) - own.quantized_bytes(range(len(own.layers)))
+    )
+
+
 def test_a_gpu_is_refused(tiny_path: Path) -> None:
     with pytest.raises(EngineError, match="cache_type=by-age: it runs on the CPU only"):
         Engine.load(tiny_path, device="cuda", cache_type="by-age")

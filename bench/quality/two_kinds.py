@@ -1,6 +1,6 @@
-"""What `--cache-type auto` costs: with room for all blocks, and with none but the newest ones left as they were.
+"""What cache types with two kinds of blocks cost: `by-age`, and `auto` with room and without, next to `compact`.
 
-    python -m polarlm.bench.quality.by_room --text text.txt
+    python -m polarlm.bench.quality.two_kinds --text text.txt
 
 Each text is read as in steps: complete blocks as codes, the first and the current block in full precision. KL is that
 of the next token's distributions from those of an f16 cache.
@@ -19,12 +19,12 @@ from polarlm.engine import Engine
 from polarlm.engine.codecs import FULL
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import states
-from polarlm.engine.state.cache_types import BY_ROOM, TWO_KINDS
+from polarlm.engine.state.cache_types import BY_AGE, BY_ROOM, TWO_KINDS
 
 
 def logits(model: Transformer, ids: Sequence[int], *, is_full: bool = False) -> Iterator[np.ndarray]:
-    """Yield the logits (rows, V) of `ids`, a block at a time. is_full: whether all blocks are coded again at once, but
-    the newest."""
+    """Yield the logits (rows, V) of `ids`, a block at a time. is_full: whether all but the newest blocks are coded
+    again at once, as if there were no room."""
     kv = model.store.new_sequence()
     try:
         for _, hidden in states(model, kv, ids):
@@ -45,8 +45,8 @@ def divergence(reference: Engine, engine: Engine, windows: Sequence[Sequence[int
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m polarlm.bench.quality.by_room",
-        description="Measure the cache type auto with room and without.",
+        prog="python -m polarlm.bench.quality.two_kinds",
+        description="Measure the cache types by-age and auto, the latter with room and without.",
     )
     parser.add_argument("-m", "--model", help="the demonstration model if not given")
     parser.add_argument("--text", type=Path, required=True, action="append", help="may be repeated")
@@ -54,20 +54,18 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=3, help="windows of each text, from its beginning")
     arguments = parser.parse_args()
     finer, coarser = TWO_KINDS[BY_ROOM].names
-    cases = {finer: (finer, False), "auto, with room": (BY_ROOM, False)}
-    cases |= {"auto, older blocks coded again": (BY_ROOM, True), coarser: (coarser, False)}
+    cases = {finer: (finer, False), "auto, with room": (BY_ROOM, False), "auto, without room": (BY_ROOM, True)}
+    cases |= {BY_AGE: (BY_AGE, False), coarser: (coarser, False)}
 
-    def load(cache_type: str) -> Engine:
-        # With room for four windows, so that no block is coded again for want of it.
-        return Engine.load(arguments.model, cache_type=cache_type, ctx_size=4 * arguments.window, device="cpu")
-
-    with load(FULL) as reference:
+    with Engine.load(arguments.model, cache_type=FULL, device="cpu") as reference:
+        # With room for four windows, or the whole context: no block is coded again for want of room.
+        context = min(4 * arguments.window, reference.context)
         for path in arguments.text:
             ids = reference.tokenize(path.read_text(encoding="utf-8"))
             cuts = [ids[i * arguments.window : (i + 1) * arguments.window] for i in range(arguments.windows)]
             print(f"{path.name}: {len(cuts)} windows of {arguments.window} tokens")
             for name, (cache_type, is_full) in cases.items():
-                with load(cache_type) as engine:
+                with Engine.load(arguments.model, cache_type=cache_type, ctx_size=context, device="cpu") as engine:
                     found = divergence(reference, engine, cuts, is_full=is_full)
                 kl = [part.mean() for part in np.split(found.kl, len(cuts))]
                 error = np.std(kl, ddof=1) / len(kl) ** 0.5 if len(kl) > 1 else 0.0
