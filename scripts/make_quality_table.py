@@ -24,7 +24,7 @@ PLAIN = ":plain"  # a type as published, without conditioning
 
 # The types in the README: the presets, and types to compare them with.
 _SHORT = ["q8_0:plain", "ring5/ring4", "kivi4:plain", "q4_0:plain", "turbo4:plain", "ring4/ring3.5", "polarquant:plain"]
-_SHORT += ["ring3/ring3.5", "turbo3:plain", "by-age"]
+_SHORT += ["ring3/ring3.5", "turbo3:plain"]
 
 Measured = Mapping[str, Any]
 
@@ -280,7 +280,6 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "peers": peers_table,
         "hybrid peers": hybrid_peers_table,
         "auto": lambda: _peers(newest("auto-smollm2-135m-instruct-wikitext2-????-??-??")),
-        "by age Shakespeare": lambda: _peers(newest("by-age-smollm2-135m-instruct-tinyshakespeare-????-??-??")),
         "auto Shakespeare": lambda: _peers(newest("auto-smollm2-135m-instruct-tinyshakespeare-????-??-??")),
     },
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,16 +35,16 @@ MISSING_STARTS = "Starts have not been measured yet; `polarlm speed --only start
 
 
 def published(kind: str = "speed") -> dict[Path, Measured]:
-    """The newest complete measurement of each model on a CPU, and on one whose kernels are restricted to a level; also
-    one that has all but starts, which come last.
+    """The newest complete measurement of each model on each CPU, and on one whose kernels are restricted to a level;
+    also one that has all but starts, which come last.
 
     Those of the demonstration model come first, then by name. kind: "speed", or "starts" for those of starts alone.
     """
-    found: dict[str, tuple[Path, Measured]] = {}
+    found: dict[tuple[str, str], tuple[Path, Measured]] = {}
     measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]
     for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
         if (measured["complete"] or measured["memory"]) and measured["device"] == "cpu":
-            found[_title(measured)] = path, measured
+            found[_title(measured), place(measured)] = path, measured
     return dict(sorted(found.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
 
 
@@ -51,23 +53,27 @@ def headline() -> str:
     README."""
     everything = {path: one for path, one in published().items() if _restricted_to(one) is None}
     parts, shown = [], list[tuple[Path, Measured]]()
-    for model in (DEMO, LARGER):
-        if own := [(path, one) for path, one in everything.items() if one["model"] == model]:
-            parts += [f"{model}:", summary_table([one for _, one in own])]
+    for model, where in itertools.product((DEMO, LARGER), dict.fromkeys(map(place, everything.values()))):
+        own = [(path, one) for path, one in everything.items() if (one["model"], place(one)) == (model, where)]
+        if own:
+            parts += [f"{model}, on {where}:", summary_table([one for _, one in own])]
             shown += own
     if not shown:
         return MISSING
     most = max((one for _, one in shown), key=lambda one: len(one["contestants"]))
     dates = " to ".join(sorted({min(one["date"] for _, one in shown), max(one["date"] for _, one in shown)}))
-    parts.append(f"On {place(most)}; {peers_in_words(most)}; measured on {dates} ([commands](docs/speed.md)).")
+    parts.append(f"{peers_in_words(most)}; measured on {dates} ([commands](docs/speed.md)).")
     return "\n\n".join([*parts, *_picture(shown[0][0], README)])
 
 
 def all_tables() -> str:
     """All tables of all models, for docs/speed.md."""
     parts = []
-    for path, measured in published().items():
-        parts.append(f"### {_title(measured)}")
+    everything = published()
+    titles = Counter(map(_title, everything.values()))
+    for path, measured in everything.items():
+        where = f", on {place(measured)}" if titles[_title(measured)] > 1 else ""
+        parts.append(f"### {_title(measured)}{where}")
         parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path, DOCUMENT)]
         parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
         if measured["memory"]:  # else rates alone were measured

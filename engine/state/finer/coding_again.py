@@ -9,7 +9,6 @@ from polarlm.engine.state.finer.blocks import FinerBlocks
 
 _RECENT = 8  # latest blocks, of which the slowest one is expected to take the time of the next
 _ALONE = 0.05  # seconds between two units while no request takes steps
-_SHARE_BY_AGE = 1 / 4  # of a step, at most, for blocks that have become old: no request waits for these
 
 
 class CodingAgain:
@@ -28,7 +27,8 @@ class CodingAgain:
         return is_short
 
     def between_units(self, step: float | None) -> int:
-        """Code blocks again if the store should have more room, and return how many of their layers.
+        """Code blocks again if the store should have more room, and return how many of their layers; before that, all
+        that are too old for their bits.
 
         step: the seconds that a step takes, which this exceeds only if a single layer does; None if no request
         takes steps.
@@ -36,8 +36,7 @@ class CodingAgain:
         blocks, seconds, coded = self._blocks, _ALONE if step is None else step, 0
         if blocks is None:
             return 0
-        if blocks.is_by_age and self._awaited is None:
-            seconds *= _SHARE_BY_AGE
+        blocks.code_aged()  # at once, so that what a step reads does not depend on how long others take
         awaited, self._awaited = self._awaited, None
         started = before = time.perf_counter()
         while not coded or before - started + max(self._seconds) <= seconds:
