@@ -136,12 +136,6 @@ struct PairTable {
         }
     }
 
-    // The norm that a stored form reads back as.
-    static __device__ __forceinline__ float stored_norm(unsigned code, const unsigned char *tables) {
-        if constexpr (L::NORM_BYTES == 2) return __low2float(as_half2(code));
-        return reinterpret_cast<const float *>(tables + L::NORM_TABLE)[code];
-    }
-
     // Stores codes [N][D / WIDTH] and norms [N] from shared memory in a record.
     static __device__ void pack(unsigned char *record, const unsigned short *codes, const float *norms,
                                 const unsigned char *tables, int thread, int threads) {

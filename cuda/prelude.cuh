@@ -218,19 +218,6 @@ __device__ __forceinline__ void load_floats(float (&out)[N], const T *p) {
     }
 }
 
-// The same for memory that is read once: its cache lines are evicted first.
-template <int N, class T>
-__device__ __forceinline__ void load_floats_once(float (&out)[N], const T *p) {
-    constexpr int size = 16 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < N; i += size) {
-        Chunk<T> chunk;
-        *reinterpret_cast<uint4 *>(&chunk) = __ldcs(reinterpret_cast<const uint4 *>(p + i));
-#pragma unroll
-        for (int j = 0; j < size; ++j) out[i + j] = to_float(chunk.at[j]);
-    }
-}
-
 template <int N, class T>
 __device__ __forceinline__ void store_floats(T *p, const float (&values)[N]) {
     constexpr int size = 16 / sizeof(T);
