@@ -41,7 +41,7 @@ from polarlm.bench.gpu.shapes import (
 )
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.engine.errors import EngineError
@@ -134,12 +134,9 @@ class Prompt(Pass):
         return sum(part.seconds for part in (*kept, *self.with_wgmma))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Predicts, writes the JSON, prints the tables; returns the exit code."""
-    return run(_predict_and_report, argv)
-
-
-def _predict_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Predicts, writes the JSON, prints the tables."""
     options, destination = parse(
         argv,
         {"Prediction": Options, "Output": Output},

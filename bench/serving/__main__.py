@@ -28,7 +28,7 @@ from polarlm.bench.serving import plot
 from polarlm.bench.serving.plan import Plan, poisson, prompts
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.server.config import KEY_VARIABLE
@@ -64,12 +64,9 @@ class Options:
     seed: int = setting(0, "--seed", metavar="N", help="of arrivals and prompts")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes JSON and picture, prints the table; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes JSON and picture, prints the table."""
     options, destination = parse(
         argv,
         {"Load": Options, "Output": Output},

@@ -28,7 +28,7 @@ from polarlm.bench.serving.simulate.routing import ROUTERS
 from polarlm.bench.serving.simulate.tables import format_result
 from polarlm.bench.serving.simulate.tiers import TierSize
 from polarlm.bench.serving.simulate.trace import Trace, make
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.engine.state.plan import parse_size
@@ -69,12 +69,9 @@ class Options:
     seed: int = setting(0, "--seed", metavar="N", help="of the load")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulates, writes JSON and a picture, prints the tables; returns the exit code."""
-    return run(_simulate_and_report, argv)
-
-
-def _simulate_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Simulates, writes JSON and a picture, prints the tables."""
     options, destination = parse(
         argv,
         {"Simulation": Options, "Output": Output},
