@@ -105,7 +105,7 @@ __device__ __forceinline__ void prefetch_line(const void *p) { asm volatile("pre
 // global memory. After let_next_begin of all its blocks the next kernel may begin, if it waits as well.
 // The rule of chains: every thread of such a kernel waits before it can return and outside of any condition. A kernel
 // waits for the one before it alone; but where each ends after the one before it, all earlier ones have ended, too. One
-// kernel that is launched so and ends without waiting would break this for all behind it.
+// kernel that is launched so and ends without waiting would break this for all after it.
 __device__ __forceinline__ void let_next_begin() {
 #ifdef OVERLAPS
     asm volatile("griddepcontrol.launch_dependents;");
@@ -118,7 +118,7 @@ __device__ __forceinline__ void wait_for_previous() {
 }
 
 // Adds 1 to *count, in global memory, or makes it 0 if it is `last`, and returns what it was. A thread's accesses
-// before the call, and those it knows of, are ordered before what a thread of any block does behind its own call with
+// before the call, and those it knows of, are ordered before what a thread of any block does after its own call with
 // this count, if that comes later: the atomic releases and acquires. A fence on each side would wait twice.
 __device__ __forceinline__ int count_up(int *count, int last) {
     int before;
@@ -185,7 +185,7 @@ struct Span {
     int sink;                        // full-precision slot of the first block, or −1
     int first_quantized, quantized;  // number of the first quantized block, and how many there are
     int current, current_block;      // record of the block that the new rows begin in, and its number
-    int next;                        // record of the block behind that; further ones follow it
+    int next;                        // record of the block after that; further ones follow it
 
     // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &next + 1; }

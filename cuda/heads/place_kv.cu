@@ -23,7 +23,7 @@ __device__ __forceinline__ int full_offset(int token, int channel) {
     return (token / L::PART * L::TILES + tile) * 512 + (4 * g + tg) * 16 + f16_order(r) * 4 + (VALUES ? t : c) % 2 * 2;
 }
 
-// The sequence of a row: the last one whose first row is not behind it.
+// The sequence of a row: the last one whose first row is not after it.
 __device__ __forceinline__ int sequence_of(int row, const int *spans, int span_stride, int spans_count) {
     int low = 0, high = min(row, spans_count - 1);
     while (low < high) {
