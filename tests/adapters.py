@@ -62,6 +62,8 @@ def write_gguf(path: Path, changes: Changes, alpha: float, heads: Mapping[str, i
     """A GGUF file with these changes, in llama.cpp's order of rows; returns it. heads: of "attn_q" and "attn_k"."""
     import gguf  # which a bare machine does not have
 
+    from tests.model_loaders.checkpoints import finish
+
     writer = gguf.GGUFWriter(path, arch)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -73,10 +75,7 @@ def write_gguf(path: Path, changes: Changes, alpha: float, heads: Mapping[str, i
             b = b.reshape(heads[theirs], 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
         writer.add_tensor(f"blk.{layer}.{theirs}.weight.lora_a", a)
         writer.add_tensor(f"blk.{layer}.{theirs}.weight.lora_b", np.ascontiguousarray(b))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
