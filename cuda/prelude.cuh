@@ -69,18 +69,6 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&tiles)[4], const void *ro
                  : "r"(shared_address(row))
                  : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&tiles)[4], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-__device__ __forceinline__ void ldmatrix_x2(unsigned (&tiles)[2], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
-                 : "=r"(tiles[0]), "=r"(tiles[1])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
 
 // Copies 4, 8 or 16 bytes from global to shared memory asynchronously. A wait covers the thread's own copies only.
 template <int BYTES>
