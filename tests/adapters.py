@@ -21,14 +21,14 @@ def base_weights(base: Path) -> dict[str, np.ndarray]:
     return load_file(base / "model.safetensors")
 
 
-def random_changes(base: Path, rank: int, seed: int, modules: tuple[str, ...] = ALL, size: float = 0.5) -> Changes:
+def random_changes(base: Path, rank: int, seed: int, modules: tuple[str, ...] = ALL) -> Changes:
     """Changes of all matrices of these modules, large enough for other tokens to be drawn."""
     rng = np.random.default_rng(seed)
     changes = {}
     for name, w in sorted(base_weights(base).items()):
         if name.split(".")[-2] in modules:
             a = rng.standard_normal((rank, w.shape[1])) / np.sqrt(w.shape[1])
-            b = rng.standard_normal((w.shape[0], rank)) * size / np.sqrt(rank)
+            b = rng.standard_normal((w.shape[0], rank)) * 0.5 / np.sqrt(rank)
             changes[name] = a.astype(np.float32), b.astype(np.float32)
     return changes
 
