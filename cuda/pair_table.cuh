@@ -1,7 +1,7 @@
 // Codecs whose codes are indices into one table of pairs of values, with a norm for each token: the base of ring, turbo
 // and trellis. Twin of engine/records/pair_table.py.
 //
-// L has, beside the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
+// L has, besides the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
 // LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;
 // offsets into the tables: PAIRS half2 [2^BITS], POINTS_F32 float [POINTS][WIDTH] and, for norms of one byte,
 // NORM_TABLE float [256] and NORM_THRESHOLDS float [256], ascending (else 0).

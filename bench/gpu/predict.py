@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def beside(gpu: str, config: ModelConfig, file: Path) -> str:
-    """The measured steps and prompts of a file of `bench.gpu` beside their predictions, as a table; a sentence where
+    """The measured steps and prompts of a file of `bench.gpu` next to their predictions, as a table; a sentence where
     they cannot be predicted. gpu: the GPU's name; config: of the measured model."""
     words = report.slug(gpu).split("-")
     found = [name for name in MACHINES if name in words]

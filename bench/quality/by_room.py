@@ -1,4 +1,4 @@
-"""What `--cache-type auto` costs: with room for all blocks, and with every block coded again, beside its two types.
+"""What `--cache-type auto` costs: with room for all blocks and with all coded again, compared with its two types.
 
     python -m polarlm.bench.quality.by_room --text text.txt
 
