@@ -22,7 +22,7 @@ from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
 from polarlm.bench.report import Output, table
 from polarlm.engine import Engine, EngineConfig, SamplingParams
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
 from polarlm.engine.loading.experts import ExpertPlan
@@ -52,12 +52,9 @@ class Config:
     threads: int = setting(0, "-t", "--threads", metavar="N", help="CPU threads; 0 takes all")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON, prints the table; returns the exit code."""
-    return run(_measure, argv)
-
-
-def _measure(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes the JSON, prints the table."""
     config, output = parse(
         argv,
         {"Measurement": Config, "Output": Output},

@@ -17,7 +17,7 @@ import numpy as np
 
 from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named
 from polarlm.engine import Engine, EngineConfig, SamplingParams
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
 from polarlm.engine.state.plan import format_bytes
@@ -38,12 +38,9 @@ class Config:
     cache_type: str = setting("balanced", "--cache-type", metavar="TYPE", help="cache type")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, and prints a line for each way to the first token; returns the exit code."""
-    return run(_measure, argv)
-
-
-def _measure(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, and prints a line for each way to the first token."""
     (config,) = parse(
         argv,
         {"Measurement": Config},

@@ -38,7 +38,7 @@
 //   NORMED          whether decoded values are still to be multiplied by the token's norm
 //   RANDOM_ACCESS   whether Decoder::next takes tiles in any order
 //   piece(tables, row, number, last)            bytes 16 · number … + 15 of a row of its tables in shared memory; no
-//                                               thread has a row behind `last`, a constant after unrolling
+//                                               thread has a row after `last`, a constant after unrolling
 //   Codes, .load(record, part, lane)            loads the codes of a part into registers
 //   Decoder(codes, shared, lane), .next(t, a)   decodes tile t into registers; t is a constant after unrolling, and
 //                                               ascends from 0 unless RANDOM_ACCESS
@@ -61,7 +61,7 @@ struct LoadedRows {
     static constexpr int PIECES = COUNT * 8, OWN = (PIECES + THREADS - 1) / THREADS;
     uint4 own[OWN > 0 ? OWN : 1];
 
-    // last: no row behind it is among these.
+    // last: no row after it is among these.
     __device__ __forceinline__ explicit LoadedRows(const unsigned char *tables, int first = 0, int last = COUNT - 1) {
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {

@@ -1,7 +1,7 @@
 // Codecs whose codes are indices into one table of pairs of values, with a norm for each token: the base of ring, turbo
 // and trellis. Twin of engine/records/pair_table.py.
 //
-// L has, beside the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
+// L has, besides the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
 // LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;
 // offsets into the tables: PAIRS half2 [2^BITS], POINTS_F32 float [POINTS][WIDTH] and, for norms of one byte,
 // NORM_TABLE float [256] and NORM_THRESHOLDS float [256], ascending (else 0).
@@ -134,12 +134,6 @@ struct PairTable {
                 if (norm >= thresholds[code + step - 1]) code += step;
             return code;
         }
-    }
-
-    // The norm that a stored form reads back as.
-    static __device__ __forceinline__ float stored_norm(unsigned code, const unsigned char *tables) {
-        if constexpr (L::NORM_BYTES == 2) return __low2float(as_half2(code));
-        return reinterpret_cast<const float *>(tables + L::NORM_TABLE)[code];
     }
 
     // Stores codes [N][D / WIDTH] and norms [N] from shared memory in a record.

@@ -69,18 +69,6 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&tiles)[4], const void *ro
                  : "r"(shared_address(row))
                  : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&tiles)[4], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-__device__ __forceinline__ void ldmatrix_x2(unsigned (&tiles)[2], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
-                 : "=r"(tiles[0]), "=r"(tiles[1])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
 
 // Copies 4, 8 or 16 bytes from global to shared memory asynchronously. A wait covers the thread's own copies only.
 template <int BYTES>
@@ -105,7 +93,7 @@ __device__ __forceinline__ void prefetch_line(const void *p) { asm volatile("pre
 // global memory. After let_next_begin of all its blocks the next kernel may begin, if it waits as well.
 // The rule of chains: every thread of such a kernel waits before it can return and outside of any condition. A kernel
 // waits for the one before it alone; but where each ends after the one before it, all earlier ones have ended, too. One
-// kernel that is launched so and ends without waiting would break this for all behind it.
+// kernel that is launched so and ends without waiting would break this for all after it.
 __device__ __forceinline__ void let_next_begin() {
 #ifdef OVERLAPS
     asm volatile("griddepcontrol.launch_dependents;");
@@ -118,7 +106,7 @@ __device__ __forceinline__ void wait_for_previous() {
 }
 
 // Adds 1 to *count, in global memory, or makes it 0 if it is `last`, and returns what it was. A thread's accesses
-// before the call, and those it knows of, are ordered before what a thread of any block does behind its own call with
+// before the call, and those it knows of, are ordered before what a thread of any block does after its own call with
 // this count, if that comes later: the atomic releases and acquires. A fence on each side would wait twice.
 __device__ __forceinline__ int count_up(int *count, int last) {
     int before;
@@ -185,7 +173,7 @@ struct Span {
     int sink;                        // full-precision slot of the first block, or −1
     int first_quantized, quantized;  // number of the first quantized block, and how many there are
     int current, current_block;      // record of the block that the new rows begin in, and its number
-    int next;                        // record of the block behind that; further ones follow it
+    int next;                        // record of the block after that; further ones follow it
 
     // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &next + 1; }
@@ -213,19 +201,6 @@ __device__ __forceinline__ void load_floats(float (&out)[N], const T *p) {
 #pragma unroll
     for (int i = 0; i < N; i += size) {
         const Chunk<T> chunk = *reinterpret_cast<const Chunk<T> *>(p + i);
-#pragma unroll
-        for (int j = 0; j < size; ++j) out[i + j] = to_float(chunk.at[j]);
-    }
-}
-
-// The same for memory that is read once: its cache lines are evicted first.
-template <int N, class T>
-__device__ __forceinline__ void load_floats_once(float (&out)[N], const T *p) {
-    constexpr int size = 16 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < N; i += size) {
-        Chunk<T> chunk;
-        *reinterpret_cast<uint4 *>(&chunk) = __ldcs(reinterpret_cast<const uint4 *>(p + i));
 #pragma unroll
         for (int j = 0; j < size; ++j) out[i + j] = to_float(chunk.at[j]);
     }

@@ -1,1 +1,1 @@
-"""Programs that use PolarLM beside other software; nothing imports them."""
+"""Programs that use PolarLM together with other software; nothing imports them."""

@@ -227,7 +227,7 @@ def results_of(folder: Path, gpu: str) -> dict[str, Result]:
 
 
 def format_report(hour: Hour, results: dict[str, Result]) -> str:
-    """Counters, failures, how the parts have ended, and then the times, at last beside predictions."""
+    """Counters, failures, how the parts have ended, and then the times, at last next to predictions."""
     texts = [f"# {hour.gpu}", counters.table(hour.file("counters.csv"), hour.file("launches.jsonl"))]
     failed = [
         f"- {test}"
@@ -245,7 +245,7 @@ def format_report(hour: Hour, results: dict[str, Result]) -> str:
 
 
 def _times(hour: Hour) -> str:
-    """The tables of `bench.gpu`; where it was ended before it printed them, the times beside predictions alone."""
+    """The tables of `bench.gpu`; where it was ended before it printed them, the times next to predictions alone."""
     shown, found, config = hour.file(_TABLES), _timed(hour), Sizes().config
     if shown.exists() and (text := shown.read_text(encoding="utf-8").strip()):
         return text

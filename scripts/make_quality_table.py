@@ -182,7 +182,7 @@ def _named(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[li
 
 
 def peers_table() -> str:
-    """Cache types of other projects beside ours, with errors, fewest bits first."""
+    """Cache types of other projects next to ours, with errors, fewest bits first."""
     return _peers(newest(f"peers-{DEMO}"))
 
 

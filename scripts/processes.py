@@ -29,7 +29,7 @@ def run_for(
 ) -> int | None:
     """The exit code of a command whose output goes to a file; None if it was ended after so many seconds.
 
-    errors: the file of its standard error; default: `output`. environment: variables beside those of this process.
+    errors: the file of its standard error; default: `output`. environment: variables besides those of this process.
     Its end, and that of the caller by Ctrl-C, is the end of the processes that it has begun, too.
     """
     to = output, errors or subprocess.STDOUT

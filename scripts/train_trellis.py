@@ -19,11 +19,11 @@ from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 _ROUNDS, _VECTORS, _DIM = 120, 4000, 64
 
 
-def train(bits: int, rounds: int = _ROUNDS) -> np.ndarray:
+def train(bits: int) -> np.ndarray:
     """(2^bits, 2) float64, a multiple of 1/1000."""
     random = np.random.default_rng(bits)
     base = random.standard_normal((2**bits, 2)) * np.sqrt(1 - 2.0**-bits)
-    for number in range(rounds):
+    for number in range(_ROUNDS):
         x = random.standard_normal((_VECTORS, _DIM), np.float32)
         search = PathSearch(base)
         codes = search(x[None])[0][0]
@@ -32,7 +32,7 @@ def train(bits: int, rounds: int = _ROUNDS) -> np.ndarray:
         taken = np.bincount(codes.ravel(), minlength=2**bits)
         sums = np.stack([np.bincount(codes.ravel(), back[:, axis], 2**bits) for axis in (0, 1)], -1)
         means = sums / np.maximum(taken, 1)[:, None]
-        step = np.minimum(1, rounds / 2 / (number + 1)) ** 2
+        step = np.minimum(1, _ROUNDS / 2 / (number + 1)) ** 2
         base = np.where(taken[:, None] > 0, base + step * (means - base), base)
     return np.round(base, 3)
 

@@ -21,14 +21,14 @@ def base_weights(base: Path) -> dict[str, np.ndarray]:
     return load_file(base / "model.safetensors")
 
 
-def random_changes(base: Path, rank: int, seed: int, modules: tuple[str, ...] = ALL, size: float = 0.5) -> Changes:
+def random_changes(base: Path, rank: int, seed: int, modules: tuple[str, ...] = ALL) -> Changes:
     """Changes of all matrices of these modules, large enough for other tokens to be drawn."""
     rng = np.random.default_rng(seed)
     changes = {}
     for name, w in sorted(base_weights(base).items()):
         if name.split(".")[-2] in modules:
             a = rng.standard_normal((rank, w.shape[1])) / np.sqrt(w.shape[1])
-            b = rng.standard_normal((w.shape[0], rank)) * size / np.sqrt(rank)
+            b = rng.standard_normal((w.shape[0], rank)) * 0.5 / np.sqrt(rank)
             changes[name] = a.astype(np.float32), b.astype(np.float32)
     return changes
 
@@ -62,6 +62,8 @@ def write_gguf(path: Path, changes: Changes, alpha: float, heads: Mapping[str, i
     """A GGUF file with these changes, in llama.cpp's order of rows; returns it. heads: of "attn_q" and "attn_k"."""
     import gguf  # which a bare machine does not have
 
+    from tests.model_loaders.checkpoints import finish
+
     writer = gguf.GGUFWriter(path, arch)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -73,10 +75,7 @@ def write_gguf(path: Path, changes: Changes, alpha: float, heads: Mapping[str, i
             b = b.reshape(heads[theirs], 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
         writer.add_tensor(f"blk.{layer}.{theirs}.weight.lora_a", a)
         writer.add_tensor(f"blk.{layer}.{theirs}.weight.lora_b", np.ascontiguousarray(b))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -16,6 +16,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from polarlm.model_loaders import ModelConfig, load_weights
 from polarlm.model_loaders.families import tensors
 from tests.conftest import ENCODERS
+from tests.model_loaders.checkpoints import finish
 from tests.weights import pack
 
 VOCABULARY = 96
@@ -151,10 +152,7 @@ def make_gguf(
         else:
             writer.add_tensor(spec.gguf, values)
     source.close()
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

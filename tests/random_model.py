@@ -10,6 +10,7 @@ from tokenizers import pre_tokenizers
 
 from scripts.make_random_model import write
 from scripts.random_models.shapes import Shape
+from tests.model_loaders.checkpoints import finish
 
 TINY = Shape("llama", 2, 256, 512, 4, 2, 262, 512)
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -34,10 +35,7 @@ def tokenizer_file(folder: Path) -> Path:
     writer.add_token_merges(["t h", "h e"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -48,18 +46,20 @@ def write_in_parts(path: Path, whole: Path, tensors: int) -> Path:
     """
     reader = gguf.GGUFReader(whole)
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors)
+    _copy_fields(reader, writer, "general.architecture")
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    finish(writer)
+    return min(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+def _copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, *others: str) -> None:
+    """Copy all fields but these."""
     for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
+        if not name.startswith("GGUF.") and name not in others:
             writer.add_key_value(
                 name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
             )
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return min(path.parent.glob(f"{path.stem}-*.gguf"))
 
 
 def in_float32(path: Path, model: Path, rounded: gguf.GGMLQuantizationType | None = None) -> Path:
@@ -69,11 +69,7 @@ def in_float32(path: Path, model: Path, rounded: gguf.GGMLQuantizationType | Non
     """
     reader = gguf.GGUFReader(model)
     writer = gguf.GGUFWriter(path, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
-            writer.add_key_value(
-                name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
-            )
+    _copy_fields(reader, writer, "general.architecture", "general.file_type")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_add_bos_token(True)
     for tensor in reader.tensors:
@@ -81,8 +77,5 @@ def in_float32(path: Path, model: Path, rounded: gguf.GGMLQuantizationType | Non
         if rounded is not None and values.ndim == 2:
             values = gguf.dequantize(gguf.quantize(values, rounded), rounded)
         writer.add_tensor(tensor.name, values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

@@ -90,11 +90,11 @@ def likelihoods(answer: Completion) -> np.ndarray:
     return np.array([one.logprob for one in (*answer.prompt_logprobs, *answer.logprobs)])
 
 
-def together(engine: Engine, names: Sequence[str], prompt: Sequence[int] = PROMPT) -> list[list[int]]:
+def together(engine: Engine, names: Sequence[str]) -> list[list[int]]:
     """The tokens of answers to requests with these adapters, which are computed in the same steps."""
     outboxes: list[deque[Any]] = [deque() for _ in names]
     for name, outbox in zip(names, outboxes, strict=True):
-        engine.submit(prompt, params(_MANY), PromptOptions(lora=name), into=outbox)
+        engine.submit(PROMPT, params(_MANY), PromptOptions(lora=name), into=outbox)
     most = 0
     while engine.work():
         most = max(most, engine.status().running)

@@ -190,7 +190,6 @@ def test_closing_ends_what_runs(engine: Engine) -> None:
         with few_units(engine):
             await anext(stream)
             thread = asynchronous._thread
-            assert thread is not None
             closing = asyncio.create_task(asynchronous.close())
             while not thread._stopping:
                 await asyncio.sleep(0.01)

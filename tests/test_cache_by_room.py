@@ -36,7 +36,6 @@ def prompt(number: int, tokens: int = 120) -> list[int]:
 
 def types(engine: Engine) -> tuple[int, int]:
     found = engine.status().types
-    assert found is not None
     return found["quality"], found["compact"]
 
 

@@ -96,8 +96,6 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(words: str, tmp_pa
     model = [str(random_model(tmp_path))] if words.endswith("fit") else []
     command = [sys.executable, "-m", *words.split(), *model]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 141

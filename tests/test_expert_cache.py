@@ -86,7 +86,6 @@ def test_a_cache_changes_no_answer(name: str, count: int, chosen: int, tmp_path:
             status = engine.status().experts
             assert (status is not None) == (experts is not None)
     assert found[0] == found[1]
-    assert status is not None
     assert status.experts == chosen
     assert status.hits > 0
     assert status.misses > 0
@@ -132,7 +131,6 @@ def test_as_many_experts_as_memory_leaves_are_loaded(tmp_path: Path, memory: Cal
     assert plan_for(path, whole) is None
     memory(8 * GIB)
     found = plan_for(path, whole)
-    assert found is not None
     assert found.experts == 5  # of 8: 6 GiB are left beside the other weights
     assert found.bytes == 5 * GIB
     assert found.of_token == 8 * GIB // 8 * 4 * 3 // 8  # three of eight are not in memory
@@ -147,7 +145,6 @@ def test_experts_leave_room_for_the_context(tmp_path: Path, memory: Callable[[in
     path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
     memory(10 * GIB + (64 << 10))
     found = plan_for(path, whole)
-    assert found is not None
     assert found.experts == 7
 
 
@@ -244,7 +241,6 @@ def test_a_server_counts_what_was_read(tmp_path: Path) -> None:
     with load(path, expert_cache=str(of(path).experts // 2)) as engine:
         engine.generate(PROMPTS[0], SOME)
         now = engine.status()
-        assert now.experts is not None
         page = metrics.exposition(engine, Totals(), now, without_cached=False).decode()
         assert f'polarlm_chosen_experts_total{{place="file"}} {now.experts.misses}.0' in page
         assert f'polarlm_chosen_experts_total{{place="memory"}} {now.experts.hits}.0' in page

@@ -102,7 +102,6 @@ def test_embeddings_of_layers_stay_as_the_file_has_them(tmp_path: Path) -> None:
     for weight_type, bits in (("as-stored", 16), ("q8_0", 8.5)):
         with Engine.load(tmp_path, device="cpu", ctx_size=128, weight_type=weight_type) as engine:
             inputs = engine._model.weights.layer_inputs
-            assert inputs is not None
             rows, columns = inputs.table.shape
             assert (rows, columns) == (VOCABULARY, 8 * len(engine._model.config.layers))
             assert inputs.table.nbytes == rows * columns * bits / 8

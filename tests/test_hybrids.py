@@ -241,13 +241,11 @@ def test_a_prompt_that_is_cut_anywhere_has_the_logits_of_transformers(name: str)
 def test_the_status_counts_snapshots_apart(load: Load) -> None:
     engine = load(state_cache="20k")
     before = engine.status()
-    assert before.snapshots is not None
     assert (before.snapshots.used, before.snapshots.kept) == (0, 0)
     assert before.snapshots.snapshots == engine._store.groups[0].quantized.size
     assert 20_000 - before.snapshots.bytes < before.snapshots.bytes / before.snapshots.snapshots
     answer(engine, ids_of(3 * N), tokens=2)
     after = engine.status()
-    assert after.snapshots is not None
     assert (after.snapshots.used, after.snapshots.kept) == (0, 1)  # at the end of the prompt's last block
     assert after.blocks == before.blocks == 512 // N - 1
 

@@ -12,6 +12,7 @@ from tokenizers import pre_tokenizers
 from polarlm.engine import Engine
 from scripts.make_random_model import write
 from scripts.random_models.shapes import Shape
+from tests.model_loaders.checkpoints import finish
 
 _SHAPE = Shape("llama", 2, 64, 128, 2, 1, 300, 16384)
 _CONTROL = ("<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|eot_id|>")
@@ -53,10 +54,7 @@ def tool_model(folder: Path, template: str, text: Collection[str] = ()) -> Path:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(template)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     write(path, "tools", _SHAPE, "q8_0", tokenizer)
     return path
 

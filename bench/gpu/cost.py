@@ -2,7 +2,7 @@
 
 Sources of its terms. Counted in the compiled kernels: instructions, and what shared memory and tensor cores do. Counted
 in the launches: bytes. Measured on an H100 and an H200, whose files are in `bench/results`: how much faster reading is
-than copying, what a launch of each kind costs beside its bytes, how long a block of `encode_blocks` takes, how much of
+than copying, what a launch of each kind costs besides its bytes, how long a block of `encode_blocks` takes, how much of
 the work on the chip (instructions, and x out of L2) is added to the time of the memory instead of hidden behind it,
 and the rate of Hopper's `mma.sync`. These are taken for other GPUs as they are, in clocks where they are work.
 From data sheets, or assumed: `cards.MACHINES`.
@@ -72,7 +72,7 @@ _PIECES_SECONDS = 1.3e-6
 _STAGE_WEIGHTS = 8 * 32 * 32  # of a block: its warps', of 32 rows and 32 inputs each
 
 # The part of _BEGIN that overlapped launches hide: steps of both GPUs at 2,048 × 1, in both types of weights. Attention
-# takes nearly all registers, so that no other kernel begins beside it.
+# takes nearly all registers, so that no other kernel begins next to it.
 _HIDDEN = 0.63
 
 # Clocks of a block of encode_blocks for 64 tokens of 128 channels, of the default cache type; two fit a multiprocessor.

@@ -41,7 +41,7 @@ from polarlm.bench.gpu.shapes import (
 )
 from polarlm.bench.report import Output
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.engine.errors import EngineError
@@ -134,12 +134,9 @@ class Prompt(Pass):
         return sum(part.seconds for part in (*kept, *self.with_wgmma))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Predicts, writes the JSON, prints the tables; returns the exit code."""
-    return run(_predict_and_report, argv)
-
-
-def _predict_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Predicts, writes the JSON, prints the tables."""
     options, destination = parse(
         argv,
         {"Prediction": Options, "Output": Output},
@@ -188,7 +185,7 @@ def _predict_and_report(argv: Sequence[str]) -> None:
 
 
 def beside(gpu: str, config: ModelConfig, file: Path) -> str:
-    """The measured steps and prompts of a file of `bench.gpu` beside their predictions, as a table; a sentence where
+    """The measured steps and prompts of a file of `bench.gpu` next to their predictions, as a table; a sentence where
     they cannot be predicted. gpu: the GPU's name; config: of the measured model."""
     words = report.slug(gpu).split("-")
     found = [name for name in MACHINES if name in words]

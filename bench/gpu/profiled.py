@@ -23,7 +23,7 @@ from polarlm.bench.gpu.model import RandomModel
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.steps import default_input
 from polarlm.bench.gpu.weights import KINDS
-from polarlm.engine.cli.commands import run
+from polarlm.engine.cli.commands import command
 
 _ROWS = (1, 16)
 _LAYERS = 2  # of Q4_K_M both kinds: with larger types, and without
@@ -109,12 +109,9 @@ def _by_profiler(work: Callable[[], object]) -> None:
     runtime.profilerStop()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the lines; returns the exit code."""
-    return run(_write, argv)
-
-
-def _write(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Writes the lines."""
     about = (__doc__ or "").partition("\n\n")[2]
     parser = argparse.ArgumentParser(prog="python -m polarlm.bench.gpu.profiled", description=about)
     parser.add_argument("file", type=Path, metavar="FILE", help="where the lines go")

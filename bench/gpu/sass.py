@@ -109,7 +109,6 @@ class Counts:
     ffma: int
     lds: int
     shuffles: int
-    permutes: int
     special: int
     moves: int
     wide_loads: int
@@ -212,7 +211,6 @@ def counts(instructions: Sequence[Instruction]) -> Counts:
         ffma=sum(map(_is_multiplication, instructions)),
         lds=number("LDS"),
         shuffles=number("SHFL"),
-        permutes=number("PRMT"),
         special=number("MUFU"),
         moves=number("MOV") + sum(i.opcode.startswith("IMAD.MOV") for i in instructions),
         wide_loads=sum(map(_is_wide_load, instructions)),

@@ -19,7 +19,7 @@ from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_na
 from polarlm.bench.quality.scores import windows
 from polarlm.bench.report import Output
 from polarlm.engine import codecs
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading import calibration
@@ -58,12 +58,9 @@ def costs(parts: Parts, cut: Sequence[Sequence[int]], progress: Callable[[], Any
     return np.array(found)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes JSON, prints the table and the types; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes JSON, prints the table and the types."""
     options, destination = parse(
         argv,
         {"Allocation": Options, "Output": Output},

@@ -28,7 +28,7 @@ from polarlm.bench.quality.states import exact_states, served_states
 from polarlm.bench.report import Output
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Array
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.assembly import assemble
@@ -170,12 +170,9 @@ def draw(found: Sequence[Mapping[str, Any]], name: str) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes JSON and a picture, prints the table; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes JSON and a picture, prints the table."""
     options, destination = parse(
         argv,
         {"Causes": Options, "Output": Output},

@@ -15,7 +15,7 @@ from polarlm.bench.plot_labels import label_points, spread
 from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, colour_of, panels, plain_log, save
 from polarlm.bench.quality.angles import gaussian_density
 from polarlm.engine import EngineError
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -279,20 +279,17 @@ _PICTURES: dict[str, Callable[[Result, str], Figure | None]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the pictures of the JSON files; returns the exit code."""
-
-    def redraw(words: Sequence[str]) -> None:
-        flags = argparse.ArgumentParser("python -m polarlm.bench.quality.plots", description="Draw results again.")
-        flags.add_argument("files", nargs="+", metavar="FILE", help="JSON of bench.quality; pictures go next to it")
-        for file in map(Path, flags.parse_args(words).files):
-            try:
-                result = json.loads(file.read_text(encoding="utf-8"))
-                note(draw_all(result, result["model"], file))
-            except (OSError, ValueError, KeyError) as error:
-                raise EngineError(f"{file} cannot be read as the JSON of bench.quality ({error})") from None
-
-    return run(redraw, argv)
+@command
+def main(argv: Sequence[str]) -> None:
+    """Draw the pictures of the JSON files."""
+    flags = argparse.ArgumentParser("python -m polarlm.bench.quality.plots", description="Draw results again.")
+    flags.add_argument("files", nargs="+", metavar="FILE", help="JSON of bench.quality; pictures go next to it")
+    for file in map(Path, flags.parse_args(argv).files):
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            note(draw_all(result, result["model"], file))
+        except (OSError, ValueError, KeyError) as error:
+            raise EngineError(f"{file} cannot be read as the JSON of bench.quality ({error})") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What coded snapshots of a recurrent state cost: texts continued from them, beside the same from exact ones.
+"""What coded snapshots of a recurrent state cost: texts continued from them, compared with the same from exact ones.
 
 A text is read as a prompt. Every 256 tokens it is continued by the next 256, once from the exact snapshot that the
 prefix cache has of this place, and once from each coding of it. Keys and values are in half precision both times, so

@@ -24,11 +24,10 @@ from tqdm import tqdm
 from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP, at_least, model_named, needs_http
 from polarlm.bench.report import Output
-from polarlm.bench.serving import plot
 from polarlm.bench.serving.plan import Plan, poisson, prompts
 from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.server.config import KEY_VARIABLE
@@ -64,12 +63,9 @@ class Options:
     seed: int = setting(0, "--seed", metavar="N", help="of arrivals and prompts")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes JSON and picture, prints the table; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes JSON, prints the table."""
     options, destination = parse(
         argv,
         {"Load": Options, "Output": Output},
@@ -106,11 +102,10 @@ def _measure_and_report(argv: Sequence[str]) -> None:
 def _show(
     options: Options, argv: Sequence[str], model: str, load: Load, output: Path, *, complete: bool = True
 ) -> None:
-    """Write, draw and print the results."""
+    """Write and print the results."""
     result = {"model": model, **summary(options, load.seen())}
     report.write(output, "serving", argv, result, complete=complete)
     note(f"Written to {output}")
-    note(plot.draw(result, output))
     print(format_result(result))
 
 
@@ -167,7 +162,6 @@ def summary(options: Options, seen: Seen) -> dict[str, Any]:
     """The results as JSON. Latencies are those of finished answers."""
     whole = [answer for answer in seen.answers if answer.error is None]
     prompt_tokens = sum(answer.prompt_tokens for answer in whole)
-    pieces = [at for answer in seen.answers for at in answer.pieces]
     tokens = sum(answer.completion_tokens for answer in whole)
     waits = {
         "first_token_seconds": [answer.first_token for answer in whole if answer.pieces],
@@ -190,7 +184,6 @@ def summary(options: Options, seen: Seen) -> dict[str, Any]:
         "peak_blocks": seen.peak_blocks,
         "peak_running": seen.peak_running,
         "latencies": {name: _distribution(values) for name, values in waits.items()},
-        "tokens_each_second": np.bincount(np.asarray(pieces, int), minlength=int(seen.seconds) + 1).tolist(),
     }
 
 

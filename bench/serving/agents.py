@@ -26,7 +26,7 @@ from polarlm.bench.report import Output, table
 from polarlm.bench.serving.process import own_server
 from polarlm.bench.speed.starts import ready_memory
 from polarlm.engine import EngineError
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
 from polarlm.engine.loading.calibration import TEXT_FILE
@@ -97,12 +97,9 @@ class Agent:
         return Turn(answer.first_token, answer.prompt_tokens, answer.cached_from)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes JSON, prints the table; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes JSON, prints the table."""
     options, conversation, destination = parse(
         argv,
         {"Measurement": Options, "Conversations": Conversation, "Output": Output},

@@ -23,7 +23,7 @@ from polarlm.bench.report import Output, table
 from polarlm.bench.serving.agents import PATIENCE, Agent, Conversation, Turn, places
 from polarlm.bench.serving.process import own_server
 from polarlm.bench.speed.starts import ready_memory
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.engine.state.plan import parse_size
@@ -44,12 +44,9 @@ class Options:
     rounds: int = setting(3, "--rounds", metavar="N", help="turns of each conversation")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes JSON, prints the table; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes JSON, prints the table."""
     options, conversation, destination = parse(
         argv,
         {"Servers": Options, "Conversations": Conversation, "Output": Output},

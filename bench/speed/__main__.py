@@ -27,7 +27,7 @@ from polarlm.bench.speed.tables import format_tables
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.engine.model.weights import file_bytes
@@ -81,12 +81,9 @@ class Options:
 GROUPS: Mapping[str, type] = {"Speed": Options, "Output": Output}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON and a picture, prints the tables; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes the JSON and a picture, prints the tables."""
     options, destination = parse(
         argv,
         GROUPS,

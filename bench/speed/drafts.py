@@ -18,7 +18,7 @@ from polarlm.bench import report
 from polarlm.bench.command import WEIGHTS_HELP, at_least
 from polarlm.bench.report import Output
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.limits import MOST_DRAFTED
@@ -131,12 +131,9 @@ def offers(prompt: Sequence[int], answer: Sequence[int], size: int, vocabulary: 
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON, prints a table; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes the JSON, prints a table."""
     options, destination = parse(
         argv,
         {"Drafts": Options, "Output": Output},

@@ -21,7 +21,7 @@ from polarlm.bench.command import at_least
 from polarlm.bench.report import Output, table
 from polarlm.bench.speed.child import Child, Failed
 from polarlm.engine import Engine, EngineError
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
 
@@ -43,12 +43,9 @@ class Options:
     rounds: int = setting(3, "--rounds", metavar="N", help="of which the best one counts")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes JSON, prints the table; returns the exit code."""
-    return run(_measure_and_report, argv)
-
-
-def _measure_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Measures, writes JSON, prints the table."""
     options, destination = parse(
         argv,
         {"Embeddings": Options, "Output": Output},

@@ -12,7 +12,7 @@ from typing import Any
 
 from polarlm.bench.speed.child import serve
 from polarlm.bench.speed.peers import NoPeer
-from polarlm.bench.speed.peers.llama_cpp_python import load
+from polarlm.bench.speed.peers.llama_cpp_python import about, load
 
 _MOST_TEXTS = 128  # of a batch: as many as the shortest texts of `embeddings` fill
 
@@ -35,10 +35,7 @@ class Embedder:
         self._batches: list[tuple[Any, int]] = []
 
     def about(self) -> dict[str, str]:
-        return {
-            "version": str(self._library.__version__),
-            "built_with": self._library.llama_print_system_info().decode().strip(" |"),
-        }
+        return about(self._library)
 
     def take(self, texts: Sequence[Sequence[int]]) -> None:
         """Cut texts into batches, which `vectors` computes."""

@@ -92,7 +92,7 @@ class Starter:
 
 
 def memory_of_a_start(file_bytes: int) -> int:
-    """Return the bytes of memory that a start may need, as far as they are free beside the model's file in memory."""
+    """Return the bytes of memory that a start may need, as far as they are free besides the model's file in memory."""
     return max(0, min(file_bytes * 3 // 2 + 512 * _MIB, host_memory.available() - file_bytes - _GIB))
 
 

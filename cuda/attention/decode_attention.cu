@@ -1,8 +1,8 @@
 // The op `attention` for a step: softmax(scale · q·k) v of new tokens over their sequences, scaled and rotated back.
 // T rows: one new token of each of B sequences, or up to STEP_ROWS of each.
 //
-// out (T, H, D): factors (H), or null for ones, times each head, then diag(before) · H/√ORDER · diag(behind) as in
-// rotate.cu; with ORDER 1 there is no rotation, and the signs `before` and `behind` (D) are not read. A row without
+// out (T, H, D): factors (H), or null for ones, times each head, then diag(before) · H/√ORDER · diag(after) as in
+// rotate.cu; with ORDER 1 there is no rotation, and the signs `before` and `after` (D) are not read. A row without
 // visible tokens gives 0.
 // acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K · chunks. counts (cells · HEADS): zero
 // before the launch, and again after it.
@@ -13,7 +13,7 @@
 // DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, SHARED (bytes of tables and
 // means, and then of sums), TO (of out; float if it is not defined; halves are clipped to ±65504, NaN stays), SOFTCAP
 // (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
-// PRECOND: records aligned to 128 bytes, out, acc, tables, before and behind to 16, ml and q to 8; STEP_ROWS <= N where
+// PRECOND: records aligned to 128 bytes, out, acc, tables, before and after to 16, ml and q to 8; STEP_ROWS <= N where
 // it is above 1; ORDER divides D, and is at most 32 or D % 32 == 0.
 //
 // Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 2) + 1024.
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float *q, const unsigned char *keys,
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
-                        const float *factors, const float *before, const float *behind, int sequences, int span_stride,
+                        const float *factors, const float *before, const float *after, int sequences, int span_stride,
                         int kv_heads, int chunks, int window, float scale, const float *sink_scores) {
     let_next_begin();
     // Tables are constants. They are on their way while the kernel waits and the first warp computes the row of units,
@@ -195,5 +195,5 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
         if (ends_share) break;
         begin_turn();
     }
-    finish(shared, plan, sums, Result(out, factors, sink_scores, before, behind), counts, chunks);
+    finish(shared, plan, sums, Result(out, factors, sink_scores, before, after), counts, chunks);
 }

@@ -22,7 +22,7 @@ __device__ __forceinline__ void mean_scores(float2 *means, const ColumnState &st
     __syncwarp();
 }
 
-// Brings what stands behind the codes of a record, norms and a mean, near. The loads of these come late, where a warp
+// Brings what stands after the codes of a record, norms and a mean, near. The loads of these come late, where a warp
 // with few blocks has nothing to do until they arrive.
 template <class Codec, class L>
 __device__ __forceinline__ void expect_norms(const unsigned char *record) {
@@ -38,7 +38,7 @@ struct Codes {
     typename ValueCodec::Codes values;
 };
 
-// Part `number` of a quantized block, behind which the warp's turn has `left` − 1 of them.
+// Part `number` of a quantized block, after which the warp's turn has `left` − 1 of them.
 struct BlockPart {
     unsigned record;
     int number, left;

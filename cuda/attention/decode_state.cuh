@@ -105,7 +105,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[COUNT][4], int start
 }
 
 // The window over the quantized blocks of a warp's turn: hides, for each of the lane's columns, the first tokens of
-// part `number` of the block behind which there are `left` − 1 others. No quantized block has tokens behind a query.
+// part `number` of the block after which there are `left` − 1 others. No quantized block has tokens after a query.
 struct BlockMask {
     int oldest[2], window;  // oldest visible position, counted from the end of the last block
 
@@ -124,7 +124,7 @@ struct BlockMask {
     }
 };
 #else
-// The window over the quantized blocks of a warp's turn: hides the first tokens of part `number` of the block behind
+// The window over the quantized blocks of a warp's turn: hides the first tokens of part `number` of the block after
 // which there are `left` − 1 others.
 struct BlockMask {
     const Plan &plan;  // the oldest visible position is in the warp's turn: a register less in the loop

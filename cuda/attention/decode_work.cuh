@@ -69,7 +69,7 @@ struct Work {
         return {columns, first, units, ALL_FULL ? 0 : max(0, min(units, quantized.count - first)), visible, quantized};
     }
 
-    // Position behind the last of these quantized blocks.
+    // Position after the last of these quantized blocks.
     __device__ __forceinline__ int end() const { return (quantized.number + first + count) * N; }
 
     // Position of the query token of column `c` of the cell.

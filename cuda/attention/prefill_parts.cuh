@@ -18,7 +18,7 @@ __device__ __forceinline__ void copy_part(unsigned char *to, const unsigned char
     cp_async_commit();
 }
 
-// Clears the values of tokens behind `newest`, which have weight 0 but may be NaN; each thread clears what it copied.
+// Clears the values of tokens after `newest`, which have weight 0 but may be NaN; each thread clears what it copied.
 __device__ __forceinline__ void clear_values(unsigned char *values, int start, int newest) {
     for (int i = threadIdx.x; i < PART_BYTES / 16; i += WARPS * 32) {
         unsigned *const a = reinterpret_cast<unsigned *>(values) + i * 4;

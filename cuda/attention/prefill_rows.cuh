@@ -1,6 +1,6 @@
 // The rows of a warp of prefill_attention.cu: queries, scores, online softmax. Part of that file.
 
-// The rows of one warp: row i is token (first + i) / GROUP of the launch; rows behind `last` repeat the last one.
+// The rows of one warp: row i is token (first + i) / GROUP of the launch; rows after `last` repeat the last one.
 struct Rows {
     int first, last;  // of all T · GROUP rows of the KV head
     int position;     // of token 0
@@ -98,8 +98,8 @@ __device__ __forceinline__ void score(Scores &scores, const Queries &queries, co
 
 // Sets the scores of tokens that a row does not see to −inf; start: the part's first position.
 __device__ __forceinline__ void mask_scores(Scores &scores, const Rows &rows, int start, int window, int lane) {
-    const bool ahead = start + PART - 1 > rows.oldest(), behind = window > 0 && start <= rows.newest() - window;
-    if (!ahead && !behind) return;
+    const bool newer = start + PART - 1 > rows.oldest(), older = window > 0 && start <= rows.newest() - window;
+    if (!newer && !older) return;
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll

@@ -49,7 +49,7 @@ __device__ __forceinline__ void visit_values(int warp, int lane, const Visit &vi
     }
 }
 
-// Clears the values of tokens behind `newest`, which have weight 0 but may be NaN, where the thread has copied them.
+// Clears the values of tokens after `newest`, which have weight 0 but may be NaN, where the thread has copied them.
 __device__ __forceinline__ void clear_values(unsigned char *values, int start, int newest, int warp, int lane) {
     visit_values(warp, lane, [&](int place, int, int u, int tg) {
         unsigned *const words = reinterpret_cast<unsigned *>(values + place);

@@ -60,7 +60,7 @@ struct QuantizedBlocks {
 struct FullBlocks {
     int sink, sink_slices;
     int current, start, current_slices;
-    int next, next_start;  // for several rows: the record behind `current`, and the position of its first token
+    int next, next_start;  // for several rows: the record after `current`, and the position of its first token
 
     __device__ __forceinline__ FullBlocks(const Span &span, const Visible &visible) {
         sink = span.sink;
@@ -86,7 +86,7 @@ struct Cell {
 struct Turn {
     volatile int sequence, number;  // of the cell
     volatile int first, units;
-    volatile int next, end;  // of the row: the unit behind this turn, and the end of the warp's share
+    volatile int next, end;  // of the row: the unit after this turn, and the end of the warp's share
     volatile int oldest;     // visible position, counted from the end of the turn's last quantized block
 };
 

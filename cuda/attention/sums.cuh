@@ -6,7 +6,7 @@
 #define TO float
 #endif
 
-// Sums in global memory: one for each cell, of the one warp that goes on behind the cell's last unit; then one for each
+// Sums in global memory: one for each cell, of the one warp that goes on after the cell's last unit; then one for each
 // cell and each CTA that has a part of it, at the sum of both numbers, which no other pair has since both only grow
 // along the row of units.
 struct Sums {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_sum(const ColumnState &state, float *acc, 
     }
 }
 
-// The sum of one head. Lane l has its NEAR channels from NEAR · l on, those 32 · NEAR behind them, and so on.
+// The sum of one head. Lane l has its NEAR channels from NEAR · l on, those 32 · NEAR after them, and so on.
 struct HeadSum {
     static constexpr int OWN = (D + 31) / 32, NEAR = D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;
     // Sums in shared memory, and in global memory, whose loads are in flight together. With 20 of 128 channels, 132 or
@@ -160,14 +160,14 @@ struct HeadScale {
 struct Result {
     TO *out;
     const float *factors, *sink_scores;
-    float before[HeadSum::OWN] = {}, behind[HeadSum::OWN] = {};  // the lane's signs, loaded long before they are used
+    float before[HeadSum::OWN] = {}, after[HeadSum::OWN] = {};  // the lane's signs, loaded long before they are used
 
     __device__ __forceinline__ Result(TO *out, const float *factors, const float *sink_scores, const float *before_all,
-                                      const float *behind_all)
+                                      const float *after_all)
         : out(out), factors(factors), sink_scores(sink_scores) {
         if constexpr (ORDER > 1) {
             HeadSum::load_channels(before, before_all);
-            HeadSum::load_channels(behind, behind_all);
+            HeadSum::load_channels(after, after_all);
         }
     }
 
@@ -187,7 +187,7 @@ struct Result {
         if constexpr (ORDER > 1) {
             hadamard<ORDER, HeadSum::NEAR>(v);
 #pragma unroll
-            for (int i = 0; i < HeadSum::OWN; ++i) v[i] *= behind[i];
+            for (int i = 0; i < HeadSum::OWN; ++i) v[i] *= after[i];
         }
         HeadSum::store_channels(out + (long long)vector * D, v);
     }
@@ -204,7 +204,7 @@ struct WarpSums {
     // The CTA's sum of column c of a cell, of whose units the CTA has begin … end − 1.
     __device__ __forceinline__ HeadSum head(const Shares &warps, int begin, int end, int c, const Sums &sums,
                                             int cell) const {
-        // Lane w looks at the share of warp w: which ones have some of these units, and which one goes on behind them.
+        // Lane w looks at the share of warp w: which ones have some of these units, and which one goes on after them.
         const int lane = threadIdx.x % 32, own_begin = warps.begin(lane), own_end = warps.end(lane);
         const bool is_part = lane < WARPS && own_begin < own_end && own_begin < end && own_end > begin;
         const bool is_here = is_part && own_end <= end;

@@ -3,7 +3,7 @@
 //   wgmma_fence before the first product, and after each wait, once the registers of the next products are written
 //   wgmma_commit closes a group of products; wgmma_wait<n> waits for all groups but the n newest
 //   until then no thread may touch the registers of a product, or write what it reads in shared memory
-//   what threads store to shared memory, also by cp_async, is seen by products behind fence_async_proxy of the thread
+//   what threads store to shared memory, also by cp_async, is seen by products after fence_async_proxy of the thread
 //   that stored it and then a barrier
 // The tests' CPU emulator has its own versions of everything between #ifndef POLAR_EMULATOR and #endif.
 //

@@ -5,7 +5,7 @@
 // and the one after it.
 __device__ __forceinline__ constexpr int spread(int tg, int r) { return tg / 2 * 2 + tg % 2 * 8 + r * 4; }
 
-// Row i is token (first + i) / GROUP of the launch; rows behind `last` repeat the last one.
+// Row i is token (first + i) / GROUP of the launch; rows after `last` repeat the last one.
 struct Rows {
     int first, last;  // of all T · GROUP rows of the KV head
     int position;     // of token 0

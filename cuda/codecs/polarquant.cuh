@@ -196,7 +196,7 @@ private:
             radius[0] = fminf(__fsqrt_rn(squares[0]), 65504.0f), radius[1] = fminf(__fsqrt_rn(squares[1]), 65504.0f);
         }
 
-        // The level 1 codes of a tile, a byte each; 0 behind the last tile.
+        // The level 1 codes of a tile, a byte each; 0 after the last tile.
         __device__ unsigned directions(const float *x, int tile, int lane) const {
             unsigned packed = 0;
             for (int r = 0; r < 4 && tile < L::TILES; ++r) {

@@ -14,7 +14,7 @@ __device__ __forceinline__ void butterflies(float (&v)[N], int step) {
 }
 
 // v = v · H/√SIZE in place, where a warp has one vector, and lane l its channels NEAR · l … NEAR · l + NEAR − 1, those
-// 32 · NEAR behind them, and so on. Hadamard's matrix of order SIZE, a power of two, repeats along the diagonal. With
+// 32 · NEAR after them, and so on. Hadamard's matrix of order SIZE, a power of two, repeats along the diagonal. With
 // SIZE above 32 · NEAR the channels are a multiple of that. Sums are the same for any NEAR, a power of two.
 // Cost: log2(SIZE) additions per channel.
 template <int SIZE, int NEAR = 1, int N>

@@ -5,14 +5,14 @@
 // j + D/2. With HEAD_NORMS, queries and keys are first x / rms(x) · norm, where norm is q_norm or k_norm (D); with
 // VALUE_EPS, values are first x / rms(x). scale
 // (H + 2K, D), or null for ones, multiplies queries and keys after RoPE, and values at once. Then one rotation is
-// applied to queries and keys, another to values: diag(before) · H/√ORDER · diag(behind), where Hadamard's matrix of
-// that order repeats along the diagonal. The signs `before` and `behind` (D) are ±1; with order 1 there is no rotation,
+// applied to queries and keys, another to values: diag(before) · H/√ORDER · diag(after), where Hadamard's matrix of
+// that order repeats along the diagonal. The signs `before` and `after` (D) are ±1; with order 1 there is no rotation,
 // and they are not read.
 // A warp holds one vector: lane l has channels l, l + 32, ….
 constexpr int D = HEAD_DIM, HALF = D / 2, OWN = (D + 31) / 32;  // OWN: channels of a lane
 
 template <int ORDER>
-__device__ __forceinline__ void rotate(float (&v)[OWN], const float *before, const float *behind) {
+__device__ __forceinline__ void rotate(float (&v)[OWN], const float *before, const float *after) {
     if constexpr (ORDER > 1) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -21,7 +21,7 @@ __device__ __forceinline__ void rotate(float (&v)[OWN], const float *before, con
         hadamard<ORDER>(v);
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
-            if (lane + 32 * i < D) v[i] *= behind[lane + 32 * i];
+            if (lane + 32 * i < D) v[i] *= after[lane + 32 * i];
     }
 }
 

@@ -7,8 +7,8 @@
 // row whose Span has no rows, only queries are written. vectors: T · (H + 2K).
 // Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, HEAD_NORMS (0 or 1), KEY_ORDER, VALUE_ORDER,
 // STEP_ROWS, VALUE_EPS (or not defined).
-// Cost: one token fills 2 or 4 bytes of every 32-byte sector that it writes. That is little beside a layer's weights;
-// a prompt fills whole sectors, with append_kv.cu.
+// Cost: one token fills 2 or 4 bytes of every 32-byte sector that it writes. A layer's weights are far more bytes; a
+// prompt fills whole sectors, with append_kv.cu.
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
 // JOINS: hadamard.cuh, heads.cuh.
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ int full_offset(int token, int channel) {
     return (token / L::PART * L::TILES + tile) * 512 + (4 * g + tg) * 16 + f16_order(r) * 4 + (VALUES ? t : c) % 2 * 2;
 }
 
-// The sequence of a row: the last one whose first row is not behind it.
+// The sequence of a row: the last one whose first row is not after it.
 __device__ __forceinline__ int sequence_of(int row, const int *spans, int span_stride, int spans_count) {
     int low = 0, high = min(row, spans_count - 1);
     while (low < high) {

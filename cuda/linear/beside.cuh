@@ -2,7 +2,7 @@
 // gemm_packed.cu.
 //
 // With BESIDE, the second one's format, blocks from number `border` on multiply `beside` (beside_out, in), whose
-// results are the columns of y behind the first `out`; bias has those of both. A block multiplies one of them, as it
+// results are the columns of y after the first `out`; bias has those of both. A block multiplies one of them, as it
 // does in a launch of that one alone. There is no activation, and there are no experts.
 // DEFINES: BESIDE (a packed format other than WEIGHT, or not defined), with BESIDE_UNIT, BESIDE_TILES, BESIDE_SLOTS.
 #ifdef BESIDE

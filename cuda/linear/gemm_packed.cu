@@ -9,7 +9,7 @@
 // up. Of the inputs, its warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
 // alone: it copies a unit of each tile, whole blocks of the format, which lie together, to SLOTS in shared memory, and
 // its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). The tiles share the B operands.
-// Columns of B behind the last row repeat rows: their sums are not read.
+// Columns of B after the last row repeat rows: their sums are not read.
 // With STAYS there are fewer blocks than sets of TILES tiles: block b multiplies every gridDim.x-th set, from set b on,
 // and while it multiplies and adds, the units of its next set are on their way.
 // Grid (ceil(rows of weights / (16 · TILES)), with STAYS fewer), 32 · WARPS threads. With BESIDE it has more blocks and
@@ -60,7 +60,7 @@ struct Product {
         for (int m = 0; m < M; ++m) tiles[m] = W::block_at(weight, tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
     }
 
-    // Commits one group of copies, of the next unit of tile m; behind the last unit it is empty.
+    // Commits one group of copies, of the next unit of tile m; after the last unit it is empty.
     __device__ __forceinline__ void copy(int slot, int m) {
         if (next_unit < units && (!STAYS || next_set < sets)) {
             const int left = U == W::VALUES ? U : min(U, in - next_unit * U);

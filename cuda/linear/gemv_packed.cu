@@ -30,7 +30,7 @@
 
 constexpr int THREADS = 32 * WARPS;
 
-// A row of x: lane l has inputs 8l … 8l + 7 of a unit, and zeros behind it.
+// A row of x: lane l has inputs 8l … 8l + 7 of a unit, and zeros after it.
 struct Inputs {
     const ACT *row;
     float factor;     // 1 / rms

@@ -36,7 +36,7 @@ delta_inputs_kernel(float *inputs, float *end_inputs, const float *projected, co
             end_inputs[(kept[block] * (WIDTH - 1LL) + back) * channels + channel] =
                 seen.at((block + 1) * BLOCK - (WIDTH - 1) + back, channel);
     }
-    // What is read of the slot lies behind what has been written.
+    // What is read of the slot lies after what has been written.
     for (int token = complete > 0 ? current - (WIDTH - 1) : place; token < place + rows; ++token)
         inputs[(token - current + WIDTH - 1) * static_cast<long long>(channels) + channel] = seen.at(token, channel);
 }

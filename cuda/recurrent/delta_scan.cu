@@ -25,7 +25,7 @@
 constexpr int QUERIES = READS ? BLOCK : 0;  // row of the first query in a chunk, after the reads
 constexpr int READING_ROWS = QUERIES + BLOCK, ADDING_ROWS = BLOCK + KEY_DIM;
 constexpr int ROWS = READING_ROWS > ADDING_ROWS ? READING_ROWS : ADDING_ROWS;
-constexpr bool HAS_ZEROS = KEY_DIM % 16 || BLOCK % 16;  // behind the terms of a product
+constexpr bool HAS_ZEROS = KEY_DIM % 16 || BLOCK % 16;  // after the terms of a product
 
 // Shared memory. chunks: this one and the next, of reads and queries, or of weights and faded keys.
 struct ScanMemory {

@@ -5,6 +5,6 @@ struct Mamba2Heads : DeltaHeads {
     __device__ __forceinline__ int key(int key) const { return values * VALUE_DIM + key * KEY_DIM; }
     __device__ __forceinline__ int query(int key) const { return values * VALUE_DIM + (keys + key) * KEY_DIM; }
 
-    __device__ __forceinline__ int first_channel() const { return values * VALUE_DIM; }  // behind z
+    __device__ __forceinline__ int first_channel() const { return values * VALUE_DIM; }  // after z
     __device__ __forceinline__ int step(int head) const { return first_channel() + channels() + head; }
 };

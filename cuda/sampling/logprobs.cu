@@ -2,12 +2,12 @@
 // engine/sampling/sample.py needs a few numbers from the GPU instead of the row of logits.
 //
 // out (rows, width) words: 64 bits, the sum of e^(x - best) over the row in units of 2^-44; 2 floats, best and the
-// token's logit; then `count` pairs of int id and float logit, the largest first and equal ones by id; -1 and 0 behind
+// token's logit; then `count` pairs of int id and float logit, the largest first and equal ones by id; -1 and 0 after
 // the last token.
 // asked (rows, 3) int32: row of the logits, token, count. logits (B, V), rows `stride` floats apart.
 //
 // The logarithm of the sum is off by 2^-22 at most: expf by 2^-23 of a term, its correction by 2^-24, what is cut off
-// behind 2^-44 of all terms by 2^-25. Sums of integers do not depend on the order. Doubles would not be more exact than
+// below 2^-44 of all terms by 2^-25. Sums of integers do not depend on the order. Doubles would not be more exact than
 // the logits are, and GPUs but those of data centres take 64 times as long for them.
 // Cost: V is read twice, with an exponential for each logit. A thread keeps the best of its own tokens that is not
 // listed yet, so each of `count` rounds is a maximum over the block, and one thread reads V / block logits again.

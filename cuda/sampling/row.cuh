@@ -30,7 +30,7 @@ struct Row {
     __device__ __forceinline__ float value(Rank rank) const { return from_key(best_key - unsigned(rank >> id_bits)); }
     __device__ __forceinline__ int id(Rank rank) const { return int(rank & ((Rank(1) << id_bits) - 1)); }
 
-    // Four logits from `first` on, a multiple of 4; -infinity behind the row's end.
+    // Four logits from `first` on, a multiple of 4; -infinity after the row's end.
     __device__ __forceinline__ void load(float (&x)[4], int first) const {
         if (first < count) load_floats(x, logits + first);
 #pragma unroll

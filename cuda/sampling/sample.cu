@@ -4,7 +4,7 @@
 // V), rows `stride` floats apart. draws: the table of adjust.cuh. scratch (B, blocks of a row, PART_WORDS): of 8 bytes.
 // counts (B): zero before the launch, and again after it.
 // Kernels in this order; the first and the last only where rows have lists, with `saved`, as many floats as the table
-// has words (null without lists), and newest (B), or null: the token behind which each row's logits come, for lists
+// has words (null without lists), and newest (B), or null: the token after which each row's logits come, for lists
 // that do not know it.
 //   sample_adjust   biases, penalties and DRY change logits in place
 //   sample          the token
@@ -37,7 +37,7 @@ struct Part {
     Rank top;  // of the best token; NONE if a logit is not finite, 0 if all are -infinity without a mask
     Mass mass;                  // of all tokens, in units of 2^-44 of that one's
     unsigned least[WARPS];      // key of the smallest logit of each warp's list, which has all that are larger
-    Rank lists[WARPS][PLACES];  // tops; 0 behind the last one
+    Rank lists[WARPS][PLACES];  // tops; 0 after the last one
 };
 static_assert(sizeof(Part) == PART_WORDS * sizeof(Rank) && sizeof(Params) == 4 * ROW_WORDS, "as Python has them");
 static_assert(PLACES == 32, "a lane has a place");
@@ -107,12 +107,12 @@ __device__ __forceinline__ void list(Part &part, const float (&x)[CHUNKS][4], fl
         const int before = __shfl_up_sync(ALL_LANES, end, step);
         if (lane >= step) end += before;
     }
-    Rank *at = part.lists[warp] + end - own, *const behind = part.lists[warp] + PLACES;
+    Rank *at = part.lists[warp] + end - own, *const stop = part.lists[warp] + PLACES;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const bool is_listed = x[c][j] >= least && x[c][j] > NEGATIVE_INFINITY && at < behind;
+            const bool is_listed = x[c][j] >= least && x[c][j] > NEGATIVE_INFINITY && at < stop;
             if (is_listed) *at++ = top_of(x[c][j], chunk_at(c) + j);
         }
     if (lane >= all) part.lists[warp][lane] = 0;

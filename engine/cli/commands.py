@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 
 from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.errors import EngineError
@@ -38,6 +39,16 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
     else:
         return 0
     return _BAD_REQUEST
+
+
+def command(work: Callable[[Sequence[str]], None]) -> Callable[..., int]:
+    """`work` as the `main` of a command: see `run`."""
+
+    @wraps(work)
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run(work, argv)
+
+    return main
 
 
 def note(sentence: str) -> None:

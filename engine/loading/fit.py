@@ -133,7 +133,6 @@ def fit_files(
     ops: Ops,
     model: ModelConfig,
     files: Mapping[str, int],
-    cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
 ) -> DeviceFit:
     """Return what fits on a device with each of several files of a model, none of which is downloaded yet.
@@ -143,7 +142,7 @@ def fit_files(
     found = []
     for number, (name, size) in enumerate(files.items()):
         of = estimated_sizes(ops, model, loaded_bytes(config, ops, model, size))
-        found.append(fit_weights(config, ops, model, of, cache_types, () if number else contexts, name))
+        found.append(fit_weights(config, ops, model, of, CACHE_TYPES, () if number else contexts, name))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
 
 

@@ -46,7 +46,7 @@ class CallFormat:
     no_content: str | None = ""  # the content of a message that has only calls
     takes_system: bool = True  # whether the template accepts a system message
     short_ids: bool = False  # whether the template accepts only ids of 9 letters and digits
-    content_is_reasoning: bool = False  # whether the template takes content beside calls for reasoning
+    content_is_reasoning: bool = False  # whether the template takes content next to calls for reasoning
     needs_descriptions: bool = False  # whether the template accepts only functions with a description
     takes_results: bool = False  # whether the template takes results as "tool_responses" of the message that calls
 

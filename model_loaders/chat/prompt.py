@@ -155,7 +155,7 @@ class _Rendering:
         return framed
 
     def _made_up_arguments(self, index: int, calls: int) -> list[dict[str, int]]:
-        """Arguments that no other calls have. The calls' names stay: templates may show them beside results, too."""
+        """Arguments that no other calls have. The calls' names stay: templates may show them next to results, too."""
         return [{self._frame_of_part(index, f"c{n}"): 0} for n in range(calls)]
 
     def _frame_of_part(self, index: int, part: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gguf import GGMLQuantizationType as Type
 
+from polarlm.bench.gpu.weights import has_larger_types
 from scripts.random_models.shapes import Shape
 
 CONV_WIDTH = 3  # tokens
@@ -32,7 +33,7 @@ def tensors_of(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, 
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "token_embd.weight", vocabulary, shape.hidden, better if shape.tied else usual
     for layer in range(shape.layers):
-        mixed = better if kind != "q4_0" and has_better_matrices(layer, shape.layers) else usual
+        mixed = better if kind != "q4_0" and has_larger_types(layer, shape.layers) else usual
         for name, rows, columns, type in (
             ("attn_norm.weight", 0, shape.hidden, Type.F32),
             *_mixer(shape, layer, usual, mixed),
@@ -127,9 +128,3 @@ def _of_gpt_oss(shape: Shape) -> list[tuple[str, int, int, Type]]:
         ("ffn_up_exps.bias", count, shape.expert_ffn, Type.F32),
         ("ffn_down_exps.bias", count, shape.hidden, Type.F32),
     ]
-
-
-def has_better_matrices(layer: int, layers: int) -> bool:
-    """Whether values and the down projection of a layer have more bits in Q4_K_M: those of about half of the layers."""
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

@@ -31,7 +31,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from polarlm.server.mcp.file import McpServer
 
-_MEMORY = 32 << 20  # bytes that what a server sends may take here, beside several times what an answer may have
+_MEMORY = 32 << 20  # bytes that what a server sends may take here, besides several times what an answer may have
 _LOOK_SECONDS = 0.1  # between two looks at that
 _MESSAGES = 10_000  # that a server may send between two answers
 _PAGES = 20  # of a list of tools

@@ -22,7 +22,7 @@ _START = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); from polarlm.server.mcp.client import main; sys.exit(main())"
 )
 _CONNECT_SECONDS = 60.0  # the first start of a program may download it
-_LINE = 8 << 20  # bytes of a line of the child, beside an answer: a list of tools
+_LINE = 8 << 20  # bytes of a line of the child, besides an answer: a list of tools
 _NAME = 64  # characters that many models' templates and other APIs take
 _END_SECONDS = 10.0  # for the child to end the server in order, which takes up to 6
 

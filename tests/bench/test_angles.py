@@ -45,7 +45,6 @@ def test_preconditioning_makes_angles_gaussian(rng: np.random.Generator) -> None
     keys = rng.normal(size=(2000, 1, 32)).astype(np.float32)
     keys *= np.exp(rng.normal(size=32)).astype(np.float32)
     levels = histograms([keys])
-    assert levels is not None
     for level in levels[1:]:
         edges = np.array(level["edges"])
         expected = gaussian_density(level["level"], (edges[1:] + edges[:-1]) / 2)

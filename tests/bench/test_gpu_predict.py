@@ -39,7 +39,6 @@ IDLE = Counts(
     ffma=64,
     lds=0,
     shuffles=0,
-    permutes=0,
     special=0,
     moves=0,
     wide_loads=32,

@@ -51,7 +51,6 @@ def test_a_step_with_4_bit_weights_takes_as_long_as_the_readme_says() -> None:
         r"tokens on an H200; (\S+) ms of that is memory traffic",
         text,
     )
-    assert said is not None
     assert said.groups() == (f"{1e3 * seconds:.1f}", f"{1e3 * floor:.1f}")
 
 

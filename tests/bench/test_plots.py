@@ -67,7 +67,6 @@ def test_missing_measurements_have_no_picture(result: dict[str, Any], tmp_path: 
 
 def test_types_as_published_are_hollow_and_every_type_is_labelled(result: dict[str, Any]) -> None:
     figure = plots.divergence(result, "tiny")
-    assert figure is not None
     for ax in figure.axes:
         points = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
         assert [(line.get_xdata()[0], line.get_markerfacecolor() == "white") for line in points] == [
@@ -83,7 +82,6 @@ def test_types_as_published_are_hollow_and_every_type_is_labelled(result: dict[s
 
 def test_lines_over_positions_begin_where_codes_are_read(result: dict[str, Any]) -> None:
     figure = plots.positions(result, "tiny")
-    assert figure is not None
     served, coded = figure.axes
     assert [list(line.get_ydata()) for line in served.lines] == [[0.01, 0.02], [0.005, 0.01]]
     assert [list(line.get_xdata()) for line in coded.lines] == [[(128 * 256) ** 0.5, (256 * 512) ** 0.5]] * 2
@@ -97,7 +95,6 @@ def test_an_older_measurement_has_no_picture_of_positions(result: dict[str, Any]
 
 def test_the_frontier_lies_under_every_point(result: dict[str, Any]) -> None:
     figure = plots.divergence(result, "tiny")
-    assert figure is not None
     ax = figure.axes[0]
     (frontier,) = [line for line in ax.lines if line.get_linestyle() == "--"]
     bits, kl = frontier.get_data()

@@ -109,7 +109,6 @@ print(child.pid, flush=True)
 child.call("wait", {str(pipe)!r})
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     with pipe.open():  # the child has opened its end: it is in the call
         parent.kill()

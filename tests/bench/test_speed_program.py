@@ -95,7 +95,6 @@ def test_a_program_ends_with_the_measurement_that_runs_it(tmp_path: Path) -> Non
     lasting.chmod(0o755)
     child = Child("polarlm.bench.speed.peers.ik_llama_cpp")
     child.call("start", "model.gguf", 64, 1, "f16", str(lasting))
-    assert child._process.stdin is not None
     child._process.stdin.write(json.dumps(["prompt_rate", [[5] * 8]]) + "\n")
     child._process.stdin.flush()
     with pipe.open(encoding="utf-8") as held:  # opens when the program runs

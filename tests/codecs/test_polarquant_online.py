@@ -9,9 +9,9 @@ from tests.codecs.data import gaussian, streams
 from tests.codecs.test_polarquant import polar_transform
 
 
-def outliers(tokens, head_dim, seed=0):
+def outliers(tokens, head_dim):
     """Keys before a rotation: channels of very different magnitude, some far from zero. Blocks of 64."""
-    x = gaussian(tokens, head_dim, seed=seed)
+    x = gaussian(tokens, head_dim)
     x *= np.geomspace(0.1, 3, head_dim, dtype=np.float32)
     x[:, 3::16] *= 10
     x[:, 5::16] += 6

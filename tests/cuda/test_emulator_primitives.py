@@ -165,28 +165,21 @@ def test_mma_equals_the_matrix_product(rng: np.random.Generator, kind: str) -> N
     np.testing.assert_array_equal(d, a @ b + 1)
 
 
-def test_tiles_from_shared_memory_are_fragments(rng: np.random.Generator) -> None:
-    """ldmatrix brings A, row by row, and B, column by column, and B row by row with a transposition."""
-    a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
-    d = np.zeros((2, 16, 8), np.float32)
+def test_tiles_from_shared_memory_are_fragments() -> None:
+    """ldmatrix brings A row by row: a lane has two neighbours of row t / 4 of each tile of 8 × 8."""
+    a = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    y = np.zeros((32, 4), np.uint32)
     body = """
-    __shared__ __align__(16) __half tile_a[16][16], tile_b[8][16], rows_b[16][16];
-    for (int i = t; i < 256; i += 32) tile_a[i / 16][i % 16] = a[i];
-    for (int i = t; i < 128; i += 32) tile_b[i % 8][i / 8] = rows_b[i / 8][i % 8] = rows_b[i / 8][i % 8 + 8] = b[i];
+    __shared__ __align__(16) unsigned short tile[16][16];
+    for (int i = t; i < 256; i += 32) tile[i / 16][i % 16] = a[i];
     __syncwarp();
-    unsigned left[4], right[2], both[4];
-    ldmatrix_x4(left, &tile_a[t % 16][t / 16 * 8]);
-    ldmatrix_x2(right, &tile_b[t % 8][t / 8 % 2 * 8]);
-    ldmatrix_x4_transposed(both, &rows_b[t % 16][t / 16 * 8]);
-    for (int i = 0; i < 2; ++i) {
-        float sum[4] = {};
-        mma_m16n8k16_f16(sum, left, right);
-        for (int j = 0; j < 4; ++j) d[i * 128 + (t / 4 + j / 2 * 8) * 8 + t % 4 * 2 + j % 2] = sum[j];
-        for (int j = 0; j < 2; ++j) right[j] = both[j];
-    }
+    unsigned left[4];
+    ldmatrix_x4(left, &tile[t % 16][t / 16 * 8]);
+    for (int i = 0; i < 4; ++i) y[4 * t + i] = left[i];
     """
-    run(body, "float *d, const __half *a, const __half *b", d, a.astype(np.float16), b.astype(np.float16))
-    np.testing.assert_array_equal(d, np.stack([a @ b] * 2))
+    run(body, "unsigned *y, const unsigned short *a", y, a)
+    tiles = a.reshape(2, 8, 2, 4, 2).transpose(1, 3, 2, 0, 4).reshape(32, 4, 2)  # row, pair, tile of columns and rows
+    np.testing.assert_array_equal(y.view(np.uint16).reshape(32, 4, 2), tiles)
 
 
 def test_movmatrix_transposes() -> None:

@@ -17,24 +17,22 @@ from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from tests.cuda.programs import Program
 from tests.pairs import pairs
 
-N = 64
+N, GROUP = 64, 4
 
 
-def span(length: int, rows: int = 1, first_row: int = 0, dropped: int = 0) -> SpanHeader:
+def span(length: int, rows: int, dropped: int = 0) -> SpanHeader:
     """Of a sequence of `length` tokens, of which the last `rows` are new. dropped: blocks lost to a window."""
     position = length - rows
     now = position // N
     lost = max(0, min(dropped, now - 1))
-    return SpanHeader(first_row, rows, position, 0 if now else -1, 1 + lost, max(0, now - 1 - lost), 1, now, 2)
+    return SpanHeader(0, rows, position, 0 if now else -1, 1 + lost, max(0, now - 1 - lost), 1, now, 2)
 
 
-def plan_of(
-    lengths: list[int], ctas: int, *, rows: int = 1, kv_heads: int = 8, group: int = 4, window: int = 0
-) -> Plan:
+def plan_of(lengths: list[int], ctas: int, *, rows: int = 1, kv_heads: int = 8, window: int = 0) -> Plan:
     counts = [min(rows, length) for length in lengths]
     spans = [span(length, count) for length, count in zip(lengths, counts, strict=True)]
-    _, columns = launch_configs.decode_cells(group, max(counts))
-    return Plan(spans, kv_heads, group, columns, N, ctas, window)
+    _, columns = launch_configs.decode_cells(GROUP, max(counts))
+    return Plan(spans, kv_heads, GROUP, columns, N, ctas, window)
 
 
 lengths = st.lists(st.integers(1, 131072), min_size=1, max_size=64)

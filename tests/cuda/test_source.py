@@ -31,7 +31,6 @@ def test_one_text_of_constants_prelude_and_kernel() -> None:
 def test_a_float_constant_is_the_nearest_float32(value: float) -> None:
     text = kernel_source.source("embed", VALUE=value)
     literal = re.search(r"#define VALUE (\S+)f\n", text)
-    assert literal
     assert float.fromhex(literal[1]) == np.float32(value)
 
 
@@ -141,7 +140,6 @@ def _joined(file: Path) -> list[str]:
 def test_a_span_is_the_same_on_both_sides() -> None:
     prelude = (kernel_source.folder() / "prelude.cuh").read_text(encoding="utf-8")
     struct = re.search(r"^struct Span \{\n(.*?)\n\n", prelude, re.DOTALL | re.MULTILINE)
-    assert struct is not None
     members = [name for line in re.findall(r"^ +int ([\w, ]+);", struct[1], re.MULTILINE) for name in line.split(", ")]
     assert tuple(members) == SpanHeader._fields
 
@@ -150,5 +148,4 @@ def test_the_arrays_of_a_side_are_the_same_on_both_sides() -> None:
     struct = re.search(
         r"^struct SideArrays \{\n(.*?)\};", kernel_source._text("full_block.cuh"), re.DOTALL | re.MULTILINE
     )
-    assert struct is not None
     assert tuple(re.findall(r"\*(\w+)", struct[1])) == SideArrays._fields

@@ -133,11 +133,7 @@ EMULATOR_PRIMITIVE static void enter_fence() {
         return emulator::change(address, [value](T old) -> T { return result; });       \
     }
 EMULATOR_ATOMIC(atomicAdd, old + value)
-EMULATOR_ATOMIC(atomicSub, old - value)
-EMULATOR_ATOMIC(atomicMin, value < old ? value : old)
 EMULATOR_ATOMIC(atomicMax, old < value ? value : old)
-EMULATOR_ATOMIC(atomicAnd, old & value)
-EMULATOR_ATOMIC(atomicOr, old | value)
 EMULATOR_ATOMIC(atomicExch, ((void)old, value))
 EMULATOR_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 
@@ -147,7 +143,6 @@ EMULATOR_INLINE T atomicCAS(T *address, std::type_identity_t<T> expected, std::t
 }
 
 EMULATOR_INLINE void __threadfence() { emulator::enter_fence(); }
-EMULATOR_INLINE void __threadfence_block() {}
 EMULATOR_INLINE int count_up(int *count, int last) {
     emulator::enter_fence();
     const int before = atomicInc(count, last);
@@ -167,13 +162,8 @@ EMULATOR_INLINE int count_up(int *count, int last) {
         *p = value;                                                     \
     }
 EMULATOR_LOAD(__ldg)
-EMULATOR_LOAD(__ldcg)
-EMULATOR_LOAD(__ldca)
 EMULATOR_LOAD(__ldcs)
-EMULATOR_LOAD(__ldlu)
 EMULATOR_STORE(__stcg)
-EMULATOR_STORE(__stcs)
-EMULATOR_STORE(__stwt)
 
 #include "matrix.h"
 #include "warpgroups.h"

@@ -57,29 +57,15 @@ EMULATOR_UNCHECKED inline unsigned pair_of(Slots slots, int row, int pair) {
 }
 
 // The slots have addresses of rows of 16 bytes: lane 8 · i + r has row r of tile i.
-template <int COUNT, bool TRANSPOSED>
-EMULATOR_UNCHECKED void read_tiles(Slots slots) {
-    uint16_t tiles[COUNT][8][8];
-    for (int i = 0; i < COUNT * 8; ++i) {
+EMULATOR_UNCHECKED inline void read_tiles(Slots slots) {
+    uint16_t tiles[4][8][8];
+    for (int i = 0; i < kLanes; ++i) {
         const void *row;
         __builtin_memcpy(&row, slots[i], sizeof row);
         __builtin_memcpy(tiles[i / 8][i % 8], row, 16);
     }
     for (int l = 0; l < kLanes; ++l)
-        for (int i = 0; i < COUNT; ++i) {
-            const int row = l / 4, column = l % 4 * 2;
-            const unsigned low = TRANSPOSED ? tiles[i][column][row] : tiles[i][row][column];
-            const unsigned high = TRANSPOSED ? tiles[i][column + 1][row] : tiles[i][row][column + 1];
-            const unsigned pair = low | high << 16;
-            __builtin_memcpy(slots[l] + 4 * i, &pair, sizeof pair);
-        }
-}
-
-template <int COUNT, bool TRANSPOSED>
-EMULATOR_PRIMITIVE void load_tiles(const char *name, unsigned (&tiles)[COUNT], const void *row) {
-    if (lane() < 8 * COUNT) access(row, 16, Access::kLoad, 16);
-    Slots slots = meet(~0u, name, 0, &row, sizeof row, read_tiles<COUNT, TRANSPOSED>);
-    __builtin_memcpy(tiles, slots[lane()], sizeof tiles);
+        for (int i = 0; i < 4; ++i) __builtin_memcpy(slots[l] + 4 * i, &tiles[i][l / 4][l % 4 * 2], 4);
 }
 
 }  // namespace emulator
@@ -120,15 +106,9 @@ EMULATOR_PRIMITIVE unsigned shuffle_among(unsigned value, int from) {
 
 EMULATOR_PRIMITIVE static void ldmatrix_x4(unsigned (&tiles)[4], const void *row) {
     EMULATOR_AT_CALLER();
-    emulator::load_tiles<4, false>("ldmatrix_x4", tiles, row);
-}
-EMULATOR_PRIMITIVE static void ldmatrix_x4_transposed(unsigned (&tiles)[4], const void *row) {
-    EMULATOR_AT_CALLER();
-    emulator::load_tiles<4, true>("ldmatrix_x4_transposed", tiles, row);
-}
-EMULATOR_PRIMITIVE static void ldmatrix_x2(unsigned (&tiles)[2], const void *row) {
-    EMULATOR_AT_CALLER();
-    emulator::load_tiles<2, false>("ldmatrix_x2", tiles, row);
+    emulator::access(row, 16, emulator::Access::kLoad, 16);
+    emulator::Slots slots = emulator::meet(~0u, "ldmatrix_x4", 0, &row, sizeof row, emulator::read_tiles);
+    __builtin_memcpy(tiles, slots[emulator::lane()], sizeof tiles);
 }
 
 // Asynchronous copies of 4, 8 or 16 bytes from global to shared memory.

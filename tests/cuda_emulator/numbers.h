@@ -42,7 +42,6 @@ EMULATOR_INLINE To emulator_bits(From value) {
     static_assert(sizeof(To) == sizeof(From));
     return __builtin_bit_cast(To, value);
 }
-EMULATOR_INLINE int __float_as_int(float x) { return emulator_bits<int>(x); }
 EMULATOR_INLINE unsigned __float_as_uint(float x) { return emulator_bits<unsigned>(x); }
 EMULATOR_INLINE float __int_as_float(int x) { return emulator_bits<float>(x); }
 EMULATOR_INLINE float __uint_as_float(unsigned x) { return emulator_bits<float>(x); }
@@ -128,10 +127,8 @@ EMULATOR_INLINE float __fdividef(float a, float b) { return emulator::off_by_uni
 #define __expf emulator_fast_expf
 #define __sinf emulator_fast_sinf
 #define __cosf emulator_fast_cosf
-EMULATOR_FLOAT1(__frsqrt_rn, float(1 / std::sqrt(double(a))))
 EMULATOR_FLOAT1(__fsqrt_rn, std::sqrt(a))
 EMULATOR_FLOAT1(__frcp_rn, 1 / a)
-EMULATOR_FLOAT1(__saturatef, a > 0 ? (a < 1 ? a : 1) : 0)
 EMULATOR_FLOAT2(__fdiv_rn, a / b)
 EMULATOR_FLOAT2(__fmul_rn, a * b)
 EMULATOR_FLOAT2(__fadd_rn, a + b)
@@ -144,27 +141,12 @@ EMULATOR_INLINE float __fmaf_rn(float a, float b, float c) { return std::fma(a, 
 EMULATOR_INLINE int emulator_to_int(double x) {
     return x != x ? 0 : x < -2147483648.0 ? INT32_MIN : x > 2147483647.0 ? INT32_MAX : int(x);
 }
-EMULATOR_INLINE unsigned emulator_to_uint(double x) {
-    return !(x > 0) ? 0 : x > 4294967295.0 ? UINT32_MAX : unsigned(x);
-}
 EMULATOR_INLINE int __float2int_rn(float x) { return emulator_to_int(std::nearbyint(x)); }
-EMULATOR_INLINE int __float2int_rz(float x) { return emulator_to_int(std::trunc(x)); }
-EMULATOR_INLINE int __float2int_rd(float x) { return emulator_to_int(std::floor(x)); }
-EMULATOR_INLINE int __float2int_ru(float x) { return emulator_to_int(std::ceil(x)); }
-EMULATOR_INLINE unsigned __float2uint_rn(float x) { return emulator_to_uint(std::nearbyint(x)); }
-EMULATOR_INLINE unsigned __float2uint_rz(float x) { return emulator_to_uint(std::trunc(x)); }
-EMULATOR_INLINE float __int2float_rn(int x) { return float(x); }
-EMULATOR_INLINE float __uint2float_rn(unsigned x) { return float(x); }
 
-EMULATOR_INLINE int __popc(unsigned x) { return __builtin_popcount(x); }
 EMULATOR_INLINE int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 EMULATOR_INLINE int __ffs(int x) { return __builtin_ffs(x); }
-EMULATOR_INLINE unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 EMULATOR_INLINE unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return unsigned((uint64_t(high) << 32 | low) >> (shift & 31));
-}
-EMULATOR_INLINE unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
-    return unsigned((uint64_t(high) << 32 | low) << (shift & 31) >> 32);
 }
 EMULATOR_INLINE unsigned __brev(unsigned x) {
     unsigned r = 0;
@@ -180,10 +162,6 @@ EMULATOR_INLINE unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) 
         r |= (pick & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
     }
     return r;
-}
-EMULATOR_INLINE int __dp4a(int a, int b, int c) {
-    for (int i = 0; i < 4; ++i) c += int(int8_t(a >> 8 * i)) * int(int8_t(b >> 8 * i));
-    return c;
 }
 
 #include "small_floats.h"

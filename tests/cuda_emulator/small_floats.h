@@ -65,11 +65,6 @@ using half2 = __half2;
     EMULATOR_INLINE S __hsub(S a, S b) { return from_float(to_float(a) - to_float(b)); }                              \
     EMULATOR_INLINE S __hmul(S a, S b) { return from_float(to_float(a) * to_float(b)); }                              \
     EMULATOR_INLINE S __hneg(S a) { return {uint16_t(a.bits ^ 0x8000)}; }                                             \
-    EMULATOR_INLINE S __habs(S a) { return {uint16_t(a.bits & 0x7fff)}; }                                             \
-    EMULATOR_INLINE S __hmax(S a, S b) { return from_float(std::fmax(to_float(a), to_float(b))); }                    \
-    EMULATOR_INLINE S __hmin(S a, S b) { return from_float(std::fmin(to_float(a), to_float(b))); }                    \
-    EMULATOR_INLINE bool __hlt(S a, S b) { return to_float(a) < to_float(b); }                                        \
-    EMULATOR_INLINE bool __hgt(S a, S b) { return to_float(a) > to_float(b); }                                        \
     EMULATOR_INLINE S __hfma(S a, S b, S c) {                                                                         \
         return emulator::rounded<FRACTION, BIAS>(double(to_float(a)) * to_float(b) + to_float(c));                    \
     }                                                                                                                 \
@@ -77,13 +72,11 @@ using half2 = __half2;
     EMULATOR_INLINE S2 __hadd2(S2 a, S2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }                           \
     EMULATOR_INLINE S2 __hsub2(S2 a, S2 b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }                           \
     EMULATOR_INLINE S2 __hmul2(S2 a, S2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }                           \
-    EMULATOR_INLINE S2 __hmax2(S2 a, S2 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }                           \
     EMULATOR_INLINE S __hmax_nan(S a, S b) {                                                                          \
         const float x = to_float(a), y = to_float(b);                                                                 \
         return from_float(x != x ? x : y != y ? y : std::fmax(x, y));                                                 \
     }                                                                                                                 \
     EMULATOR_INLINE S2 __hmax2_nan(S2 a, S2 b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; }               \
-    EMULATOR_INLINE S2 __hmin2(S2 a, S2 b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }                           \
     EMULATOR_INLINE S __hmin_nan(S a, S b) {                                                                          \
         const float x = to_float(a), y = to_float(b);                                                                 \
         return from_float(x != x ? x : y != y ? y : std::fmin(x, y));                                                 \
@@ -95,22 +88,10 @@ EMULATOR_SMALL(__half, __half2, 10, 15, __float2half_rn, __floats2half2_rn, __ha
 EMULATOR_SMALL(__nv_bfloat16, __nv_bfloat162, 7, 127, __float2bfloat16_rn, __floats2bfloat162_rn, __bfloat162float,
                __bfloat1622float2)
 
-EMULATOR_INLINE __half __float2half(float x) { return __float2half_rn(x); }
-EMULATOR_INLINE __nv_bfloat16 __float2bfloat16(float x) { return __float2bfloat16_rn(x); }
 EMULATOR_INLINE __half2 __float2half2_rn(float x) { return __floats2half2_rn(x, x); }
 EMULATOR_INLINE __half __low2half(__half2 v) { return v.x; }
 EMULATOR_INLINE __half __high2half(__half2 v) { return v.y; }
 EMULATOR_INLINE __half2 __halves2half2(__half x, __half y) { return {x, y}; }
 EMULATOR_INLINE __half2 __low2half2(__half2 v) { return {v.x, v.x}; }
 EMULATOR_INLINE __half2 __high2half2(__half2 v) { return {v.y, v.y}; }
-EMULATOR_INLINE __half2 __lows2half2(__half2 a, __half2 b) { return {a.x, b.x}; }
-EMULATOR_INLINE __half2 __highs2half2(__half2 a, __half2 b) { return {a.y, b.y}; }
-EMULATOR_INLINE __half2 __half2half2(__half x) { return {x, x}; }
-EMULATOR_INLINE __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
-EMULATOR_INLINE __nv_bfloat162 __low2bfloat162(__nv_bfloat162 v) { return {v.x, v.x}; }
-EMULATOR_INLINE __nv_bfloat162 __high2bfloat162(__nv_bfloat162 v) { return {v.y, v.y}; }
-EMULATOR_INLINE __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 x) { return {x, x}; }
-EMULATOR_INLINE unsigned short __half_as_ushort(__half x) { return x.bits; }
 EMULATOR_INLINE __half __ushort_as_half(unsigned short x) { return {x}; }
-EMULATOR_INLINE unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }
-EMULATOR_INLINE __nv_bfloat16 __ushort_as_bfloat16(unsigned short x) { return {x}; }

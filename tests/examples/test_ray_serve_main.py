@@ -79,7 +79,6 @@ def test_two_replicas_answer_until_ctrl_c(tmp_path: Path, tiny_path: Path) -> No
             start_new_session=True,
         )
         try:
-            assert process.stdout is not None
             said = []
             while "Ctrl-C" not in (line := process.stdout.readline()):
                 assert line, errors.read_text()

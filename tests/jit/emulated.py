@@ -34,8 +34,6 @@ def _host() -> subprocess.Popen[bytes]:
 def compile_object(kernel: compiler.Kernel[Any], level: Level) -> bytes:
     """What `compiler.compile_object` returns, by the machine's own LLVM."""
     host, source = _host(), kernel.module(level)
-    assert host.stdin is not None
-    assert host.stdout is not None
     with compiler._llvm_lock:
         host.stdin.write(json.dumps([level.name, source]).encode() + b"\n")
         host.stdin.flush()

@@ -242,16 +242,13 @@ def test_levels_versions_and_sources_have_sets_of_their_own(
 
     for level in levels():
         cache = object_cache(level)
-        assert cache is not None
         cache.write("name", level.name.encode())
     for level in levels()[-2:]:
         cache = object_cache(level)
-        assert cache is not None
         assert cache.read("name") == level.name.encode()
 
     def is_new(sources: Sequence[Path] = ()) -> bool:
         cache = object_cache(LEVEL, sources)
-        assert cache is not None
         return cache.read("name") is None
 
     assert not is_new()
@@ -266,7 +263,6 @@ def test_levels_versions_and_sources_have_sets_of_their_own(
         source.write_text(text)
         assert is_new([tmp_path])
         written = object_cache(LEVEL, [tmp_path])
-        assert written is not None
         written.write("name", b"")
         assert not is_new([tmp_path])
     assert not is_new()
@@ -384,10 +380,8 @@ for number in range(8):
     processes = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
     try:
         for process in processes:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         for process in processes:
-            assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
         assert [process.wait(PATIENCE) for process in processes] == [0, 0, 0]

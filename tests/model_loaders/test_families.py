@@ -201,7 +201,6 @@ def test_layers_of_gemma4_without_a_window_have_wider_heads_whose_values_are_key
     local, whole, _ = stored("gemma4_values_are_keys").attentions.values()
     assert (local.head_dim, local.kv_heads, local.values_are_keys, local.rope) == (16, 2, False, RopeConfig(100.0))
     assert (whole.head_dim, whole.kv_heads, whole.values_are_keys) == (32, 1, True)
-    assert whole.rope is not None
     assert (whole.rope.theta, [divisor < 2 for divisor in whole.rope.divisors]) == (500.0, [True] * 4 + [False] * 12)
 
 
@@ -547,8 +546,6 @@ def gemma4(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, obj
     """Further metadata; RoPE of layers without a window becomes a tensor of divisors."""
     local, whole = config.attentions[0], config.attentions[len(config.layers) - 1]
     sizes = [(layer.ffn.shared if isinstance(layer.ffn, Experts) else layer.ffn).size for layer in config.layers]
-    assert local.rope is not None
-    assert whole.rope is not None
     tensors["rope_freqs.weight"] = np.array(whole.rope.divisors, np.float32)
     return {
         "attention__sliding_window": local.window,

@@ -190,7 +190,6 @@ class TestWhatItCanNotDo:
         slow = template("{% for _ in range(10**5) %}{% for _ in range(10**5) %}{% endfor %}{% endfor %}")
         slow._process._start()
         worker = slow._process._worker
-        assert worker is not None
         monkeypatch.setattr(worker.stdin, "flush", lambda: worker.send_signal(getattr(signal, name)))
         with pytest.raises(LoadError, match=rf"failed: {reason}\.$"):
             rendered(slow, HELLO)
@@ -212,7 +211,6 @@ runpy.run_path(sys.argv[1], run_name="__main__")
         usable = template("fine")
         rendered(usable, HELLO)
         worker = usable._process._worker
-        assert worker is not None
         worker.kill()
         worker.wait(60)
         assert rendered(usable, HELLO) == "fine"
@@ -228,7 +226,6 @@ runpy.run_path(sys.argv[1], run_name="__main__")
         used = template("fine")
         rendered(used, HELLO)
         worker = used._process._worker
-        assert worker is not None
         assert worker.poll() is None
         del used
         assert worker.poll() is not None

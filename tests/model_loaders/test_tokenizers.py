@@ -360,7 +360,6 @@ class TestTokenizerModelFolders:
 def test_words_are_cut_as_llama_cpp_cuts_them(name: str) -> None:
     """The words of the file are those of its `unicode_regex_split`, as in llama-cpp-python 0.3.36."""
     cutter = patterns.pre_tokenizer(name)
-    assert cutter is not None
     cut = {text: [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] for text in WORDS[name]}
     assert cut == WORDS[name]
 
@@ -369,7 +368,6 @@ def test_words_are_cut_as_llama_cpp_cuts_them(name: str) -> None:
 def test_smollm3_and_olmo2_cut_as_llama3_does(name: str) -> None:
     """In llama.cpp the names have one expression; words of the vocabulary are not taken whole there."""
     cutter = patterns.pre_tokenizer(name)
-    assert cutter is not None
     cut = {text: [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] for text in WORDS["llama-bpe"]}
     assert cut == WORDS["llama-bpe"]
     assert not patterns.takes_known_words_whole(name)
@@ -390,7 +388,6 @@ CUTS = {  # as the expressions of the published tokenizers do; 4,000 random text
 @pytest.mark.parametrize("name", CUTS)
 def test_words_are_cut_as_the_models_were_trained(name: str) -> None:
     cutter, (text, words) = patterns.pre_tokenizer(name), CUTS[name]
-    assert cutter is not None
     assert [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] == words
     assert patterns.takes_known_words_whole(name) == (name == "lfm2")
 
@@ -398,7 +395,6 @@ def test_words_are_cut_as_the_models_were_trained(name: str) -> None:
 def test_tekken_begins_a_word_at_any_scripts_capitals() -> None:
     """As Mistral's own expression does; llama.cpp's goes by the case of ASCII letters."""
     cutter = patterns.pre_tokenizer("tekken")
-    assert cutter is not None
     text = "ÉcoleÉLÈVE жЖ"
     assert [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] == ["École", "ÉLÈVE", " ж", "Ж"]
 

@@ -123,8 +123,8 @@ def covariance(*shape, seed=0, decay=0.8):
     return axes * decay ** np.arange(shape[-1]) @ axes.swapaxes(-1, -2)
 
 
-def orthogonal(dim, seed=9):
-    return np.linalg.qr(gaussian(dim, dim, seed=seed))[0]
+def orthogonal(dim):
+    return np.linalg.qr(gaussian(dim, dim, seed=9))[0]
 
 
 def keys_metric(rounding, heads=2, dim=8):
@@ -513,9 +513,9 @@ def test_refuses_nan_and_infinity(bad):
 # -- every codec that has a table ------------------------------------------------------------------------------------
 
 
-def codec_and_metrics(name, heads=2, dim=32, tokens=16):
+def codec_and_metrics(name):
     codec = codecs.get(name)
-    return codec, [keys_metric(codec.rounding, heads, dim), values_metric(codec.rounding, heads, dim, tokens)]
+    return codec, [keys_metric(codec.rounding, dim=32), values_metric(codec.rounding, dim=32)]
 
 
 @pytest.mark.parametrize("name", WITH_ROUNDING)

@@ -54,9 +54,9 @@ def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def all_at_once(engine: Engine, count: int = REQUESTS) -> list[Completion]:
+def all_at_once(engine: Engine) -> list[Completion]:
     """The answers of streams that are all opened before any is read to its end."""
-    streams = [engine.stream(*job(number)) for number in range(count)]
+    streams = [engine.stream(*job(number)) for number in range(REQUESTS)]
     begun: list[list[Chunk]] = [[next(stream)] for stream in streams]
     return [fold([*chunks, *stream]) for chunks, stream in zip(begun, streams, strict=True)]
 

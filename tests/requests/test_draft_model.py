@@ -44,7 +44,6 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def idle(engine: Engine) -> bool:
     """Whether no request runs, and no block of either store is in use."""
     assert_idle(engine)
-    assert engine._parts.draft is not None
     groups = engine._parts.draft.model.store.groups
     return all(group.quantized.free == group.quantized.size and group.full.free == group.full.size for group in groups)
 
@@ -52,7 +51,6 @@ def idle(engine: Engine) -> bool:
 def unpaced(engine: Engine) -> list[Unpaced]:
     """Let later requests draft at every step, and return their drafts."""
     made: list[Unpaced] = []
-    assert engine._parts.draft is not None
     draft = engine._parts.draft.model
     drafting(engine, lambda ids: made.append(Unpaced(ModelDrafter(draft, VOCABULARY), lambda: 7)) or made[-1])
     return made
@@ -113,7 +111,6 @@ def test_a_draft_store_without_room_drafts_nothing(tiny_path: Path, other: Path)
     with load_tiny(tiny_path, model_draft=str(other), cache_type="f16", **SETTINGS) as engine:
         wanted = plain(engine, prompts(1)[0])
         made = unpaced(engine)
-        assert engine._parts.draft is not None
         slots = engine._parts.draft.model.store.groups[0].full
         taken = slots.allocate(slots.free)
         assert summary(engine.generate(prompts(1)[0], PARAMS, ANEW)) == summary(wanted)
@@ -152,7 +149,6 @@ def test_what_is_said_of_the_draft_model_names_it(tiny_path: Path, other: Path) 
         clauses = [sentence for sentence in said if "NumPy computes" in sentence]
         threads = engine.status().threads
     assert [clause.partition("NumPy")[0] for clause in clauses] == ["", "draft model: "]
-    assert threads is not None
     assert all(clause.rstrip(".") in threads.why for clause in clauses)
 
 
@@ -164,7 +160,6 @@ def test_a_draft_model_has_no_snapshots(tiny_path: Path, tmp_path: Path) -> None
         made = unpaced(engine)
         assert engine.generate(prompts(1)[0], PARAMS, ANEW).token_ids == wanted.token_ids
         assert made[0].drafted
-        assert engine._parts.draft is not None
         assert engine._parts.draft.plan.snapshot_bytes == 0
 
 

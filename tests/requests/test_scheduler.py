@@ -36,7 +36,6 @@ def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, floa
     kinds = []
     for _ in range(units):
         unit = scheduler.schedule()
-        assert unit is not None
         if unit.is_prefill:
             scheduler.admit(prompt)
         scheduler.record_time(unit, seconds[unit.is_prefill])
@@ -74,7 +73,6 @@ def test_no_prefill_runs_before_a_slow_step_that_fills_a_block() -> None:
     seen = []
     for _ in range(600):
         unit = scheduler.schedule()
-        assert unit is not None
         if unit.is_prefill:
             scheduler.record_time(unit, 0.25)
         else:
@@ -98,7 +96,6 @@ def test_no_prefill_runs_after_a_step_that_was_unusually_slow() -> None:
     shared(scheduler, new, {True: 0.25, False: 1}, 40)
     while True:
         unit = scheduler.schedule()
-        assert unit is not None
         scheduler.record_time(unit, 0.25 if unit.is_prefill else 100)
         if not unit.is_prefill:
             break
@@ -113,7 +110,6 @@ def test_prefill_earns_no_credit_while_there_is_no_prompt() -> None:
     running(scheduler, 1)
     for _ in range(100):
         unit = scheduler.schedule()
-        assert unit is not None
         assert not unit.is_prefill
         scheduler.record_time(unit, 1)
     (new,) = sequences(1)
@@ -260,7 +256,6 @@ def test_prefill_delays_a_step_by_its_share_and_one_unit_at_most(
     delay = allowed = longest = 0.0
     for prefill, step in times:
         unit = scheduler.schedule()
-        assert unit is not None
         if unit.is_prefill:
             scheduler.admit(unit.sequences[0])
             scheduler.record_time(unit, prefill)

@@ -23,7 +23,6 @@ OPEN = {**A, "additionalProperties": True}
 def is_answer(grammars: Grammars, schema: dict[str, Any] | str, text: str) -> bool:
     """Whether a text may be the whole answer under a schema."""
     constraint = grammars.constraint(SamplingParams(schema=schema))
-    assert constraint is not None
     tokenizer = grammars._tokenizer
     for token in tokenizer.tokenize(text, continued=True):
         mask = constraint.allowed()

@@ -103,7 +103,6 @@ def test_the_example_of_a_phrase() -> None:
     """After "a b c" came "d"; three tokens are repeated, one more than allowed."""
     chain = sampling(dry_multiplier=0.8, dry_sequence_breakers=())
     penalties = Dry(chain, WORDS.__getitem__).penalties([0, 1, 2, 3, 9, 0, 1, 2])
-    assert penalties is not None
     assert dict(zip(penalties.ids.tolist(), penalties.amounts.tolist(), strict=True)) == {3: 0.8 * 1.75}
 
 
@@ -164,7 +163,6 @@ def test_the_answer_alone() -> None:
         assert alone.penalties(ids) is None
         ids.append(token)
     penalties = alone.penalties(ids)
-    assert penalties is not None
     assert (penalties.ids.tolist(), penalties.amounts.tolist()) == ([2], [1.0])
 
 

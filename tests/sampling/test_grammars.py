@@ -41,7 +41,6 @@ def drawn(grammars: Grammars, tokenizer: Tokenizer, params: SamplingParams, seed
     """Text of tokens drawn at random from those that are allowed."""
     rng, size = np.random.default_rng(seed), tokenizer.vocab_size + PADDING
     constraint = grammars.constraint(params)
-    assert constraint is not None
     text = b""
     while not constraint.finished:
         mask = constraint.allowed()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from polarlm.bench.gpu.weights import has_larger_types
 from polarlm.engine import Engine, SamplingParams
 from scripts.make_random_model import write
 from scripts.random_models.blocks import random_blocks
 from scripts.random_models.shapes import SHAPES, Shape
-from scripts.random_models.tensors import has_better_matrices
 from tests.random_model import TINY, random_model, tokenizer_file
 
 
@@ -29,7 +29,7 @@ def test_random_blocks_are_a_matrix_that_keeps_the_size_of_its_inputs(type: Type
 
 def test_about_half_of_the_layers_have_better_matrices() -> None:
     for shape in SHAPES.values():
-        better = sum(has_better_matrices(layer, shape.layers) for layer in range(shape.layers))
+        better = sum(has_larger_types(layer, shape.layers) for layer in range(shape.layers))
         assert better / shape.layers == pytest.approx(0.5, abs=0.1)
 
 

@@ -88,7 +88,6 @@ class Process:
                 stderr=errors,
                 text=True,
             )
-        assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
         assert self.line, self.errors.read_text()
         self.url = re.findall(r"http://[0-9.:]+", self.line)[0]
@@ -178,7 +177,6 @@ def started(models: Path, errors: Path, *flags: str, **environment: str) -> tupl
             stderr=stderr,
             text=True,
         )
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("Listening at "), errors.read_text()
     return process, line.split()[-1]

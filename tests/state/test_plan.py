@@ -248,7 +248,6 @@ def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
         r"(\d+) tokens fit \(with an f16 cache: (\d+)\)",
         line,
     )
-    assert words is not None
     weights, store, blocks, size, bits, tokens, plain = words.groups()
     assert weights == format_bytes(tiny._model.weights.bytes)
     assert store == format_bytes(plan.bytes)

@@ -17,8 +17,8 @@ from tests.storage.arrays import arrays_of, assert_same
 WINDOWS = (None, 12)
 
 
-def fed(length: int, codec: str = "polarquant", windows=WINDOWS, seed: int = 0) -> Fed:
-    sequence = Fed(make_store(codec, codec, windows=windows), seed)
+def fed(length: int, codec: str = "polarquant", windows=WINDOWS) -> Fed:
+    sequence = Fed(make_store(codec, codec, windows=windows))
     sequence.feed(length)
     return sequence
 

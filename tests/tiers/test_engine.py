@@ -56,8 +56,8 @@ def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("plain"))
 
 
-def next_turn(engine: Engine, first: Completion, seed: int = 2) -> Completion:
-    return engine.generate([*PROMPT, *first.token_ids, *ids(seed, 9)], PARAMS)
+def next_turn(engine: Engine, first: Completion) -> Completion:
+    return engine.generate([*PROMPT, *first.token_ids, *ids(2, 9)], PARAMS)
 
 
 def kv_of(engine: Engine, tokens: Sequence[int]) -> dict[tuple[int, int, str], np.ndarray]:
@@ -123,7 +123,6 @@ def test_a_conversation_in_text_goes_on_after_a_restart(plain_model: Path, tmp_p
 def test_blocks_that_the_store_has_lost_come_back(plain_model: Path, tmp_path: Path) -> None:
     with load(plain_model, tmp_path) as engine:
         first = engine.generate(PROMPT, PARAMS)
-        assert engine._tiers is not None
         assert engine._tiers._writer.flush(PATIENCE)
         forget(engine)
         answer = next_turn(engine, first)
@@ -145,7 +144,6 @@ def test_blocks_that_are_reused_before_they_are_written_are_copied(
         engine.generate(PROMPT, PARAMS)
         forget(engine)
         may_write.set()
-        assert engine._tiers is not None
         assert engine._tiers._writer.flush(PATIENCE)
         answer = next_turn(engine, first)
         assert answer.usage.cached_from == ({"disk": len(PROMPT) + 12} if room else {})
@@ -226,7 +224,6 @@ def reader(plain_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """An engine that writes nothing, and the folder that it reads."""
     folder = tmp_path_factory.mktemp("read")
     with load(plain_model, folder) as engine:
-        assert engine._tiers is not None
         engine._tiers._writer._tiers = []
         yield engine, folder
 
@@ -308,7 +305,6 @@ def test_a_disk_that_hangs_delays_one_request_and_no_other(
         hangs.wait(PATIENCE)
 
     with load(plain_model, tmp_path / "blocks") as engine:
-        assert engine._tiers is not None
         with monkeypatch.context() as patch:
             patch.setattr(engine._tiers._patience, "seconds", lambda tokens: 0.05)
             patch.setattr(Folder, "read", read)
@@ -316,7 +312,6 @@ def test_a_disk_that_hangs_delays_one_request_and_no_other(
                 assert engine.generate(PROMPT, PARAMS).token_ids == written[1].token_ids
                 forget(engine)
             late = engine._tiers._late
-            assert late is not None
             for _ in range(2):
                 assert engine.generate(PROMPT, PARAMS).token_ids == written[1].token_ids
                 forget(engine)
@@ -345,9 +340,7 @@ def test_a_disk_that_takes_no_writes_delays_only_the_end(
         engine.generate(ids(seed, 30), PARAMS)
     engine.close()
     hangs.set()
-    assert engine._tiers is not None
     thread = engine._tiers._writer._thread
-    assert thread is not None
     thread.join(PATIENCE)  # it finds the store freed, and ends
     assert not thread.is_alive()
     assert "not all blocks were kept" in caplog.text
@@ -419,7 +412,6 @@ def test_blocks_wait_for_requests_within_a_budget(plain_model: Path, written, tm
     """Beyond it a shorter part of the prefix is read; what has been put back, or was never used, is free again."""
     shutil.copytree(written[0], tmp_path / "blocks")
     with load(plain_model, tmp_path / "blocks") as engine:
-        assert engine._tiers is not None
         budget = engine._tiers._lookup.budget
         whole = budget._left
         request = engine._request(PROMPT, PARAMS, None, outbox=[], wants_progress=False, constraint=None)
@@ -509,7 +501,6 @@ def test_no_descriptor_and_no_thread_is_left(plain_model: Path, tmp_path: Path) 
 
 
 def memory_of(engine: Engine) -> Callable[[], int]:
-    assert engine._tiers is not None
     place = engine._tiers._lookup.tiers[0]._tier
     assert isinstance(place, Memory)
     return lambda: place._held
@@ -521,7 +512,6 @@ def test_host_memory_keeps_what_the_store_has_lost(plain_model: Path, monkeypatc
     with load(plain_model, None, cache_ram="1M", ops=NumpyOps()) as engine:
         held = memory_of(engine)
         first = engine.generate(PROMPT, PARAMS)
-        assert engine._tiers is not None
         assert engine._tiers._writer.flush(PATIENCE)
         forget(engine)
         assert next_turn(engine, first).usage.cached_from == {"ram": len(PROMPT) + 12}
@@ -533,7 +523,6 @@ def test_requests_that_look_for_blocks_go_before_the_writer(
 ) -> None:
     monkeypatch.setattr(writing, "_LONGEST_REST", 60.0)
     with load(plain_model, tmp_path) as engine:
-        assert engine._tiers is not None
         writer = engine._tiers._writer
         with writer.resting():
             engine.generate(PROMPT, PARAMS)

@@ -135,7 +135,6 @@ def test_snapshots_that_are_reused_before_they_are_written_are_copied(
     whole = [*PROMPT, *answer(engine, PROMPT).token_ids[:-1]]
     forget(engine)
     may_write.set()
-    assert engine._tiers is not None
     assert engine._tiers._writer.flush(PATIENCE)
     prompt = [*whole, *ids_of(9, seed=1)]
     found = answer(engine, prompt)
@@ -155,9 +154,7 @@ def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it
         engine = load(**on_disk(folder))
         answer(engine, PROMPT, tokens=2)
         _, hashes = engine._prefixes.hashes(PROMPT)
-        assert engine._tiers is not None
         names = engine._tiers._named_soon()
-        assert names is not None
         engine.close()
         files = [folder / names.state(key).hex() for key in hashes]
         assert [number for number, file in enumerate(files) if file.exists()] == [4, 8]

@@ -287,7 +287,6 @@ def test_a_killed_process_leaves_whole_objects_only(tmp_path: Path) -> None:
         process = subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(tmp_path), str(attempt)], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
-        assert process.stdout is not None
         process.stdout.readline()
         eventually(lambda least=5 * attempt: len(objects_in(tmp_path)) >= least)
         process.send_signal(signal.SIGKILL)

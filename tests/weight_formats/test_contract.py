@@ -20,7 +20,6 @@ NAMES = weight_formats.available()
 def unpacked(name: str, raw: bytes) -> np.ndarray:
     """The values of one block by way of its integers: `dequantize` does not take that way."""
     unpack = get(name).unpack
-    assert unpack is not None
     values: np.ndarray = unpack(np.frombuffer(raw, np.uint8)[None]).dequantize()[0]
     return values
 
@@ -120,7 +119,6 @@ ERRORS = {
 @pytest.mark.parametrize("name", weight_formats.writable())
 def test_values_are_converted_to_near_ones(name: str, rng: np.random.Generator) -> None:
     quantize = get(name).quantize
-    assert quantize is not None
     x = rng.standard_normal((7, 256)).astype(np.float32)
     raw = quantize(x)
     assert (raw.shape, raw.dtype) == ((7, get(name).size(256)), np.uint8)
@@ -141,7 +139,6 @@ def test_plain_values_are_rounded_to_nearest_even(name: str, rng: np.random.Gene
 
 def test_numbers_beyond_half_precision_become_its_largest() -> None:
     quantize = get("f16").quantize
-    assert quantize is not None
     given = dequantized("f16", quantize(np.array([[1e6, -1e6, 65520, np.inf, np.nan]], np.float32)))
     np.testing.assert_array_equal(given, [[65504, -65504, 65504, 65504, np.nan]])
 
@@ -150,7 +147,6 @@ def test_numbers_beyond_half_precision_become_its_largest() -> None:
 def test_damage_is_not_hidden(name: str) -> None:
     """A row with NaN has NaN or infinity afterwards."""
     quantize = get(name).quantize
-    assert quantize is not None
     x = np.ones((3, 256), np.float32)
     x[1, 5] = np.nan
     assert np.isfinite(dequantized(name, quantize(x))).all(axis=1).tolist() == [True, False, True]

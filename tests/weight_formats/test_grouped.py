@@ -22,7 +22,6 @@ GROUPED = [name for name in BLOCKS if name not in {*LATTICES, *DIGITS}]
 
 def unpack(name: str, raw: np.ndarray) -> Grouped | Lattice | Trits:
     function = get(name).unpack
-    assert function is not None
     return function(raw)
 
 
@@ -94,7 +93,6 @@ def test_arrays_have_the_promised_shapes_and_types(name: str, rng: np.random.Gen
 @pytest.mark.parametrize("name", LATTICES)
 def test_indices_scales_and_signs_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
     stored, width = get(name), 3 * get(name).values
-    assert stored.grid is not None
     points = stored.grid.points()
     assert (points.shape, points.dtype) == ((1 << stored.bits, stored.grid.cell), np.int8)
     for rows in (0, 1, 5):

@@ -1,4 +1,4 @@
-"""Cache types of other projects as references in NumPy, to measure beside ours: one file each, from what they publish.
+"""Cache types of other projects as references in NumPy, to compare with ours: one file each, from what they publish.
 
 They are codecs like those of `engine.codecs`, but no engine has them: they are known only `while_measured`. As others
 publish them, they have no conditioning: `python -m polarlm.bench.quality --types nvfp4:plain`. The first block of a

@@ -28,14 +28,14 @@ from polarlm.bench.serving.simulate.routing import ROUTERS
 from polarlm.bench.serving.simulate.tables import format_result
 from polarlm.bench.serving.simulate.tiers import TierSize
 from polarlm.bench.serving.simulate.trace import Trace, make
-from polarlm.engine.cli.commands import note, run
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
 from polarlm.engine.state.plan import parse_size
 
-# Bytes per second and seconds of latency: host memory over PCIe, one NVMe disk.
-_RAM, _DISK = (25e9, 20e-6), (5e9, 200e-6)
-_NETWORK_LATENCY = 1e-3
+# Bytes, bytes per second and seconds of latency: host memory over PCIe, one NVMe disk.
+_TIERS = {"ram": (128 << 30, 25e9, 20e-6), "disk": (2 << 40, 5e9, 200e-6)}
+_NETWORKS, _NETWORK_LATENCY = (10, 25, 100), 1e-3  # Gbit/s to a remote store
 _MOST_REQUESTS = 400_000  # most requests to simulate per number of machines: larger fleets run for a shorter time
 _MOST_MACHINES = 1024  # most machines to try for a load
 
@@ -60,21 +60,15 @@ class Options:
     context: int = setting(32768, "--context", metavar="N", help="tokens of a conversation at most")
     parallel: int = setting(64, "--parallel", metavar="N", help="requests that a machine computes at a time")
     store: str = setting("100G", "--store", metavar="SIZE", help="of a machine's KV store")
-    ram: str = setting("128G", "--ram", metavar="SIZE", help="of host memory for keys and values")
-    disk: str = setting("2T", "--disk", metavar="SIZE", help="of a machine's disk for keys and values")
-    network: str = setting("10,25,100", "--network", metavar="G,G", help="Gbit/s to a remote store, one or more")
     beside: str | None = setting(
         None, "--beside", metavar="FILE", help="only compare a result of bench.serving with its simulation"
     )
     seed: int = setting(0, "--seed", metavar="N", help="of the load")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulates, writes JSON and a picture, prints the tables; returns the exit code."""
-    return run(_simulate_and_report, argv)
-
-
-def _simulate_and_report(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Simulates, writes JSON and a picture, prints the tables."""
     options, destination = parse(
         argv,
         {"Simulation": Options, "Output": Output},
@@ -92,11 +86,11 @@ def _simulate_and_report(argv: Sequence[str]) -> None:
     if options.beside is not None:
         _compare(options, costs[0], destination, argv)
         return
-    counts, networks = _numbers("--machines", options.machines), _numbers("--network", options.network)
+    counts = _numbers("--machines", options.machines)
     output = destination.path("simulate", costs[0].name)
     started, clock = time.process_time(), time.perf_counter()
     many = list(_by_machines(options, costs[0], counts))
-    needed = list(_by_fleet(options, costs, networks))
+    needed = list(_by_fleet(options, costs))
     result = {
         "kind": "simulation: no machine was used",
         "load": {key: value for key, value in asdict(options).items() if key != "costs"},
@@ -161,17 +155,17 @@ def _by_machines(options: Options, costs: Costs, counts: Sequence[int]) -> Seque
     return rows
 
 
-def _by_fleet(options: Options, costs: Sequence[Costs], networks: Sequence[int]) -> Sequence[dict[str, Any]]:
+def _by_fleet(options: Options, costs: Sequence[Costs]) -> Sequence[dict[str, Any]]:
     trace = _trace(options, options.load)
     fleets = [
         (cost, routing, tiers)
         for cost in costs
         for routing, tiers in (
             *((routing, ()) for routing in ROUTERS),
-            *(("least", ("ram", "disk", network)) for network in networks),
+            *(("least", ("ram", "disk", network)) for network in _NETWORKS),
             ("affinity", ("ram",)),
             ("affinity", ("ram", "disk")),
-            *(("affinity", ("ram", "disk", network)) for network in networks),
+            *(("affinity", ("ram", "disk", network)) for network in _NETWORKS),
         )
     ]
     rows = []
@@ -203,8 +197,8 @@ def _fleet(options: Options, costs: Costs, count: int, routing: str, tiers: Sequ
         if isinstance(tier, int):
             remote = TierSize(float("inf"), tier / 8 * 1e9 / nbytes, _NETWORK_LATENCY)
         else:
-            (speed, latency), size = (_RAM, options.ram) if tier == "ram" else (_DISK, options.disk)
-            sizes.append(TierSize(parse_size(size) / nbytes, speed / nbytes, latency))
+            size, speed, latency = _TIERS[tier]
+            sizes.append(TierSize(size / nbytes, speed / nbytes, latency))
     settings = Settings(costs, min(options.parallel, costs.most_sequences))
     return Fleet(count, settings, sizes, remote, routing)
 

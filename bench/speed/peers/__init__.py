@@ -1,4 +1,4 @@
-"""Other engines to measure beside ours: one file each, found by name, which runs in a process of its own.
+"""Other engines to compare with ours: one file each, found by name, which runs in a process of its own.
 
 A file has NAME; LABEL, its name in tables; CACHES, its cache types with the bits of a value (None where nobody says
 them); and NOTES, sentences about what it cannot measure or measures otherwise. Without PROGRAM it is a package, and the

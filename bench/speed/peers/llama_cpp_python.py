@@ -41,11 +41,7 @@ class Model:
         self._held: list[int] = []  # the tokens in the cache
 
     def about(self) -> dict[str, str]:
-        """The library's version, and the instruction sets that it was built with."""
-        return {
-            "version": str(self._library.__version__),
-            "built_with": self._library.llama_print_system_info().decode().strip(" |"),
-        }
+        return about(self._library)
 
     def prompt_rate(self, ids: Sequence[int]) -> float:
         """Tokens per second of a prompt, up to the logits of its last token. The prompt stays in the cache."""
@@ -95,6 +91,12 @@ def load(path: str) -> tuple[Any, Any, Any]:
     if not model:
         raise NoPeer("cannot load the model")
     return library, model, quiet
+
+
+def about(library: Any) -> dict[str, str]:
+    """The library's version, and the instruction sets that it was built with."""
+    info = library.llama_print_system_info().decode().strip(" |")
+    return {"version": str(library.__version__), "built_with": info}
 
 
 def _library() -> Any:

@@ -32,7 +32,7 @@ class Server:
         params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.cache_type_k = params.cache_type_v = getattr(library.ggml_type, f"GGML_TYPE_{cache.upper()}")
         params.n_gpu_layers, params.warmup = 0, False
-        params.cache_ram_mib, params.n_ctx_checkpoints = 0, 0  # no copies of prompts beside the cache
+        params.cache_ram_mib, params.n_ctx_checkpoints = 0, 0  # no copies of prompts besides the cache
         try:
             self._server = library.Server(params)
         except (RuntimeError, ValueError) as error:

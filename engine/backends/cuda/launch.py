@@ -29,7 +29,7 @@ class LaunchConfig(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The arguments of `linear` beside x, for one matrix. add: to y instead of overwriting it. beside: a matrix of
+    """The arguments of `linear` besides x, for one matrix. add: to y instead of overwriting it. beside: a matrix of
     another packed format, whose columns of y follow those of `weight`."""
 
     weight: Matrix

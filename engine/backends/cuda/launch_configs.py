@@ -25,7 +25,7 @@ SMALL_ROWS = 64
 # Rows whose experts are computed at a time: of each of their pairs with an expert there are two results in memory.
 EXPERT_ROWS = 2048
 
-# Numbers of rows, beside 1 and those of prompts for cuBLAS, so that each kernel of products is compiled for one of them
+# Numbers of rows, besides 1 and prompts for cuBLAS, so that each kernel of products is compiled for one of them
 # and serves as many rows or fewer, down to the number before.
 ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
 

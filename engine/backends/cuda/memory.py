@@ -1,4 +1,4 @@
-"""Peak memory of a prompt and of a step on a GPU, beside weights and KV store.
+"""Peak memory of a prompt and of a step on a GPU, besides weights and KV store.
 
 Bytes of the arrays that `engine.model.forward` and the ops hold at the same time, computed from their shapes; letters
 as in `engine.backends.ops`. Of alternative branches the larger one counts. The plan of the KV store asks for up to

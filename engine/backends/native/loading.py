@@ -18,7 +18,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Matrix, RereadMatrix, StoredMatrix, WeightFormat
 
 AnyMatrix = TypeVar("AnyMatrix", bound=StoredMatrix)
-_SLAB_BYTES = 8 << 20  # bytes of the file that a launch packs: enough for all threads, little beside the weights
+_SLAB_BYTES = 8 << 20  # bytes of the file that a launch packs: enough for all threads, little compared with the weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,8 +62,7 @@ class Level(ABC):
     multiplies_words = False
     """Whether as many words as float32 or more are multiplied at a time: numbers of 16 bits then become words."""
     halves_products = False
-    """Whether sums of words are so fast beside products that half as many products, of sums, are faster: Winograd's
-    inner product."""
+    """Whether sums of words cost so little that half as many products, of sums, are faster (Winograd)."""
     wide_tables = False
     """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
 

@@ -16,10 +16,10 @@ _LINE = 64  # bytes of a cache line
 _PIECE = 32 << 20  # bytes that an arena requests from the system at a time
 
 
-def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:
-    """uint8 (nbytes,) zeros at an aligned address; as in `zeros`, pages take no memory until they are written."""
-    whole = zeros((nbytes + alignment,), np.uint8)
-    first = -whole.ctypes.data % alignment
+def aligned(nbytes: int) -> np.ndarray:
+    """uint8 (nbytes,) zeros from the start of a cache line on; as in `zeros`, pages take memory once written."""
+    whole = zeros((nbytes + _LINE,), np.uint8)
+    first = -whole.ctypes.data % _LINE
     return whole[first : first + nbytes]
 
 

@@ -66,7 +66,7 @@ class Split:
         return replace(self, shares=[replace(share, weights=0) for share in self.shares])
 
     def room(self) -> int:
-        """Return the bytes that remain on all cards beside the weights. Raises EngineError if these do not fit on
+        """Return the bytes that remain on all cards besides the weights. Raises EngineError if these do not fit on
         one."""
         return sum(self._rooms())
 

@@ -104,7 +104,6 @@ def test_queries_are_transformed_alone(level: Level) -> None:
     ops = HeadOps(launcher(level))
     for dim, rotations in ((64, ("hadamard", "none")), (48, ("dense", "hadamard")), (24, ("none", "none"))):
         x = case(dim, 5, 1, rotations, True, True)
-        assert x.transform.scale is not None
         scale = x.transform.scale[:5]
         (prepared,) = ops.prepare([HeadTransform(0, scale, x.transform.key_rotation, x.transform.value_rotation)])
         q, k, v = ops.transform_heads(np.ascontiguousarray(x.qkv[:, :5]), x.rope, prepared, x.norms)

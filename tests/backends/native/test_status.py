@@ -47,7 +47,6 @@ def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: 
     with stepped(tiny_path, cache_type=cache_type) as engine:
         threads = engine.status().threads
         line = session.cpu(engine)
-    assert threads is not None
     assert threads.number == thread_count(2).number  # two, if there are two CPUs
     assert best().name in threads.why
     assert threads.why.endswith(f"kernels compiled for {best().name}{in_numpy}")
@@ -70,7 +69,6 @@ def test_it_names_what_runs_in_numpy(tiny_path: Path, k: str, v: str, layers: st
         threads = engine.status().threads
     clause = f"NumPy computes attention and encoding in {layers}, more slowly: no kernel reads {codec}"
     assert f"{clause}." in said
-    assert threads is not None
     assert threads.why.endswith(f"; {clause}")
 
 
@@ -84,7 +82,6 @@ def test_it_says_nothing_of_types_with_kernels(tiny_path: Path) -> None:
 def test_it_names_the_kernels(tiny_path: Path) -> None:
     with stepped(tiny_path, cache_type="f16") as engine:
         names = session.kernels(engine)
-    assert names is not None
     heading, *kinds = names.splitlines()
     assert heading == "Compiled kernels:"
     assert any(line.startswith("  product ") and "f16_1, " in line for line in kinds)

@@ -220,7 +220,6 @@ def test_an_engine_says_that_it_has_fewer_threads_than_asked_for(tiny_path: Path
             threads, blas = engine.status().threads, cores().number
     finally:
         cores().use(before)
-    assert threads is not None
     assert 1 <= threads.number == blas <= cpus
     assert f"by the setting threads {cpus + 6}, but this process may use {threads.number} CPU" in threads.why
 

@@ -22,8 +22,8 @@ def tokens(count: int = N) -> np.ndarray:
     return x
 
 
-def wanted(count: int = N) -> np.ndarray:
-    x = np.zeros((KV_HEADS, count, D), np.float16)
+def wanted() -> np.ndarray:
+    x = np.zeros((KV_HEADS, N, D), np.float16)
     x[..., : len(STORED)] = STORED
     return x
 

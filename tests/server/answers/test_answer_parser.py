@@ -114,7 +114,6 @@ def test_an_answer_may_end_anywhere() -> None:
 
 def test_ids_that_the_model_writes_are_those_of_the_calls() -> None:
     (start, *_) = AnswerParser(FORMS["MISTRAL_IDS"], NAMES).push("[TOOL_CALLS]time[CALL_ID]abcdefgh9[ARGS]{}")
-    assert start.call is not None
     assert (start.call.id, start.call.name) == ("abcdefgh9", "time")
 
 

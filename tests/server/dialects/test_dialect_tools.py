@@ -113,8 +113,6 @@ def test_openais_client_gets_a_call_and_sends_the_result(hermes: Serving, stream
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     again: list[Any] = [*MESSAGES, call.model_dump(exclude_none=True), result]
     second = hermes.openai.responses.create(**given | {"max_output_tokens": 8}, input=again, tool_choice="none")
-    assert second.usage is not None
-    assert response.usage is not None
     assert second.usage.input_tokens_details.cached_tokens >= 0.98 * response.usage.total_tokens
 
 

@@ -192,10 +192,10 @@ def test_a_browser_gets_no_permission_for_another_origin(server: Serving) -> Non
 PAGE = "https://chat.example.com"
 
 
-def preflight(server: Serving, origin: str, method: str = "POST") -> httpx.Response:
+def preflight(server: Serving, origin: str) -> httpx.Response:
     asks = {
         "Origin": origin,
-        "Access-Control-Request-Method": method,
+        "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
     }
     return httpx.options(f"{server.http.base_url}/v1/chat/completions", headers=asks)

@@ -110,7 +110,6 @@ def calls_of_chunks(text: str, body: dict[str, Any]) -> list[Call]:
 
 def calls_of_response(body: dict[str, Any]) -> list[Call]:
     response = Response.model_validate(body)
-    assert response.usage is not None
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     return [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
 

@@ -70,7 +70,6 @@ class Front:
 
     def pid(self, name: str) -> int:
         process = self.served(name).process
-        assert process is not None
         return process.pid
 
     def kill(self, name: str) -> None:

@@ -117,7 +117,6 @@ def test_more_connections_than_files_are_a_line_in_the_log_at_most_once_a_second
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
         try:
-            assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
             began, address = time.monotonic(), (httpx.URL(url).host, httpx.URL(url).port)
             with ExitStack() as connections:

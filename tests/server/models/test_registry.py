@@ -33,7 +33,6 @@ def test_models_of_a_folder_are_called_as_their_files(tmp_path: Path) -> None:
     registry = in_folder(tmp_path, "a-Q8_0.gguf", *PARTS, "mmproj-a.gguf", ".b.gguf", "notes.txt")
     assert names(registry) == ["a-Q8_0", "huge-Q4_K_M", "safe"]
     found = registry.find("huge-Q4_K_M")
-    assert found is not None
     assert found.path == tmp_path / PARTS[0]
 
 
@@ -52,7 +51,6 @@ def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
 def test_models_of_the_hub_are_found_without_their_quantization_if_there_is_one_alone() -> None:
     registry = Registry(common(), None, ["user/one:Q4_K_M", "user/two:Q4_0", "user/two:Q8_0"], ["user/one"])
     one = registry.find("user/one")
-    assert one is not None
     assert (one.name, one.path, one.config.weights, one.pinned) == (
         "user/one:Q4_K_M",
         None,
@@ -138,6 +136,5 @@ def test_a_name_may_end_with_that_of_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     registry = Registry(replace(common(), lora={"sql": "adapter"}), tmp_path, (), ())
     found = registry.find("a:sql")
-    assert found is not None
     assert found.name == "a"
     assert registry.find("a:tone") is None

@@ -72,32 +72,34 @@ class FakeProcess:
 
 
 Scenario = Callable[[Supervisor, Machine], Coroutine[Any, Any, None]]
-Run = Callable[..., None]
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """run(scenario, **settings of ServerConfig): runs it with the models a, b and c."""
+def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
+    """Makes a coroutine a test, with a supervisor of the models a, b and c that has these settings of ServerConfig."""
 
-    def running(scenario: Scenario, **settings: Any) -> None:
-        async def main() -> None:
+    def made(test: Scenario) -> Callable[..., None]:
+        def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+            for name in "abc":
+                (tmp_path / f"{name}.gguf").touch()
             machine = Machine()
 
             async def start(model: Any, config: Any, ended: Any, reserved: int, most: int | None) -> FakeProcess:
                 return FakeProcess(machine, model.name, ended, most)
 
+            async def main() -> None:
+                config = ServerConfig(models=str(tmp_path), **settings)
+                supervisor = Supervisor(Registry(common(), tmp_path, (), config.pin), config)
+                await asyncio.wait_for(test(supervisor, machine), 120)
+                await supervisor.close()
+                assert not machine.running
+
             monkeypatch.setattr(module.ModelProcess, "start", start)
-            config = ServerConfig(models=str(tmp_path), **settings)
-            supervisor = Supervisor(Registry(common(), tmp_path, (), config.pin), config)
-            await asyncio.wait_for(scenario(supervisor, machine), 120)
-            await supervisor.close()
-            assert not machine.running
+            monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
+            asyncio.run(main())
 
-        for name in "abc":
-            (tmp_path / f"{name}.gguf").touch()
-        asyncio.run(main())
+        return run
 
-    return running
+    return made
 
 
 async def use(supervisor: Supervisor, name: str, keep: float | None = None) -> Served:
@@ -124,213 +126,182 @@ def loaded(supervisor: Supervisor) -> str:
     return "".join(one.model.name for one in supervisor.all() if one.state == READY)
 
 
-def test_requests_at_the_same_time_start_one_process(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        await asyncio.gather(*(use(supervisor, "a") for _ in range(5)))
-        assert [one.name for one in machine.running] == ["a"]
-        assert supervisor.find("a").starts == 1
-
-    run(scenario)
+@scenario()
+async def test_requests_at_the_same_time_start_one_process(supervisor: Supervisor, machine: Machine) -> None:
+    await asyncio.gather(*(use(supervisor, "a") for _ in range(5)))
+    assert [one.name for one in machine.running] == ["a"]
+    assert supervisor.find("a").starts == 1
 
 
-def test_the_model_that_was_not_used_for_longest_makes_room(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        machine.free = 2 * GIB
-        for name in "aba":
-            await use(supervisor, name)
+@scenario()
+async def test_the_model_that_was_not_used_for_longest_makes_room(supervisor: Supervisor, machine: Machine) -> None:
+    machine.free = 2 * GIB
+    for name in "aba":
+        await use(supervisor, name)
+    await use(supervisor, "c")
+    assert loaded(supervisor) == "ac"
+
+
+@scenario(models_memory="1.5G")
+async def test_a_limit_of_memory_holds_however_much_is_free(supervisor: Supervisor, machine: Machine) -> None:
+    for name in "abc":
+        await use(supervisor, name)
+        assert loaded(supervisor) == name
+
+
+@scenario(models_memory="512M")
+async def test_a_model_that_no_limit_allows_is_refused_with_numbers(supervisor: Supervisor, machine: Machine) -> None:
+    with pytest.raises(EngineError, match=r"no room for a: it needs 1\.0 GiB.*512\.0 MiB of 512\.0 MiB") as caught:
+        await use(supervisor, "a")
+    assert caught.value.code == "out_of_memory"
+    assert supervisor.find("a").state == FAILED
+
+
+@scenario(models_memory="1G", pin=("a",))
+async def test_a_pinned_model_stays(supervisor: Supervisor, machine: Machine) -> None:
+    await use(supervisor, "a")
+    with pytest.raises(EngineError, match="a stay, being pinned"):
+        await use(supervisor, "b")
+    assert loaded(supervisor) == "a"
+
+
+@scenario(models_memory="1G")
+async def test_a_busy_model_answers_before_it_makes_room(supervisor: Supervisor, machine: Machine) -> None:
+    served = await use(supervisor, "a")
+    async with busy(supervisor, served):
+        other = asyncio.create_task(use(supervisor, "b"))
+        await until(lambda: served.state == STOPPING)
+        again = asyncio.create_task(use(supervisor, "a"))  # waits: it may not keep b from being loaded
+        await asyncio.sleep(0.02)
+        assert [one.name for one in machine.running] == ["a", "b"]
+        assert not other.done()
+    await asyncio.gather(other, again)
+    assert loaded(supervisor) == "a"
+
+
+@scenario(models_memory="2G")
+async def test_an_idle_model_makes_room_before_a_busy_one(supervisor: Supervisor, machine: Machine) -> None:
+    served = await use(supervisor, "a")
+    async with busy(supervisor, served):
+        await use(supervisor, "b")  # later than a
         await use(supervisor, "c")
         assert loaded(supervisor) == "ac"
 
-    run(scenario)
 
-
-def test_a_limit_of_memory_holds_however_much_is_free(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        for name in "abc":
-            await use(supervisor, name)
-            assert loaded(supervisor) == name
-
-    run(scenario, models_memory="1.5G")
-
-
-def test_a_model_that_no_limit_allows_is_refused_with_numbers(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        with pytest.raises(EngineError, match=r"no room for a: it needs 1\.0 GiB.*512\.0 MiB of 512\.0 MiB") as caught:
-            await use(supervisor, "a")
-        assert caught.value.code == "out_of_memory"
-        assert supervisor.find("a").state == FAILED
-
-    run(scenario, models_memory="512M")
-
-
-def test_a_pinned_model_stays(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        await use(supervisor, "a")
-        with pytest.raises(EngineError, match="a stay, being pinned"):
-            await use(supervisor, "b")
-        assert loaded(supervisor) == "a"
-
-    run(scenario, models_memory="1G", pin=("a",))
-
-
-def test_a_busy_model_answers_before_it_makes_room(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        served = await use(supervisor, "a")
-        async with busy(supervisor, served):
-            other = asyncio.create_task(use(supervisor, "b"))
-            await until(lambda: served.state == STOPPING)
-            again = asyncio.create_task(use(supervisor, "a"))  # waits: it may not keep b from being loaded
-            await asyncio.sleep(0.02)
-            assert [one.name for one in machine.running] == ["a", "b"]
-            assert not other.done()
-        await asyncio.gather(other, again)
-        assert loaded(supervisor) == "a"
-
-    run(scenario, models_memory="1G")
-
-
-def test_an_idle_model_makes_room_before_a_busy_one(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        served = await use(supervisor, "a")
-        async with busy(supervisor, served):
-            await use(supervisor, "b")  # later than a
-            await use(supervisor, "c")
-            assert loaded(supervisor) == "ac"
-
-    run(scenario, models_memory="2G")
-
-
-def test_without_others_to_unload_a_model_tries_what_there_is(run: Run) -> None:
+@scenario()
+async def test_without_others_to_unload_a_model_tries_what_there_is(supervisor: Supervisor, machine: Machine) -> None:
     """The engine takes a shorter context, or says what it lacks."""
-
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        machine.free = GIB // 2
-        await use(supervisor, "a")
-        assert loaded(supervisor) == "a"
-
-    run(scenario)
+    machine.free = GIB // 2
+    await use(supervisor, "a")
+    assert loaded(supervisor) == "a"
 
 
-def test_idle_models_are_unloaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        served = await use(supervisor, "a", supervisor.usual_keep(supervisor.find("a")))
-        assert served.expires is not None
-        await use(supervisor, "b", None)  # as long as there is room
-        await use(supervisor, "c", 0)
-        async with busy(supervisor, served, 0.02):
-            await asyncio.sleep(0.05)
-            assert served.state == READY
-        await until(lambda: loaded(supervisor) == "b")
-
-    monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
-    run(scenario, idle_unload=0.001)
+@scenario(idle_unload=0.001)
+async def test_idle_models_are_unloaded(supervisor: Supervisor, machine: Machine) -> None:
+    served = await use(supervisor, "a", supervisor.usual_keep(supervisor.find("a")))
+    assert served.expires is not None
+    await use(supervisor, "b", None)  # as long as there is room
+    await use(supervisor, "c", 0)
+    async with busy(supervisor, served, 0.02):
+        await asyncio.sleep(0.05)
+        assert served.state == READY
+    await until(lambda: loaded(supervisor) == "b")
 
 
-def test_a_pinned_model_is_never_idle(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        served = await use(supervisor, "a", 0.0)
-        await use(supervisor, "b", 0.001)
-        await until(lambda: supervisor.find("b").state == UNLOADED)
-        assert (served.state, served.expires) == (READY, None)
-
-    monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
-    run(scenario, pin=("a",))
+@scenario(pin=("a",))
+async def test_a_pinned_model_is_never_idle(supervisor: Supervisor, machine: Machine) -> None:
+    served = await use(supervisor, "a", 0.0)
+    await use(supervisor, "b", 0.001)
+    await until(lambda: supervisor.find("b").state == UNLOADED)
+    assert (served.state, served.expires) == (READY, None)
 
 
-def test_a_crash_is_that_of_one_model_and_the_next_request_starts_it_again(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        served, other = await use(supervisor, "a"), await use(supervisor, "b")
+@scenario()
+async def test_a_crash_is_that_of_one_model_and_the_next_request_starts_it_again(
+    supervisor: Supervisor, machine: Machine
+) -> None:
+    served, other = await use(supervisor, "a"), await use(supervisor, "b")
+    machine.running[0].kill()
+    assert (served.state, other.state) == (FAILED, READY)
+    assert "signal 9" in str(served.error)
+    await use(supervisor, "a")
+    assert (served.state, served.error, served.starts) == (READY, None, 2)
+
+
+@scenario(models_memory="1G")
+async def test_a_crash_ends_the_wait_for_a_busy_model(supervisor: Supervisor, machine: Machine) -> None:
+    served = await use(supervisor, "a")
+    async with busy(supervisor, served):
+        other = asyncio.create_task(use(supervisor, "b"))
+        await until(lambda: served.state == STOPPING)
         machine.running[0].kill()
-        assert (served.state, other.state) == (FAILED, READY)
-        assert "signal 9" in str(served.error)
-        await use(supervisor, "a")
-        assert (served.state, served.error, served.starts) == (READY, None, 2)
-
-    run(scenario)
-
-
-def test_a_crash_ends_the_wait_for_a_busy_model(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        served = await use(supervisor, "a")
-        async with busy(supervisor, served):
-            other = asyncio.create_task(use(supervisor, "b"))
-            await until(lambda: served.state == STOPPING)
-            machine.running[0].kill()
-            await other
-        assert (loaded(supervisor), served.state) == ("b", FAILED)
-
-    run(scenario, models_memory="1G")
-
-
-def test_everybody_who_waits_hears_why_a_model_cannot_be_loaded(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        machine.fails = EngineError("a.gguf is cut off", "model_unavailable")
-        heard = await asyncio.gather(*(use(supervisor, "a") for _ in range(3)), return_exceptions=True)
-        assert [str(error) for error in heard] == ["a.gguf is cut off"] * 3
-        assert not machine.running
-        machine.fails = None
-        await use(supervisor, "a")
-
-    run(scenario)
-
-
-def test_a_client_that_goes_while_its_model_is_loaded_holds_nothing(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        machine.let.clear()
-        served = supervisor.find("a")
-        one, other = (asyncio.create_task(supervisor.ready(served)) for _ in range(2))
-        await until(lambda: served.state == LOADING and len(machine.running) == 1)
-        one.cancel()
-        machine.let.set()
         await other
-        assert (served.state, served.active) == (READY, 1)
-        supervisor.release(served)
-
-    run(scenario)
+    assert (loaded(supervisor), served.state) == ("b", FAILED)
 
 
-def test_a_process_may_end_before_the_request_that_it_was_started_for_reaches_it(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        served = supervisor.find("a")
-        await supervisor.ready(served)
-        machine.running[0].kill()
-        with pytest.raises(Refused, match="The process of a has ended"), supervisor.using(served, None):
-            pass
-        assert (served.state, served.active) == (FAILED, 0)
-        await use(supervisor, "a")
-        assert served.starts == 2
-
-    run(scenario)
+@scenario()
+async def test_everybody_who_waits_hears_why_a_model_cannot_be_loaded(supervisor: Supervisor, machine: Machine) -> None:
+    machine.fails = EngineError("a.gguf is cut off", "model_unavailable")
+    heard = await asyncio.gather(*(use(supervisor, "a") for _ in range(3)), return_exceptions=True)
+    assert [str(error) for error in heard] == ["a.gguf is cut off"] * 3
+    assert not machine.running
+    machine.fails = None
+    await use(supervisor, "a")
 
 
-def test_closing_ends_those_who_wait_and_all_processes(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        await use(supervisor, "a")
-        machine.let.clear()
-        waits, later = (asyncio.create_task(use(supervisor, name)) for name in "bc")
-        await until(lambda: supervisor.find("b").state == LOADING and len(machine.running) == 2)
-        closing = asyncio.create_task(supervisor.close())
-        await asyncio.sleep(0)
-        machine.fails = Refused("model_ended", "killed")
-        machine.let.set()
-        await closing
-        for waiting in (waits, later):
-            with pytest.raises(Refused, match=r"killed|about to end"):
-                await waiting
-        assert supervisor.find("c").starts == 0
-        with pytest.raises(Refused, match="about to end"):
-            await use(supervisor, "c")
-
-    run(scenario)
+@scenario()
+async def test_a_client_that_goes_while_its_model_is_loaded_holds_nothing(
+    supervisor: Supervisor, machine: Machine
+) -> None:
+    machine.let.clear()
+    served = supervisor.find("a")
+    one, other = (asyncio.create_task(supervisor.ready(served)) for _ in range(2))
+    await until(lambda: served.state == LOADING and len(machine.running) == 1)
+    one.cancel()
+    machine.let.set()
+    await other
+    assert (served.state, served.active) == (READY, 1)
+    supervisor.release(served)
 
 
-def test_without_a_name_the_model_that_was_used_last_is_meant(run: Run) -> None:
-    async def scenario(supervisor: Supervisor, machine: Machine) -> None:
-        assert supervisor.find("").model.name == "a"
-        for name in "cb":
-            await use(supervisor, name)
-        assert supervisor.find("").model.name == "b"
-        with pytest.raises(Refused, match="no model called d; there are: a, b, c"):
-            supervisor.find("d")
+@scenario()
+async def test_a_process_may_end_before_the_request_that_it_was_started_for_reaches_it(
+    supervisor: Supervisor, machine: Machine
+) -> None:
+    served = supervisor.find("a")
+    await supervisor.ready(served)
+    machine.running[0].kill()
+    with pytest.raises(Refused, match="The process of a has ended"), supervisor.using(served, None):
+        pass
+    assert (served.state, served.active) == (FAILED, 0)
+    await use(supervisor, "a")
+    assert served.starts == 2
 
-    run(scenario)
+
+@scenario()
+async def test_closing_ends_those_who_wait_and_all_processes(supervisor: Supervisor, machine: Machine) -> None:
+    await use(supervisor, "a")
+    machine.let.clear()
+    waits, later = (asyncio.create_task(use(supervisor, name)) for name in "bc")
+    await until(lambda: supervisor.find("b").state == LOADING and len(machine.running) == 2)
+    closing = asyncio.create_task(supervisor.close())
+    await asyncio.sleep(0)
+    machine.fails = Refused("model_ended", "killed")
+    machine.let.set()
+    await closing
+    for waiting in (waits, later):
+        with pytest.raises(Refused, match=r"killed|about to end"):
+            await waiting
+    assert supervisor.find("c").starts == 0
+    with pytest.raises(Refused, match="about to end"):
+        await use(supervisor, "c")
+
+
+@scenario()
+async def test_without_a_name_the_model_that_was_used_last_is_meant(supervisor: Supervisor, machine: Machine) -> None:
+    assert supervisor.find("").model.name == "a"
+    for name in "cb":
+        await use(supervisor, name)
+    assert supervisor.find("").model.name == "b"
+    with pytest.raises(Refused, match="no model called d; there are: a, b, c"):
+        supervisor.find("d")

@@ -25,8 +25,8 @@ def attach(page: Browser, **files: bytes) -> None:
     page.until(lambda: page.run("return attached.every(({text}) => text !== null)"))
 
 
-def chips(page: Browser, where: str = "#attached") -> list[str]:
-    return page.run(f"return [...document.querySelectorAll('{where} li')].map((item) => item.innerText)")
+def chips(page: Browser) -> list[str]:
+    return page.run("return [...document.querySelectorAll('#attached li')].map((item) => item.innerText)")
 
 
 @pytest.mark.slow

@@ -63,7 +63,6 @@ def test_the_next_turn_has_the_conversation_in_it_and_finds_it_in_the_cache(page
     whole = complete(server, asked, temperature=0, max_tokens=30)
     assert same_words(answer(page), whole["choices"][0]["message"]["content"])
     said = re.match(r"(\d+) of (\d+) prompt tokens from the cache", figures(page))
-    assert said is not None
     cached, prompt = map(int, said.groups())
     assert prompt == whole["usage"]["prompt_tokens"]
     assert 0 < cached < prompt
@@ -215,7 +214,6 @@ def test_the_meters_fill(page: Browser, server: Process) -> None:
     page.until(lambda: page.text("#context").startswith("≈ "))
     page.until(lambda: done(page))
     said = re.search(r"of (\d+) prompt tokens from the cache · (\d+) tokens · (\S+ tokens/s)", figures(page))
-    assert said is not None
     total = int(said[1]) + int(said[2])
     page.until(lambda: page.text("#context") == f"{total} of {now['context']}")
     assert page.run("return filled.value") == total

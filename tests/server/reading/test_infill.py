@@ -12,7 +12,6 @@ from tests.model_loaders.vocabularies import real
 def test_vocabularies_with_the_tokens(name: str) -> None:
     tokenizer = real(name)
     infill = infill_of(tokenizer)
-    assert infill is not None
     names = [tokenizer.token_name(token) for token in (infill.prefix, infill.suffix, infill.middle)]
     assert names == ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     assert {tokenizer.token_name(token) for token in infill.ends} == {"<|repo_name|>", "<|file_sep|>", "<|fim_pad|>"}

@@ -171,7 +171,6 @@ def test_a_process_that_is_killed_in_mid_stream(server: Process) -> None:
     arguments = [sys.executable, "-c", STREAMS, port, *[request(ENDLESS).decode()] * 6]
     with server.held() as let, subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
         let(SOME)
-        assert client.stdout is not None
         client.stdout.readline()
         eventually(lambda: server.metric("requests_active") == 6)
         client.kill()

@@ -26,7 +26,6 @@ CONVERSATIONS = [f"talk-{number}" for number in range(20)]
 
 def block(language: str) -> str:
     found = re.search(rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert found is not None
     return found[1]
 
 

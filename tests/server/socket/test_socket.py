@@ -373,7 +373,6 @@ def test_a_client_that_is_killed(server: Running, stream: bool) -> None:
         [sys.executable, "-c", VANISHED, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with client:
-        assert client.stdout is not None
         client.stdout.readline()
         eventually(lambda: server.engine.status().running == 1)
         client.kill()

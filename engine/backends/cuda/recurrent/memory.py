@@ -1,4 +1,4 @@
-"""Memory of a prompt in layers whose states are matrices, beside their slots in the KV store.
+"""Memory of a prompt in layers whose states are matrices, besides their slots in the KV store.
 
 Letters as in `engine.backends.delta`.
 """

@@ -33,7 +33,6 @@ def test_scores(d: int, n: int, heads: int, level: Level) -> None:
     rng = np.random.default_rng(1)
     fields = attend.random_fields(rng, CODEC, (3,), n, d)
     own = tiles.keys(CODEC, n, d)
-    assert own is not None
     queries = rng.standard_normal((heads, d)).astype(np.float32)
     got = attend.scores(own, level, own.pack(fields), queries, n)
     keys = fields["values"].astype(np.float64)
@@ -48,7 +47,6 @@ def test_mix(d: int, n: int, heads: int, level: Level) -> None:
     rng = np.random.default_rng(2)
     fields = attend.random_fields(rng, CODEC, (3,), n, d)
     own = tiles.values(CODEC, n, d)
-    assert own is not None
     weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
     got = attend.mixed(own, level, own.pack(fields), weights, d)
     values = fields["values"].astype(np.float64)

@@ -50,7 +50,6 @@ def test_scores(name: str, level: Level) -> None:
     codec, rng = codecs.get(name), np.random.default_rng(1)
     fields = attend.random_fields(rng, codec, (3,), n, d)
     own = tiles.keys(codec, n, d)
-    assert own is not None
     queries = rng.standard_normal((heads, d)).astype(np.float32)
     queries[:, :32] *= 30  # outliers, as queries that are not rotated have
     got = attend.scores(own, level, own.pack(fields), queries, n)
@@ -75,7 +74,6 @@ def test_mix(name: str, level: Level) -> None:
     codec, rng = codecs.get(name), np.random.default_rng(2)
     fields = attend.random_fields(rng, codec, (3,), n, d)
     own = tiles.values(codec, n, d)
-    assert own is not None
     weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
     weights[1, 0] = 0
     got = attend.mixed(own, level, own.pack(fields), weights, d)
@@ -97,7 +95,6 @@ def test_weights_that_are_whole_steps_are_exact(level: Level) -> None:
     fields = attend.random_fields(rng, codec, (2,), 64, 64)
     fields["scale"][...] = 0.5
     own = tiles.values(codec, 64, 64)
-    assert own is not None
     weights = rng.integers(0, 128, (2, 2, 64)).astype(np.float32)
     weights[..., 0] = 127
     got = attend.mixed(own, level, own.pack(fields), weights, 64)

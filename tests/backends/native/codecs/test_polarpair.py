@@ -56,7 +56,6 @@ def test_scores(name: str, level: Level) -> None:
     codec, rng = codecs.get(name), np.random.default_rng(1)
     fields = attend.random_fields(rng, codec, (3,), n, d)
     own = tiles.keys(codec, n, d)
-    assert own is not None
     queries = rng.standard_normal((heads, d)).astype(np.float32)
     got = attend.scores(own, level, own.pack(fields), queries, n)
 

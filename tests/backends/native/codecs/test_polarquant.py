@@ -71,7 +71,6 @@ def test_no_blocks_have_no_tiles(side: str) -> None:
 def test_a_tile_has_four_bits_per_value() -> None:
     for side in (tiles.keys, tiles.values):
         own = side(CODEC, 64, 128)
-        assert own is not None
         assert own.nbytes == 64 * 128 // 2
 
 
@@ -88,7 +87,6 @@ def test_scores(level: Level, size: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(1)
     fields = attend.random_fields(rng, CODEC, (3,), n, d)
     own = tiles.keys(CODEC, n, d)
-    assert own is not None
     queries = rng.standard_normal((heads, d)).astype(np.float32)
     got = attend.scores(own, level, own.pack(fields), queries, n)
 
@@ -110,7 +108,6 @@ def test_scores(level: Level, size: tuple[int, int, int]) -> None:
 @every_level
 def test_a_query_of_zeros(level: Level) -> None:
     own = tiles.keys(CODEC, 16, 16)
-    assert own is not None
     fields = attend.random_fields(np.random.default_rng(2), CODEC, (1,), 16, 16)
     assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
@@ -120,7 +117,6 @@ def test_a_query_of_zeros(level: Level) -> None:
 def test_sums_of_the_largest_products_fit(level: Level) -> None:
     """All pairs of a query alike, and codes whose directions are its own: for every code of the levels above."""
     own = tiles.keys(CODEC, 256, 16)
-    assert own is not None
     upper = {"upper8": np.arange(256), "upper6": np.random.default_rng(3).integers(0, 64, 256)}
     codes = {name: x.astype(np.uint8).reshape(1, 256, 1) for name, x in upper.items()}
     level1, radius = np.full((1, 256, 4), 0x22, np.uint8), np.ones((1, 256, 1), np.float16)
@@ -141,7 +137,6 @@ def test_mix(level: Level, size: tuple[int, int, int]) -> None:
     fields = attend.random_fields(rng, CODEC, (3,), n, d)
     fields["radius"][0, :, 0] = 0
     own = tiles.values(CODEC, n, d)
-    assert own is not None
     weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
     weights[1, 0] = 0
     got = attend.mixed(own, level, own.pack(fields), weights, d)
@@ -179,7 +174,6 @@ def _largest_of_units(radius: np.ndarray) -> np.ndarray:
 def test_what_a_mix_costs(level: Level) -> None:
     """Beside the error of the codec, of vectors as they are encoded."""
     rng, own = np.random.default_rng(4), tiles.values(CODEC, 64, 64)
-    assert own is not None
     x = rng.standard_normal((20, 64, 64)).astype(np.float32)
     weights = np.exp(rng.standard_normal((20, 3, 64))).astype(np.float32)
     fields = CODEC.encode(x)
@@ -192,7 +186,6 @@ def test_what_a_mix_costs(level: Level) -> None:
 def test_a_token_with_a_large_weight_and_a_small_value(level: Level) -> None:
     """It takes no precision from the others."""
     rng, own = np.random.default_rng(5), tiles.values(CODEC, 64, 64)
-    assert own is not None
     x = rng.standard_normal((20, 64, 64)).astype(np.float32)
     weights = np.exp(rng.standard_normal((20, 1, 64))).astype(np.float32)
     x[:, 7] *= 1e-3

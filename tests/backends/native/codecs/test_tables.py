@@ -37,7 +37,6 @@ levels_and_codecs = pytest.mark.parametrize(
 
 def table_of(codec: Codec) -> CodeTable:
     found = tiles.keys(codec, 64, 64)
-    assert found is not None
     return found._table  # type: ignore[attr-defined, no-any-return]
 
 
@@ -89,7 +88,6 @@ def test_scores(name: str, level: Level) -> None:
     codec, rng = codecs.get(name), np.random.default_rng(1)
     fields = attend.random_fields(rng, codec, (3,), n, d)
     own = tiles.keys(codec, n, d)
-    assert own is not None
     queries = rng.standard_normal((heads, d)).astype(np.float32)
     got = attend.scores(own, level, own.pack(fields), queries, n)
 
@@ -116,7 +114,6 @@ def test_scores(name: str, level: Level) -> None:
 def test_a_query_of_zeros(level: Level) -> None:
     codec = codecs.get("ring4")
     own = tiles.keys(codec, 16, 16)
-    assert own is not None
     fields = attend.random_fields(np.random.default_rng(2), codec, (1,), 16, 16)
     assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
@@ -130,7 +127,6 @@ def test_mix(name: str, level: Level) -> None:
     codec, rng = codecs.get(name), np.random.default_rng(3)
     fields = attend.random_fields(rng, codec, (3,), n, d)
     own = tiles.values(codec, n, d)
-    assert own is not None
     weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
     weights[1, 0] = 0
     got = attend.mixed(own, level, own.pack(fields), weights, d)
@@ -160,7 +156,6 @@ def test_weights_of_neighbours_fit_together(level: Level) -> None:
     """Two weights of 127.5 steps become 128 each; times the largest coordinate, 127, their sum still fits an int16."""
     codec, (n, d) = codecs.get("ring3.5"), (16, 16)
     own = tiles.values(codec, n, d)
-    assert own is not None
     table = table_of(codec)
     codes = np.full((1, n, d // 2), table.by_code[:, 0].argmax(), np.uint8)
     fields = codec.rounding.assemble(codes, np.ones((1, n), np.float32))  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
-_PANELS = 64  # whose sums are kept while a block is expanded: enough that expanding it costs little beside products
+_PANELS = 64  # whose sums are kept while a block is expanded: enough that products cost much more than expanding it
 SUMS = 128  # the offset of the sums in the scratch memory
 _ROW = 4 * ROWS
 _INPUTS = 256  # whose codes become words at a time: those of the largest block
