@@ -108,7 +108,12 @@ def test_the_headline_has_the_weights_of_two_models_side_by_side(results: Path) 
     publish(results, "c", stronger)
     publish(results, "d", measurement("2026-11-22", 1000, model="tinyllama", weights="Q4_K"))
     publish(results, "e", measurement("2026-11-22", 65, model="qwen2.5-1.5b-random", weights="Q4_K"))
-    first, _, second = make_speed_table.headline().partition("qwen2.5-1.5b-random:")
+    other = {**measurement("", 0)["machine"], "cpu": "Intel"}
+    publish(results, "f", measurement("2026-11-21", 55, model="qwen2.5-1.5b-random", weights="Q4_K", machine=other))
+    here = "on 2 cores of an AMD EPYC, Linux x86_64:"
+    first, _, rest = make_speed_table.headline().partition(f"qwen2.5-1.5b-random, {here}")
+    second, _, third = rest.partition("qwen2.5-1.5b-random, on 2 cores of an Intel, Linux x86_64:")
+    assert first.startswith(f"SmolLM2-135M-Instruct, {here}")
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in first.splitlines()[2:7]]
     assert lines[0] == ["", "Q4_1", "Q8_0"]
     assert lines[2:] == [
@@ -117,8 +122,8 @@ def test_the_headline_has_the_weights_of_two_models_side_by_side(results: Path) 
         ["prompt of 256", "100 (2.00× llama.cpp)", "20.0 (0.40× llama.cpp)"],
     ]
     assert "65.0 (1.30× llama.cpp)" in second
-    place = "On 2 cores of an AMD EPYC, Linux x86_64; llama-cpp-python 0.3.36; measured on 2026-11-21 to 2026-11-22 ("
-    assert place in second
+    assert "55.0 (1.10× llama.cpp)" in third
+    assert "\n\nllama-cpp-python 0.3.36; measured on 2026-11-21 to 2026-11-22 (" in third
     source = "medians of 3 runs; threads: 2 for prompts, for steps here 2, llama.cpp 1; measured on 2026-11-21 with"
     assert source in make_speed_table.source(measurement("2026-11-21", 100))
     assert "![" not in first + second

@@ -32,9 +32,9 @@ class FinerAllocator(BlockAllocator):
     """Allocates blocks, with a place for each that is held or kept: of the finer kind while there is room, or by age.
 
     Blocks are coded again in this order: those that the prefix cache alone knows, as they would be allocated; then
-    those that sequences hold, the oldest first; the newest ones of sequences if nothing else makes room. By room, none
-    is taken from the prefix cache while others can be coded again. By age, the prefix cache keeps the newest ones of a
-    sequence as they are.
+    those that sequences hold, the oldest first, and their newest ones last. By room, none is taken from the prefix
+    cache while there are any. By age, it keeps the newest ones of a sequence as they are, and gives up blocks before
+    those of running sequences are coded again.
     """
 
     def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], *, is_by_age: bool) -> None:
@@ -59,7 +59,7 @@ class FinerAllocator(BlockAllocator):
         """Whether blocks should be coded again before `more` are allocated; None: before anything is."""
         if more is None and self._is_by_age:
             return bool(self._settled)
-        wanted = (more or 0) + self.size // (_HIGH if more is None and self._settled else _LOW)
+        wanted = self.size // _HIGH if more is None else more + self.size // _LOW
         return bool(self._settled or self._newest) and self._room < wanted * self._bytes
 
     def allocate(self, count: int = 1) -> list[int]:
@@ -71,8 +71,8 @@ class FinerAllocator(BlockAllocator):
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
         more = max(1, self._finer_bytes - self._bytes)  # of a finer block
         while self._room < count * self._bytes + self._is_by_age * min(count, NEWEST) * more:
-            if self._settled:
-                raise CodeAgain(f"{count} blocks wanted, and {len(self._settled)} can be coded again")
+            if self._settled or (self._newest and not self._is_by_age):
+                raise CodeAgain(f"{count} blocks wanted, and others can be coded again")
             kept = next((block for block in self._free if block in self._kept), None)
             if kept is not None:
                 self._evict(kept)
