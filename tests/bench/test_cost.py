@@ -101,6 +101,12 @@ def no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_cost, "Speeds", FakeSpeeds)
 
 
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn, and not written as SVG, which takes longer than a measurement."""
+    monkeypatch.setattr(page_plots, "_svg", lambda figure: "<svg></svg>")
+
+
 def argv(model: Path, text: Path | str, *flags: str) -> list[str]:
     return [str(text), "--model", str(model), "--types", ",".join(TYPES), "--device", "cpu", *flags]
 
@@ -217,6 +223,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, clock: Clock, token_seconds: float) -
     return seen
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("token_seconds", [0.001, 0.03, 0.2])
 def test_the_budget_is_kept(
@@ -237,6 +244,7 @@ def test_the_budget_is_kept(
     assert f"of {found['window']:,} tokens" in said
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_slow_model_stops_before_the_window_that_would_take_too_long(
     tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -288,6 +296,7 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
     assert "Traceback" not in said
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_stopped_while_speed_is_measured(
     tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +326,7 @@ def test_types_take_turns_while_there_is_time(tiny_path: Path) -> None:
     assert speeds.prompt_tokens in (64, 128, 150)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_standard_input_can_be_the_text(
     tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polarlm.bench.plot_style import can_draw
 from polarlm.bench.quality.__main__ import plots
 from polarlm.bench.quality.angles import histograms
 
-pytest.importorskip("matplotlib", reason="needs matplotlib, which the extra `bench` has")
+pytestmark = pytest.mark.skipif(not can_draw(), reason="needs matplotlib, which the extra `bench` has")
 
 
 def row(type: str, bits: float, kl: float, scored_as: str) -> dict[str, Any]:

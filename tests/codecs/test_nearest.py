@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,8 +12,12 @@ from hypothesis import strategies as st
 from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 
-SEARCH = {bits: NearestPoint(points_of(bits)) for bits in RINGS}
 every_table = pytest.mark.parametrize("bits", RINGS)
+
+
+@cache
+def search(bits: int) -> NearestPoint:
+    return NearestPoint(points_of(bits))
 
 
 def by_comparison(points: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -24,7 +30,7 @@ def by_comparison(points: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def assert_agrees(bits: int, x: np.ndarray) -> None:
-    codes, points = SEARCH[bits](x)
+    codes, points = search(bits)(x)
     assert np.array_equal(codes, by_comparison(points_of(bits), x))
     assert np.array_equal(points, points_of(bits)[codes])
 
@@ -56,7 +62,7 @@ def test_borders_and_corners_of_cells(bits):
 @every_table
 def test_points_and_the_middles_between_them(bits):
     points = points_of(bits)
-    assert np.array_equal(SEARCH[bits](points)[0], np.arange(len(points)))
+    assert np.array_equal(search(bits)(points)[0], np.arange(len(points)))
     assert_agrees(bits, (points[1:] + points[:-1]) / 2)
 
 
@@ -78,6 +84,6 @@ def test_any_table(count, spread, seed):
 
 
 def test_no_pairs():
-    codes, points = SEARCH[6](np.empty((0, 2), np.float32))
+    codes, points = search(6)(np.empty((0, 2), np.float32))
     assert codes.shape == (0,)
     assert points.shape == (0, 2)

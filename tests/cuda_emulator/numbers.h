@@ -3,8 +3,11 @@
 // and sums are fused (build.py), except those of …_rn; float32 denormals are flushed (fibers.cpp); functions are off by
 // the largest error that the CUDA C++ Programming Guide, "Mathematical Functions", and the PTX ISA, "ex2", state.
 #pragma once
-#include <cmath>
 #include <cstdint>
+
+// Bessel functions and their like: <cmath> has them in C++17, and g++ would compile them with every kernel.
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+#include <cmath>
 #include <cstring>  // memcpy and memset are known to CUDA as well
 #include <type_traits>
 #include <utility>

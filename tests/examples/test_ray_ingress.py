@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from importlib.util import find_spec
 from typing import Any
 
 import httpx
 import pytest
 
-pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+from tests.lazily import Lazily
 
-from ray.exceptions import ActorDiedError
-from ray.serve.exceptions import BackPressureError
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed")
 
-from examples.ray_serve.app import PrefixIngress
+app, exceptions = Lazily("examples.ray_serve.app"), Lazily("ray.exceptions")
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 BODY = {"type": "http.response.body", "body": b"fine", "more_body": False}
@@ -52,10 +52,10 @@ class Response:
 
 
 def ask(replicas: Replicas, path: str = "/v1/completions", max_body: int = 100, root: str = "") -> httpx.Response:
-    app = PrefixIngress(replicas, max_body).__serve_build_asgi_app__()
+    served = app.PrefixIngress(replicas, max_body).__serve_build_asgi_app__()
 
     async def post() -> httpx.Response:
-        transport = httpx.ASGITransport(app, root_path=root)
+        transport = httpx.ASGITransport(served, root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             return await client.post(f"{root}{path}?a=1", json={"prompt": "a"})
 
@@ -73,14 +73,14 @@ def test_a_replica_sees_the_request_without_the_prefix_of_the_application() -> N
 
 
 def test_another_replica_answers_where_one_dies_before_it_has_sent_anything() -> None:
-    replicas = Replicas([ActorDiedError()], [START, BODY])
+    replicas = Replicas([exceptions.ActorDiedError()], [START, BODY])
     assert ask(replicas).text == "fine"
     assert len(replicas.calls) == 2
 
 
 def test_a_stream_that_has_begun_is_not_begun_again() -> None:
-    replicas = Replicas([START, {**BODY, "more_body": True}, ActorDiedError()])
-    with pytest.raises(ActorDiedError):
+    replicas = Replicas([START, {**BODY, "more_body": True}, exceptions.ActorDiedError()])
+    with pytest.raises(exceptions.ActorDiedError):
         ask(replicas)
 
 
@@ -92,8 +92,10 @@ def test_a_stream_that_has_begun_is_not_begun_again() -> None:
     ],
 )
 def test_errors_have_the_shape_of_the_path(path: str, name: str, kinds: list[str]) -> None:
+    from ray.serve.exceptions import BackPressureError
+
     busy = ask(Replicas([BackPressureError(num_queued_requests=9, max_queued_requests=9)]), path)
-    died = ask(Replicas(*[[ActorDiedError()]] * 3), path)
+    died = ask(Replicas(*[[exceptions.ActorDiedError()]] * 3), path)
     large = ask(Replicas(), path, max_body=3)
     assert [answer.status_code for answer in (busy, died, large)] == [429, 503, 413]
     assert [answer.json()["error"][name] for answer in (busy, died, large)] == kinds

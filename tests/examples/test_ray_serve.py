@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,17 +21,17 @@ import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.compiled import share_kernels
+from tests.examples.quiet import QUIET
+from tests.lazily import Lazily
 from tests.ports import free_port
 from tests.server.http_server import serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import load_tiny, make_model
 
-ray = pytest.importorskip("ray", reason="the extra ray is not installed")
-serve = pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed")
 
-from examples.ray_serve.app import EngineReplica, Ingress, Replica  # noqa: E402
-from examples.ray_serve.router import PrefixRouter  # noqa: E402
-from tests.examples.quiet import QUIET  # noqa: E402
+ray, serve = Lazily("ray"), Lazily("ray.serve")
+app, routing = Lazily("examples.ray_serve.app"), Lazily("examples.ray_serve.router")
 
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS = {"temperature": 0, "ignore_eos": True}
@@ -45,7 +46,7 @@ def slow_replica(hangs: Path) -> type:
     The class is made here for Ray to send it to its processes, which need not import this module.
     """
 
-    class SlowReplica(EngineReplica):
+    class SlowReplica(app.EngineReplica):
         async def __init__(self, settings: dict[str, Any]) -> None:
             from polarlm.engine.model.forward import Transformer
             from tests.patience import be_patient
@@ -91,8 +92,8 @@ class Cluster:
 
         settings: of the engine, in the place of some of the cluster's.
         """
-        slow = Replica.options(func_or_class=slow_replica(self.hangs), graceful_shutdown_wait_loop_s=0.2, **options)
-        serve.run(Ingress.bind(slow.bind({**self.settings, **(settings or {})}), 1 << 20), name="polarlm")
+        slow = app.Replica.options(func_or_class=slow_replica(self.hangs), graceful_shutdown_wait_loop_s=0.2, **options)
+        serve.run(app.Ingress.bind(slow.bind({**self.settings, **(settings or {})}), 1 << 20), name="polarlm")
 
     def ask(self, *turns: str, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
         """The response to a conversation: a user's and an assistant's messages in turns."""
@@ -206,9 +207,9 @@ class Name(NamedTuple):
     unique_id: str
 
 
-def router_of(requests: dict[str, int]) -> PrefixRouter:
+def router_of(requests: dict[str, int]) -> Any:
     """A router that knows how many requests some replicas have."""
-    router = object.__new__(PrefixRouter)
+    router = object.__new__(routing.PrefixRouter)
     router._replica_queue_len_cache = {Name(name): number for name, number in requests.items()}
     router._use_replica_queue_len_cache = False
     router.initialize_state(slack=3)

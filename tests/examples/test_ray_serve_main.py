@@ -7,24 +7,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import pytest
 
-from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from tests.server.lines import PATIENCE
-
-pytest.importorskip("ray.serve", reason="the extra ray is not installed")
-
-import yaml
-from ray.serve.schema import ServeDeploySchema
-
-from examples.ray_serve.__main__ import main
 from examples.ray_serve.settings import read
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.compiled import share_kernels
 from tests.examples.quiet import QUIET
+from tests.lazily import Lazily
 from tests.ports import free_port
+from tests.server.lines import PATIENCE
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed")
+
+yaml, schema, command = Lazily("yaml"), Lazily("ray.serve.schema"), Lazily("examples.ray_serve.__main__")
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "ray_serve"
@@ -32,7 +31,7 @@ FOLDER = ROOT / "examples" / "ray_serve"
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.name)
 def test_configurations_are_valid(file: Path) -> None:
-    config = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    config = schema.ServeDeploySchema.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     (application,) = config.applications
     read(application.args)
     assert application.import_path == "examples.ray_serve.app:build"
@@ -55,7 +54,7 @@ def test_a_wrong_configuration_is_answered_with_a_sentence(
     file = tmp_path / "config.yaml"
     if text is not None:
         file.write_text(text)
-    assert main([str(file)]) == 2
+    assert command.main([str(file)]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import openai
 import uvicorn.server
 
 from polarlm.engine import Engine
@@ -25,6 +24,7 @@ from polarlm.server.mcp.servers import McpServers
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket
 from polarlm.server.running.sessions import SessionFolder
+from tests.lazily import openai
 from tests.server.lines import PATIENCE
 
 LAST_SECONDS = 10  # for connections that a failed test has left open, once the server is told to end

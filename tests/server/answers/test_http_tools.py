@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
 from polarlm.engine import Engine
 from polarlm.engine.requests import answers
 from tests import call_templates
+from tests.lazily import openai
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
@@ -227,9 +227,9 @@ def test_reasoning_is_apart(thinking: Serving, stream: bool) -> None:
     assert (reasoning, content) == ("so <tool_call>", "Hello there.")
 
 
-@pytest.mark.parametrize("tools", [TOOLS, openai.NOT_GIVEN])
+@pytest.mark.parametrize("has_tools", [True, False])
 def test_a_chat_is_planned_and_queued_in_one_visit_of_a_thread(
-    tools: Any, thinking: Serving, monkeypatch: pytest.MonkeyPatch
+    has_tools: bool, thinking: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visits, run = [], thinking.loop.run_in_executor
 
@@ -238,9 +238,9 @@ def test_a_chat_is_planned_and_queued_in_one_visit_of_a_thread(
         return run(pool, *work)
 
     monkeypatch.setattr(thinking.loop, "run_in_executor", counted)
-    parts = ask(thinking, stream=True, max_tokens=4, tools=tools)
+    parts = ask(thinking, stream=True, max_tokens=4, tools=TOOLS if has_tools else openai.NOT_GIVEN)
     next(parts)
-    assert visits == [thinking.driver._pool if tools is openai.NOT_GIVEN else thinking.driver._grammar_pool]
+    assert visits == [thinking.driver._grammar_pool if has_tools else thinking.driver._pool]
     parts.close()
 
 

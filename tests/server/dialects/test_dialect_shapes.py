@@ -6,15 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import openai
-from openai.lib.streaming.responses._responses import ResponseStreamState
-from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from polarlm.engine import Usage
 from polarlm.server.answers.pieces import CallStart, Piece, fold
 from polarlm.server.http.dialects import anthropic, ollama, responses
 from polarlm.server.http.dialects._response_events import ResponseWriter
+from tests.lazily import openai
 
 USAGE = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=7, prefill_seconds=1, generation_seconds=2)
 PIECES = [
@@ -94,9 +92,11 @@ def test_responses_have_items_of_reasoning_text_and_calls() -> None:
 
 
 def test_openais_client_accumulates_the_events_of_a_response() -> None:
+    from openai.lib.streaming.responses._responses import ResponseStreamState
+
     events = streamed(response_writer(), PIECES)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    adapter: TypeAdapter[Any] = TypeAdapter(openai.types.responses.ResponseStreamEvent)
     state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=openai.omit)
     for event in events:
         state.handle_event(adapter.validate_python(event))

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import jsonschema
 import ollama
 import pytest
 
 from polarlm.engine import Engine
+from tests.lazily import anthropic
 from tests.server.answers.test_http_tools import QWEN3, WEATHER
 from tests.server.http_server import Serving, serving
 from tests.server.reading.test_http_fuzz import changed, has_shape

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import anthropic
 import pytest
 
 from polarlm.engine import Engine
+from tests.lazily import anthropic
 from tests.server.http.test_http_openai import alone
 from tests.server.http_server import KEY, Serving, serving
 from tests.tiny import forget

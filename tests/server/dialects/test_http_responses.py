@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from polarlm.engine import Engine
+from tests.lazily import openai
 from tests.server.http.test_http_openai import alone
 from tests.server.http.test_http_streams import breaking
 from tests.server.http_server import Serving, serving

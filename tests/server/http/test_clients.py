@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import anthropic
 import pytest
 from pydantic import BaseModel
 
 from polarlm.engine import Engine
+from tests.lazily import anthropic
 from tests.server.http_server import Serving, serving
 
 QUESTION = "What is the capital of France?"

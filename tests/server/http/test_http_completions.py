@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from polarlm.engine import Engine, SamplingParams
+from tests.lazily import openai
 from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import forget

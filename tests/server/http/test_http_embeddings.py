@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 
 from polarlm.engine import Engine
+from tests.lazily import openai
 from tests.server.http_server import Serving, eventually, serving
 
 TEXT, OTHER = "the rain", "then he ran on and on"

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.guard import Guard
+from tests.lazily import openai
 from tests.pairs import each
 from tests.server.http_server import KEY, Serving, serving
 

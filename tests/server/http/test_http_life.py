@@ -8,12 +8,12 @@ import random
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-import anthropic
 import ollama
 import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.http import streams
+from tests.lazily import anthropic
 from tests.server.http_server import Serving, eventually, serving
 
 WORDS = "the rain " * 8

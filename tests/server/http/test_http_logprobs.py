@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
+from tests.lazily import openai
 from tests.pairs import each
 from tests.server.http_server import Serving, serving
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
+from tests.lazily import openai
 from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.tiny import forget
 

@@ -8,12 +8,12 @@ import socket
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.answers.pieces import Piece
 from polarlm.server.http import bodies, streams
+from tests.lazily import openai
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import held
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
-import anthropic.types.beta.message_create_params
-import anthropic.types.message_create_params
 import ollama
-import openai.types.responses.response_create_params
 import pytest
 from starlette.responses import Response
 
 from polarlm.engine import Engine
 from polarlm.server.http.warnings import HEADER, warn
 from polarlm.server.running import journal
+from tests.lazily import anthropic, openai
 from tests.server.http_server import Serving, serving
 
 QUESTION = {"role": "user", "content": "then he ran on"}
@@ -100,13 +98,21 @@ def models(*given: Any) -> set[str]:
     return {name for one in given for name in one.model_fields}
 
 
-BETA = anthropic.types.beta.message_create_params
-CLIENTS: dict[str, set[str]] = {  # those of OpenAI's older endpoints are in tests/server/reading/test_fields.py
-    "/v1/responses": fields(openai.types.responses.response_create_params.ResponseCreateParamsBase)
-    | {"client_metadata"},  # Codex sends it
-    "/v1/messages": fields(BETA.MessageCreateParamsBase, anthropic.types.message_create_params.MessageCreateParamsBase),
-    "/api/chat": models(ollama._types.ChatRequest),
-    "/api/generate": models(ollama._types.GenerateRequest),
+def of_messages() -> set[str]:
+    types = anthropic.types.message_create_params, anthropic.types.beta.message_create_params
+    return fields(*(one.MessageCreateParamsBase for one in types))
+
+
+def of_responses() -> set[str]:
+    own = fields(openai.types.responses.response_create_params.ResponseCreateParamsBase)
+    return own | {"client_metadata"}  # Codex sends it
+
+
+CLIENTS: dict[str, Callable[[], set[str]]] = {  # those of OpenAI's older endpoints: tests/server/reading/test_fields.py
+    "/v1/responses": of_responses,
+    "/v1/messages": of_messages,
+    "/api/chat": lambda: models(ollama._types.ChatRequest),
+    "/api/generate": lambda: models(ollama._types.GenerateRequest),
 }
 
 
@@ -117,7 +123,7 @@ def test_what_the_makers_own_clients_send_is_known(server: Serving, path: str) -
     app_routes = {route.path: route.endpoint for route in _routes(server)}
     serve = app_routes[path].__self__
     endpoint = getattr(serve, "_endpoint", None) or serve.endpoint
-    assert endpoint.warnings(dict.fromkeys(CLIENTS[path] - {"tools", "options"}, 1)) == []
+    assert endpoint.warnings(dict.fromkeys(CLIENTS[path]() - {"tools", "options"}, 1)) == []
     options = dict.fromkeys(ollama.Options.model_fields, 1)
     assert endpoint.warnings({"options": options} if path.startswith("/api/") else {}) == []
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import ollama
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from polarlm.server.http.warnings import HEADER
 from tests import call_templates
+from tests.lazily import openai
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
@@ -77,7 +76,7 @@ def test_a_client_reads_what_it_is_answered(server: Serving, run: Path) -> None:
 
 
 def calls_of_chat(body: dict[str, Any]) -> list[Call]:
-    chat = ChatCompletion.model_validate(body)
+    chat = openai.types.chat.ChatCompletion.model_validate(body)
     assert chat.usage is not None
     calls: Any = chat.choices[0].message.tool_calls or ()
     assert (chat.choices[0].finish_reason == "tool_calls") == bool(calls)
@@ -87,7 +86,8 @@ def calls_of_chat(body: dict[str, Any]) -> list[Call]:
 def calls_of_chunks(text: str, body: dict[str, Any]) -> list[Call]:
     *events, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
-    chunks = [ChatCompletionChunk.model_validate_json(event.removeprefix("data: ")) for event in events]
+    chunk_type = openai.types.chat.ChatCompletionChunk
+    chunks = [chunk_type.model_validate_json(event.removeprefix("data: ")) for event in events]
     assert len({chunk.id for chunk in chunks}) == 1
     if body.get("stream_options", {}).get("include_usage"):
         last = chunks.pop()
@@ -109,7 +109,7 @@ def calls_of_chunks(text: str, body: dict[str, Any]) -> list[Call]:
 
 
 def calls_of_response(body: dict[str, Any]) -> list[Call]:
-    response = Response.model_validate(body)
+    response = openai.types.responses.Response.model_validate(body)
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     return [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
 
@@ -120,7 +120,7 @@ def calls_of_events(text: str) -> list[Call]:
     assert [name for name, _ in frames] == [f"event: {event['type']}" for event in events]
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
     for event in events:
-        TypeAdapter(ResponseStreamEvent).validate_python(event)
+        TypeAdapter(openai.types.responses.ResponseStreamEvent).validate_python(event)
     assert events[-1]["type"] in ("response.completed", "response.incomplete")
     return calls_of_response(events[-1]["response"])
 

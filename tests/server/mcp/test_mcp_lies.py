@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ import pytest
 from polarlm.server.mcp.file import McpServer
 from polarlm.server.mcp.session import FAILED, READY, McpError, Session
 
-pytest.importorskip("mcp", reason="the extra mcp is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("mcp") is None, reason="the extra mcp is not installed"),
+]
 
 LIAR = str(Path(__file__).with_name("liar.py"))
 SECRET = "token=sk-in-the-address"

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from tests.server.models.running import front, two_models
 from tests.server.process import Process
 from tests.tiny import load_tiny
 
-pytest.importorskip("mcp", reason="the extra mcp is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("mcp") is None, reason="the extra mcp is not installed"),
+]
 
 FIRST = {"name": "tools_add", "description": "Adds two numbers."}
 

@@ -13,17 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import ollama
-import openai
 import psutil
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.compiled import share_kernels
 from tests.conftest import EMBEDDING_DECODERS
 from tests.encoders import make_folder
+from tests.lazily import anthropic, openai
 from tests.server.lines import PATIENCE
 from tests.server.models.running import PATIENT
 from tests.server.process import started

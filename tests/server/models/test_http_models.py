@@ -8,9 +8,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import ollama
-import openai
 import pytest
 
 from polarlm.engine.loading.need import need
@@ -21,6 +19,7 @@ from polarlm.server.models.app import ASKED, POSTED, spelt
 from polarlm.server.models.served import FAILED, LOADING, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.encoders import make_folder
+from tests.lazily import anthropic, openai
 from tests.server.http_server import eventually
 from tests.server.lines import PATIENCE
 from tests.server.models.running import KEY, PATIENT, Front, common, front, two_models

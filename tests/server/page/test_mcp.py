@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tests.server.page.visitor import asked, done, press_button, roles, says, se
 from tests.server.process import Process
 from tests.tool_model import tool_model
 
-pytest.importorskip("mcp", reason="the extra mcp is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("mcp") is None, reason="the extra mcp is not installed"),
+]
 
 ADD = call(0, "tools_add", '{"a": 2,', '"b": 3}')
 

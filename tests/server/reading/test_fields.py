@@ -8,10 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from openai.types import completion_create_params as of_text
-from openai.types.chat import completion_create_params as of_chat
 from packaging.version import Version
 
 from polarlm.engine import PromptOptions, SamplingParams
@@ -20,6 +17,7 @@ from polarlm.server.reading import fields, parameters
 from polarlm.server.reading.fields import FIELDS, RULES, SAMPLERS, Field
 from polarlm.server.reading.values import BadRequest
 from scripts.make_http_fields import DOCUMENT, document
+from tests.lazily import openai
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 NEWEST_CLIENT = Version("3.52.0")  # of OpenAI's, whose fields are in the table; later ones may have more
@@ -117,7 +115,8 @@ def test_a_field_stands_in_the_table_once() -> None:
 
 
 def test_every_field_of_openais_client_is_known() -> None:
-    chat, text = (of.CompletionCreateParamsBase.__annotations__ for of in (of_chat, of_text))
+    types = openai.types.chat, openai.types
+    chat, text = (of.completion_create_params.CompletionCreateParamsBase.__annotations__ for of in types)
     unknown = {*chat, *text, "stream"} - set(FIELDS)
     if unknown and Version(openai.__version__) > NEWEST_CLIENT:
         pytest.skip(
