@@ -192,12 +192,8 @@ class FinerBlocks(KVBlocks):
         return self.blocks.lacks_room(None if tokens is None else tokens // self.block_size + 1)
 
     def code_again(self) -> bool:
-        """Code one block again with fewer bits; return False if there is none to be coded."""
-        if not self.code_layer():
-            return False
-        while self.blocks.places.coding is not None:
-            self.code_layer()
-        return True
+        """Code one block again with fewer bits, all layers at once; return False if there is none to be coded."""
+        return self._code(len(self.layers))
 
     def code_aged(self) -> None:
         """Code all blocks again that have become too old for their bits."""
@@ -209,14 +205,20 @@ class FinerBlocks(KVBlocks):
 
         Returns False if there is no block to be coded.
         """
+        return self._code(1)
+
+    def _code(self, most: int) -> bool:
+        """Code up to `most` layers of one block again; return False if there is no block to be coded."""
         block, places, ops = self.blocks.begin_to_code(), self.blocks.places, self._ops
         if block is None:
             return False
-        layer = self.layers[places.done]
         assert ops.decode_blocks is not None
-        buffer = ops.decode_blocks(self._of_kind(layer, is_finer=True), [places[block].number])
-        encode(ops, [FilledBlocks([self._caches[layer]], [places.coded.number], [KVLocation(buffer, 0)])])
-        places.done += 1
+        layers, filled = self.layers[places.done : places.done + most], []
+        for layer in layers:
+            buffer = ops.decode_blocks(self._of_kind(layer, is_finer=True), [places[block].number])
+            filled.append(FilledBlocks([self._caches[layer]], [places.coded.number], [KVLocation(buffer, 0)]))
+        encode(ops, filled)
+        places.done += len(layers)
         if places.done == len(self.layers):
             self.blocks.finish()
         return True
