@@ -7,17 +7,15 @@ Exit codes: 0; 1 for an unexpected error; 2 for an error in a flag, the model or
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
 from polarlm.engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
-from polarlm.engine.cli.commands import BROKEN_PIPE, discard_output
+from polarlm.engine.cli.commands import lost_output
 from polarlm.engine.cli.flags import FlagError, close_to, in_flags, use_utf8
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
@@ -55,11 +53,9 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
         _complain(in_flags(error))
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        with suppress(io.UnsupportedOperation):
-            discard_output()
-        return BROKEN_PIPE
     except Exception as error:
+        if isinstance(error, OSError) and (code := lost_output(error)) is not None:
+            return code
         if verbose:
             traceback.print_exc()
         else:
