@@ -53,8 +53,8 @@ def note(sentence: str) -> None:
 
 
 def lost_output(error: OSError) -> int | None:
-    """Return the exit code if `error` is that standard output takes no more: 141 when its reader has closed it; 1, with a
-    sentence, when its disk is full. Else None. Nothing can be printed afterwards."""
+    """Return the exit code if `error` is that standard output takes no more: 141 when its reader has closed it; 1, with
+    a sentence, when its disk is full. Else None. Nothing can be printed afterwards."""
     if isinstance(error, BrokenPipeError):
         _discard_output()
         return BROKEN_PIPE

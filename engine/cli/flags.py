@@ -39,7 +39,8 @@ def that(holds: Callable[[Any], bool], sentence: str) -> Check:
 def use_utf8() -> None:
     """Require UTF-8 of standard input, and let output replace characters that its encoding lacks. An output that the
     process was started without becomes the null device."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     for stream in (sys.stdout, sys.stderr):
