@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,6 +17,18 @@ from polarlm.model_loaders.errors import LoadError
 _UNEXPECTED, _BAD_REQUEST, _INTERRUPTED = 1, 2, 130
 BROKEN_PIPE = 141  # 128 + SIGPIPE: a shell's exit code of a program that a closed pipe ended
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def use_utf8() -> None:
+    """Require UTF-8 of standard input, and let output replace characters that its encoding lacks. An output that the
+    process was started without becomes the null device."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
@@ -50,6 +63,15 @@ def note(sentence: str) -> None:
     from tqdm import tqdm  # imported where it is used: it takes 2 MB
 
     tqdm.write(sentence, file=sys.stderr)
+
+
+def note_in_flags(sentence: str) -> str:
+    """A note of the engine with flags in place of the settings that it says to have no effect.
+
+    >>> note_in_flags("cpu_moe has no effect on a CPU: all experts are in its memory.")
+    '--cpu-moe has no effect on a CPU: all experts are in its memory.'
+    """
+    return re.sub(r"\b(\w+_\w+)(?= has no effect)", lambda setting: "--" + setting[1].replace("_", "-"), sentence)
 
 
 def lost_output(error: OSError) -> int | None:

@@ -164,6 +164,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             load = partial(
                 load_weights, ops, source.config, source.weights, weight_type=weight_type, adapters=adapters.all
             )
+            if config.state_cache is not None and not any(layer.is_sparse for layer in shape.layers):
+                say("state_cache has no effect on this model: it has no recurrent layers.")
             cache = asked_tile_cache(config, ops, source.weights, say)
             mapped = None if cache is None else cache.tiles(lambda kept: load(progress=progress, kept=kept))
             on_host = asked_cpu_experts(config, ops, source, shape, draft, say)

@@ -70,6 +70,21 @@ def test_a_prompt_comes_from_a_file(chat, tmp_path):
     assert chat("-f", str(file), "-st")[:2] == (0, "you said: from a file\n")
 
 
+@pytest.mark.parametrize("words", [["-no-cnv"], ["-no-cnv", "-p", ""]])
+def test_plain_text_without_a_prompt_is_refused_before_a_model_is_loaded(chat, words):
+    code, out, err = chat(*words, load=fails(AssertionError("loaded")))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: -no-cnv/--no-conversation needs a prompt")
+
+
+def test_a_setting_without_effect_is_told_as_the_flag_that_was_given(chat, engine):
+    def load(path, *, config, verbose):
+        verbose("cpu_moe has no effect on a CPU: all experts are in its memory.")
+        return engine
+
+    assert "--cpu-moe has no effect on a CPU" in chat("-p", "hi", "-st", load=load)[2]
+
+
 def test_every_line_of_a_pipe_is_one_turn(chat):
     code, out, err = chat("-p", "zero", lines="one\n\ntwo \\\nlines")
     assert (code, out) == (0, "you said: zero\nyou said: one\nyou said: two \nlines\n")
