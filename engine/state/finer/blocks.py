@@ -70,7 +70,8 @@ class FinerAllocator(BlockAllocator):
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
         more = max(1, self._finer_bytes - self._bytes)  # of a finer block
-        while self._room < count * self._bytes + self._is_by_age * min(count, NEWEST) * more:
+        newest = min(count, NEWEST) if self._is_by_age else 0  # for as many finer blocks room is made
+        while self._room < count * self._bytes + newest * more:
             if self._settled or (self._newest and not self._is_by_age):
                 raise CodeAgain(f"{count} blocks wanted, and others can be coded again")
             kept = next((block for block in self._free if block in self._kept), None)
@@ -84,7 +85,7 @@ class FinerAllocator(BlockAllocator):
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
         taken = super().allocate(count)
         left = self._room - count * self._bytes - (0 if self._is_by_age else self.size * self._bytes // _LOW)
-        finer = min(count, max(0, left // more), NEWEST if self._is_by_age else count)
+        finer = min(newest if self._is_by_age else count, max(0, left // more))
         for number, block in enumerate(taken):
             is_finer = number >= count - finer
             self.places.place(block, is_finer=is_finer)
