@@ -170,7 +170,7 @@ class EngineConfig:
         "--spec-type",
         choices=limits.DRAFTS,
         help="draft tokens and verify several in one step: ngram-simple drafts what followed the last occurrence of "
-        "the newest tokens; draft-simple asks the draft model, and needs no other flag",
+        "the newest tokens; draft-simple asks the draft model, and is the default where there is one",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
     draft_min: int = setting(0, "--draft-min", metavar="N", help="fewest tokens of a draft; shorter ones are dropped")

@@ -23,21 +23,23 @@ _BAD_REQUEST, _INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` begins with, and returns its exit code: 2 if there is no such command, 141 when the
-    reader of the output has closed it.
+    reader of the output has closed it, 1 when its disk is full.
 
     argv: without the program's name; None means the process's own.
     """
     try:
         code = _run([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as in a process that was started without it
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:  # while modules are imported; commands handle it themselves
         return _INTERRUPTED
-    except BrokenPipeError:
-        from polarlm.engine.cli.commands import BROKEN_PIPE, discard_output
+    except OSError as error:
+        from polarlm.engine.cli.commands import lost_output
 
-        discard_output()
-        return BROKEN_PIPE
+        if (lost := lost_output(error)) is None:
+            raise
+        return lost
 
 
 def _run(words: Sequence[str]) -> int:

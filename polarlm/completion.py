@@ -16,7 +16,8 @@ import shtab
 
 from polarlm.command import COMMANDS
 from polarlm.engine import codecs, weight_formats
-from polarlm.engine.cli.flags import FlagError, parse, parser, use_utf8
+from polarlm.engine.cli.commands import use_utf8
+from polarlm.engine.cli.flags import FlagError, parse, parser
 from polarlm.engine.config import AS_STORED, setting
 from polarlm.engine.state.cache_types import PRESETS
 

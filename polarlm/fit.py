@@ -13,8 +13,8 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.engine import weight_formats
-from polarlm.engine.cli.commands import note, run
-from polarlm.engine.cli.flags import FlagError, parse, that, use_utf8
+from polarlm.engine.cli.commands import note, run, use_utf8
+from polarlm.engine.cli.flags import FlagError, parse, that
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig, setting
 from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle

@@ -11,8 +11,8 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from polarlm.engine.backends.select import select
-from polarlm.engine.cli.commands import note, run
-from polarlm.engine.cli.flags import parse, use_utf8
+from polarlm.engine.cli.commands import note, run, use_utf8
+from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE

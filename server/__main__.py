@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine import Engine, EngineError
-from polarlm.engine.cli.flags import FlagError, in_flags, use_utf8
+from polarlm.engine.cli.commands import note_in_flags, use_utf8
+from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.mcp.file import read_mcp_file
 from polarlm.server.running import journal
+from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.early import EarlyClients
 from polarlm.server.running.listening import (
@@ -101,8 +103,10 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
         sessions = None
         if config.sessions is not None:
             sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
+        if config.conversations is not None:  # here already, before a model is downloaded and read
+            ConversationStore(config.conversations).close()
         early = bound.enter_context(EarlyClients(http))
-        with Engine.load(model.weights, config=model, verbose=_note) as engine:
+        with Engine.load(model.weights, config=model, verbose=lambda told: _note(note_in_flags(told))) as engine:
             missing = engine.model.template.missing(engine.model.name)
             if missing and not engine.model.config.is_encoder:
                 _note(missing)

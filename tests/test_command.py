@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,31 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(words: str, tmp_pa
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+@pytest.mark.parametrize("words", [["--help"], ["completion", "bash"]])
+def test_a_full_disk_is_told_with_a_sentence(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "polarlm", *words],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the output")
+@pytest.mark.parametrize("words", ["--version", "completion bash"])
+def test_a_process_without_standard_output_does_its_work(words: str) -> None:
+    line = f'exec "{sys.executable}" -m polarlm {words} >&-'
+    done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
 
 
 def test_python_runs_the_package() -> None:

@@ -218,8 +218,9 @@ def test_other_backends_load_all_experts_and_say_so(ops: Ops, tmp_path: Path) ->
 
 def test_a_model_without_experts_says_so(tiny_path: Path) -> None:
     said: list[str] = []
-    load(tiny_path, None, said, expert_cache="1G").close()
+    load(tiny_path, None, said, expert_cache="1G", state_cache="1G").close()
     assert "expert_cache has no effect on this model: it has no experts." in said
+    assert "state_cache has no effect on this model: it has no recurrent layers." in said
 
 
 def test_a_file_that_changes_ends_the_request_and_not_the_engine(tmp_path: Path) -> None:

@@ -221,6 +221,10 @@ def test_memory_for_snapshots_is_bounded(load: Load) -> None:
     for seed in range(4):
         prompt = [*ids[: 5 * seed * N + N], *ids_of(N, seed)]
         assert answer(engine, prompt, tokens=3).token_ids == alone(load, prompt, tokens=3)
+    with pytest.raises(
+        EngineError, match=r"GiB for snapshots of recurrent layers are too much: .* smaller state_cache"
+    ):
+        load(state_cache="100T")
     none = load(state_cache="500")
     for prompt in (ids[:100], ids[:110]):
         assert answer(none, prompt, tokens=3).token_ids == alone(load, prompt, tokens=3)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from polarlm.bench.quality import cache_cost, kld_base, snapshot_cost
 from polarlm.bench.quality.inputs import DEFAULT_TYPES, QualityConfig
-from polarlm.engine.cli.commands import run
-from polarlm.engine.cli.flags import FlagError, parse, that, use_utf8
+from polarlm.engine.cli.commands import run, use_utf8
+from polarlm.engine.cli.flags import FlagError, parse, that
 
 GROUPS: Mapping[str, type] = {"Quality": QualityConfig}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -112,7 +113,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams
     if chat.prompt is not None and chat.file is not None:
         raise FlagError("-p/--prompt and -f/--file both give the prompt; leave one of them out")
     if chat.json_schema is not None:
-        sampling = replace(sampling, schema=_read_text("--json-schema", chat.json_schema))
+        sampling = replace(sampling, schema=_read_schema(chat.json_schema))
     return engine, sampling, chat
 
 
@@ -131,6 +132,16 @@ def _read_text(flag: str, file: str) -> str:
         raise FlagError(f"{flag}: {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise FlagError(f"{flag}: {file} is not UTF-8 text") from None
+
+
+def _read_schema(file: str) -> str:
+    """The text of a JSON schema in a file. Raises FlagError if it is no JSON."""
+    text = _read_text("--json-schema", file)
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise FlagError(f"--json-schema: {file} is not JSON: {error}") from None
+    return text
 
 
 def ignored_flags(chat: ChatConfig) -> list[str]:

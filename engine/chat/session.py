@@ -145,33 +145,33 @@ class ChatSession:
 
         With the loop check, an answer that repeats itself over and over ends as well.
         """
-        shown = _Shown(self.engine, prompt)
         ids: list[int] = []
         repeats = Repeats()
         reason, usage = None, None
         times: list[float] = []
         # A raw prompt may contain a template's control tokens. Of several adapters, the first one answers.
         as_written = PromptOptions(parse_special=True, lora=next(iter(self.engine.adapters.by_name), ""))
-        params = replace(self.params, shown_tokens=shown.tokens)
-        answer = self.engine.stream(prompt, params, as_written, progress=True)
         try:
-            with ctrl_c_asked() as asked, closing(answer) as chunks:
-                for chunk in chunks:
-                    if chunk.prompt_tokens:
-                        self._console.prefill(chunk.prefilled, chunk.prompt_tokens)
-                    else:
-                        self._console.write(shown.push(chunk.text, last=chunk.finish_reason is not None))
-                    ids.extend(chunk.token_ids)
-                    if chunk.token_ids:
-                        times = [*times[:1], time.monotonic()]
-                    reason, usage = chunk.finish_reason, chunk.usage
-                    if asked():
-                        break
-                    if self._loop_check and reason is None:
-                        repeats.extend(chunk.token_ids)
-                        if repeats.circle(_LOOP_TOKENS, _LOOP_ROUNDS):
-                            reason = "loop"
+            with ctrl_c_asked() as asked:  # before the template is read, which takes seconds the first time
+                shown = _Shown(self.engine, prompt)
+                params = replace(self.params, shown_tokens=shown.tokens)
+                with closing(self.engine.stream(prompt, params, as_written, progress=True)) as chunks:
+                    for chunk in chunks:
+                        if chunk.prompt_tokens:
+                            self._console.prefill(chunk.prefilled, chunk.prompt_tokens)
+                        else:
+                            self._console.write(shown.push(chunk.text, last=chunk.finish_reason is not None))
+                        ids.extend(chunk.token_ids)
+                        if chunk.token_ids:
+                            times = [*times[:1], time.monotonic()]
+                        reason, usage = chunk.finish_reason, chunk.usage
+                        if asked():
                             break
+                        if self._loop_check and reason is None:
+                            repeats.extend(chunk.token_ids)
+                            if repeats.circle(_LOOP_TOKENS, _LOOP_ROUNDS):
+                                reason = "loop"
+                                break
         finally:
             self._console.end_progress()
             self._console.end_answer()

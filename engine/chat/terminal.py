@@ -7,18 +7,16 @@ Exit codes: 0; 1 for an unexpected error; 2 for an error in a flag, the model or
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
 from polarlm.engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
-from polarlm.engine.cli.commands import BROKEN_PIPE, discard_output
-from polarlm.engine.cli.flags import FlagError, close_to, in_flags, use_utf8
+from polarlm.engine.cli.commands import lost_output, note_in_flags, use_utf8
+from polarlm.engine.cli.flags import FlagError, close_to, in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, no_answers
@@ -55,11 +53,9 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
         _complain(in_flags(error))
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        with suppress(io.UnsupportedOperation):
-            discard_output()
-        return BROKEN_PIPE
     except Exception as error:
+        if isinstance(error, OSError) and (code := lost_output(error)) is not None:
+            return code
         if verbose:
             traceback.print_exc()
         else:
@@ -79,7 +75,7 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
         prompt = _raw_prompt(prompt, chat, console)
     if chat.verbose and config.device == "auto" and driver_version() is None:
         console.note(f"{NO_DRIVER}: running on the CPU.")
-    with load(config.weights, config=config, verbose=console.note) as engine:
+    with load(config.weights, config=config, verbose=lambda told: console.note(note_in_flags(told))) as engine:
         if engine.model.config.is_encoder:
             raise no_answers(engine.model.name, scores_pairs=engine.model.config.scores_pairs)
         if chat.conversation and (missing := engine.model.template.missing(engine.model.name)):
@@ -97,11 +93,11 @@ def _raw_prompt(prompt: str | None, chat: ChatConfig, console: Console) -> str:
     """The prompt of -no-cnv: from the flags, else all of piped input."""
     if chat.system_prompt is not None:
         console.note("note: -sys has no effect with -no-cnv, which uses no chat template")
-    if prompt is not None:
-        return prompt
-    if console.interactive:
+    if prompt is None and not console.interactive:
+        prompt = console.read_all()
+    if not prompt:
         raise FlagError("-no-cnv/--no-conversation needs a prompt; give one with -p/--prompt or -f/--file")
-    return console.read_all()
+    return prompt
 
 
 class _Conversation:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 
 from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.errors import LoadError
 
-_BAD_REQUEST, _INTERRUPTED = 2, 130
+_UNEXPECTED, _BAD_REQUEST, _INTERRUPTED = 1, 2, 130
 BROKEN_PIPE = 141  # 128 + SIGPIPE: a shell's exit code of a program that a closed pipe ended
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def use_utf8() -> None:
+    """Require UTF-8 of standard input, and let output replace characters that its encoding lacks. An output that the
+    process was started without becomes the null device."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
     """Run `work` on a command line and return the exit code: 0; 2, with a sentence, for bad input; 130 after Ctrl-C;
-    141 when the reader of the output has closed it.
+    that of `lost_output`.
 
     argv: without the program's name; None means the process's own.
     """
@@ -33,9 +50,10 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
     except KeyboardInterrupt:
         note("Stopped")
         return _INTERRUPTED
-    except BrokenPipeError:
-        discard_output()
-        return BROKEN_PIPE
+    except OSError as error:
+        if (code := lost_output(error)) is None:
+            raise
+        return code
     else:
         return 0
     return _BAD_REQUEST
@@ -58,8 +76,32 @@ def note(sentence: str) -> None:
     tqdm.write(sentence, file=sys.stderr)
 
 
-def discard_output() -> None:
+def note_in_flags(sentence: str) -> str:
+    """A note of the engine with flags in place of the settings that it says to have no effect.
+
+    >>> note_in_flags("cpu_moe has no effect on a CPU: all experts are in its memory.")
+    '--cpu-moe has no effect on a CPU: all experts are in its memory.'
+    """
+    return re.sub(r"\b(\w+_\w+)(?= has no effect)", lambda setting: "--" + setting[1].replace("_", "-"), sentence)
+
+
+def lost_output(error: OSError) -> int | None:
+    """Return the exit code if `error` is that standard output takes no more: 141 when its reader has closed it; 1, with
+    a sentence, when its disk is full. Else None. Nothing can be printed afterwards."""
+    if isinstance(error, BrokenPipeError):
+        _discard_output()
+        return BROKEN_PIPE
+    if error.errno not in _FULL or error.filename is not None:
+        return None
+    with suppress(OSError):  # standard error may be on the same disk
+        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+    _discard_output()
+    return _UNEXPECTED
+
+
+def _discard_output() -> None:
     """Redirects both outputs to the null device, so that the interpreter's last flush meets no closed pipe."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        os.dup2(nothing, stream.fileno())
+        with suppress(io.UnsupportedOperation):  # of one that is no file
+            os.dup2(nothing, stream.fileno())

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import io
 import os
 import re
-import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,15 +32,6 @@ _HUB_NAME = re.compile(r"(hf:)?\w[\w.-]*/\w[\w.-]*(?<!\.gguf)([@:]\S+)?")
 def that(holds: Callable[[Any], bool], sentence: str) -> Check:
     """A check that complains with `sentence` unless `holds(value)`."""
     return lambda value: None if holds(value) else sentence
-
-
-def use_utf8() -> None:
-    """Require UTF-8 of standard input, and let output replace characters that its encoding lacks."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 class FlagError(Exception):
@@ -194,7 +183,9 @@ def _meant(word: str, groups: Mapping[str, type]) -> str:
         if is_path and "-hf" in known and _HUB_NAME.fullmatch(word) and not os.path.exists(word.split("/")[0]):
             return f" (did you mean -hf {word}?)"
         return f" (did you mean --weights {word}?)" if is_path and "--weights" in known else ""
-    flag = close_to(word.partition("=")[0], ["--help", "--version", *known])
+    name = word.partition("=")[0]
+    asks = get_close_matches(name, ["--help", "--version"], cutoff=0.8)  # --temp is not meant to be --help
+    flag = close_to(name, [*asks, *known])
     return f" (did you mean {flag}?)" if flag else ""
 
 

@@ -141,7 +141,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             bar = loading(source.name)
         if bar is not None:
             bar.total = file_bytes(source.weights)
-            bar.set_description(f"Loading {source.name}", refresh=False)
+            bar.set_description_str(f"Loading {source.name}", refresh=False)
         plan: StorePlan | None = None
         try:
             check_layers(ops, source.config, config.block_size)
@@ -164,6 +164,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             load = partial(
                 load_weights, ops, source.config, source.weights, weight_type=weight_type, adapters=adapters.all
             )
+            if config.state_cache is not None and not any(layer.is_sparse for layer in shape.layers):
+                say("state_cache has no effect on this model: it has no recurrent layers.")
             cache = asked_tile_cache(config, ops, source.weights, say)
             mapped = None if cache is None else cache.tiles(lambda kept: load(progress=progress, kept=kept))
             on_host = asked_cpu_experts(config, ops, source, shape, draft, say)
@@ -230,7 +232,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
 def _loading_bar(bars: ExitStack, is_shown: bool, name: str) -> tqdm[Any] | None:
     """Show a bar in bytes of the files of `name`, whose total is not known yet, until `bars` is closed."""
     return bars.enter_context(
-        progress_bar(is_shown, desc=f"Loading {name}", bar_format=BYTES, unit="B", unit_scale=True, unit_divisor=1024)
+        progress_bar(is_shown, desc=f"Loading {name}", bar_format=BYTES, unit="iB", unit_scale=True, unit_divisor=1024)
     )
 
 

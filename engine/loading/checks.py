@@ -11,7 +11,7 @@ from typing import Any, get_origin, get_type_hints
 from polarlm.engine.backends.select import gpu_numbers
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
+from polarlm.engine.limits import DRAFT_MODEL, DRAFTS, MOST_DRAFTED
 from polarlm.engine.loading.gpu.cards import shares_of
 from polarlm.engine.loading.gpu.cpu_experts import AUTO
 from polarlm.engine.loading.sizes import weight_format
@@ -70,7 +70,15 @@ def _check_values(config: EngineConfig) -> None:
     if not 0 <= config.draft_max <= MOST_DRAFTED:
         raise _wrong("draft_max", config, f"give the most tokens of a draft, 0 to {MOST_DRAFTED}")
     if not 0 <= config.draft_min <= config.draft_max:
-        raise _wrong("draft_min", config, f"give the fewest tokens of a draft, 0 to draft_max ({config.draft_max})")
+        raise EngineError(
+            f"draft_min={config.draft_min}: give the fewest tokens of a draft, 0 to draft_max ({config.draft_max})",
+            settings=("draft_min", "draft_max"),
+        )
+    if config.spec_type == DRAFT_MODEL and config.model_draft is None:
+        raise EngineError(
+            f"spec_type={DRAFT_MODEL}: there is no draft model; give one with model_draft",
+            settings=("spec_type", "model_draft"),
+        )
     if config.spec_ngram_size_n < 1:
         raise _wrong("spec_ngram_size_n", config, "give the number of newest tokens to look for, 1 or more")
     if config.kept_sequences < 0:
@@ -104,7 +112,7 @@ def _check_adapters(config: EngineConfig) -> None:
         if parsed(path)[1] == 0:
             raise EngineError(f"lora={name}: a scale of 0 leaves nothing of the adapter", settings=("lora",))
     if config.lora_merge and not config.lora:
-        raise EngineError("lora_merge=True: there is no adapter to merge; give one (lora)", settings=("lora_merge",))
+        raise EngineError("lora_merge=True: there is no adapter to merge; give one as well", settings=("lora_merge",))
 
 
 def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:

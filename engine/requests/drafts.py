@@ -20,12 +20,12 @@ from typing import Protocol
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_ROWS
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.draft_model import ModelDrafter
 
-NONE, DRAFT_MODEL = "none", "draft-simple"
+NONE = "none"
 
 _RECENT = 5  # latest steps with the same number of rows, whose median is taken
 _FIRST = 2  # first steps of a number of rows, which are compiled or recorded: they are not measured

@@ -31,6 +31,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polarlm.engine import Engine, EngineError
+from polarlm.engine.cli.commands import note_in_flags
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import Need, fetched, need
@@ -125,7 +126,7 @@ def _run(parent: _Parent) -> None:
     with ExitStack() as bound:
         http = bound.enter_context(tcp_socket(config.host, 0))
         early = bound.enter_context(EarlyClients(http))
-        with Engine.load(model.weights, config=model, verbose=_note) as engine:
+        with Engine.load(model.weights, config=model, verbose=lambda told: _note(note_in_flags(told))) as engine:
             _note(engine.fit_line())
             engine.model = replace(engine.model, name=first["name"])  # what answers and lists call it
             journal.set_up(first["name"])

@@ -103,5 +103,7 @@ def shown(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
+    if value == []:
+        return "an empty array"
     kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")

@@ -44,9 +44,9 @@ class ConversationStore:
     """
 
     def __init__(self, folder: str) -> None:
-        path = Path(folder).expanduser()
         self._lock = threading.Lock()
         try:
+            path = Path(folder).expanduser()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path / FILE, os.O_CREAT | os.O_RDWR, 0o600))  # for its owner alone
             self._file = sqlite3.connect(
@@ -54,8 +54,11 @@ class ConversationStore:
             )
             self._file.execute("PRAGMA journal_mode = WAL")
             self._file.executescript(_TABLES)
-        except (OSError, sqlite3.Error) as error:
-            raise EngineError(f"conversations cannot be kept in {folder}: {error}", "storage") from None
+        except (OSError, RuntimeError, sqlite3.Error) as error:  # RuntimeError: ~ without a home folder
+            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+            raise EngineError(
+                f"--conversations {folder}: {reason}; name a folder that is there or can be made", "storage"
+            ) from None
 
     def close(self) -> None:
         self._file.close()

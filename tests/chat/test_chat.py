@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
+from polarlm.engine.chat.console import Console
+from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.chat.terminal import main
 from polarlm.engine.errors import EngineError
-from polarlm.engine.params import PromptOptions
+from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.model_loaders.chat.templates import ChatTemplate
 
 from .fake_engine import FakeEngine
 
@@ -64,6 +68,21 @@ def test_a_prompt_comes_from_a_file(chat, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("from a file\n")
     assert chat("-f", str(file), "-st")[:2] == (0, "you said: from a file\n")
+
+
+@pytest.mark.parametrize("words", [["-no-cnv"], ["-no-cnv", "-p", ""]])
+def test_plain_text_without_a_prompt_is_refused_before_a_model_is_loaded(chat, words):
+    code, out, err = chat(*words, load=fails(AssertionError("loaded")))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: -no-cnv/--no-conversation needs a prompt")
+
+
+def test_a_setting_without_effect_is_told_as_the_flag_that_was_given(chat, engine):
+    def load(path, *, config, verbose):
+        verbose("cpu_moe has no effect on a CPU: all experts are in its memory.")
+        return engine
+
+    assert "--cpu-moe has no effect on a CPU" in chat("-p", "hi", "-st", load=load)[2]
 
 
 def test_every_line_of_a_pipe_is_one_turn(chat):
@@ -430,6 +449,36 @@ def test_a_reader_that_leaves_ends_the_chat_quietly():
     assert "Traceback" not in err
     assert "Exception" not in err
     assert "error" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_full_disk_ends_the_chat_with_a_sentence():
+    with open("/dev/full", "w") as full:
+        process = [sys.executable, FAKE_CHAT, "-p", "hi", "-st"]
+        done = subprocess.run(process, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: standard output cannot be written: No space left on device\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the outputs")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_chat_without_an_output_answers_all_the_same(closed):
+    line = f'exec "{sys.executable}" "{FAKE_CHAT}" -p hi -st {closed}'
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0
+    assert done.stdout == ("" if closed.startswith(">") else "you said: hi\n")
+    assert "error" not in done.stderr
+
+
+def test_ctrl_c_while_a_prompt_is_prepared_stops_this_answer_alone(engine):
+    class Slow(ChatTemplate):
+        @cached_property
+        def channels(self):
+            signal.raise_signal(signal.SIGINT)
+
+    engine.model.template = Slow("{{ messages }}", origin="fake")
+    turn = ChatSession(engine, SamplingParams(), Console()).send("hi")
+    assert (turn.finish_reason, turn.token_ids) == ("cancelled", ())
 
 
 def test_ctrl_c_without_a_terminal_ends_the_chat():

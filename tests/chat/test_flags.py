@@ -14,6 +14,7 @@ from polarlm.engine.cli.flags import FlagError, describe, in_flags, parse, that
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.params import SamplingParams
+from polarlm.server import config as server_config
 
 # flag, word on the command line, group (0 engine, 1 sampling, 2 chat), field, value
 WITH_VALUE = [
@@ -223,6 +224,12 @@ def test_a_mistyped_flag_is_answered_with_the_one_that_was_meant(words, meant):
     assert str(error.value) == f"unrecognized arguments: {' '.join(words)} (did you mean {meant}?)"
 
 
+def test_no_flag_is_offered_in_place_of_one_that_only_the_chat_has():
+    with pytest.raises(FlagError) as error:
+        server_config.read_command_line(["--temp", "0.7"])
+    assert str(error.value) == "unrecognized arguments: --temp 0.7"
+
+
 @pytest.mark.parametrize("word", ["./llama3", "model.gguf", "a folder"])
 def test_a_path_without_a_flag_is_answered_with_the_flag_that_it_needs(word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -293,6 +300,9 @@ def test_a_schema_comes_from_a_file(tmp_path):
     assert read_command_line(["--json-schema", str(file)])[1].schema == '{"type": "integer"}'
     with pytest.raises(FlagError, match=r"--json-schema: .*none\.json cannot be read: No such file"):
         read_command_line(["--json-schema", str(tmp_path / "none.json")])
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(FlagError, match=r"--json-schema: .*schema\.json is not JSON: Expecting property name"):
+        read_command_line(["--json-schema", str(file)])
 
 
 @dataclass(frozen=True)

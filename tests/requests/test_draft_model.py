@@ -135,6 +135,8 @@ def test_what_cannot_be_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -
         Engine.load(tiny_path, device="cpu", model_draft=str(strange), **SETTINGS)
     with pytest.raises(EngineError, match="nowhere"):
         Engine.load(tiny_path, device="cpu", model_draft=str(tmp_path / "nowhere"), **SETTINGS)
+    with pytest.raises(EngineError, match="spec_type=draft-simple: there is no draft model; give one with model_draft"):
+        Engine.load(tiny_path, device="cpu", **SETTINGS | {"spec_type": "draft-simple"})
     sentence = pytest.raises(EngineError, match="needs a draft model")
     with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine, sentence:
         engine.generate([5, 6], replace(PARAMS, spec_type="draft-simple"))

@@ -70,7 +70,8 @@ class FinerAllocator(BlockAllocator):
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
         more = max(1, self._finer_bytes - self._bytes)  # of a finer block
-        while self._room < count * self._bytes + self._is_by_age * min(count, NEWEST) * more:
+        newest = min(count, NEWEST) if self._is_by_age else 0  # for as many finer blocks room is made
+        while self._room < count * self._bytes + newest * more:
             if self._settled or (self._newest and not self._is_by_age):
                 raise CodeAgain(f"{count} blocks wanted, and others can be coded again")
             kept = next((block for block in self._free if block in self._kept), None)
@@ -84,7 +85,7 @@ class FinerAllocator(BlockAllocator):
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
         taken = super().allocate(count)
         left = self._room - count * self._bytes - (0 if self._is_by_age else self.size * self._bytes // _LOW)
-        finer = min(count, max(0, left // more), NEWEST if self._is_by_age else count)
+        finer = min(newest if self._is_by_age else count, max(0, left // more))
         for number, block in enumerate(taken):
             is_finer = number >= count - finer
             self.places.place(block, is_finer=is_finer)
@@ -192,12 +193,8 @@ class FinerBlocks(KVBlocks):
         return self.blocks.lacks_room(None if tokens is None else tokens // self.block_size + 1)
 
     def code_again(self) -> bool:
-        """Code one block again with fewer bits; return False if there is none to be coded."""
-        if not self.code_layer():
-            return False
-        while self.blocks.places.coding is not None:
-            self.code_layer()
-        return True
+        """Code one block again with fewer bits, all layers at once; return False if there is none to be coded."""
+        return self._code(len(self.layers))
 
     def code_aged(self) -> None:
         """Code all blocks again that have become too old for their bits."""
@@ -209,14 +206,20 @@ class FinerBlocks(KVBlocks):
 
         Returns False if there is no block to be coded.
         """
+        return self._code(1)
+
+    def _code(self, most: int) -> bool:
+        """Code up to `most` layers of one block again; return False if there is no block to be coded."""
         block, places, ops = self.blocks.begin_to_code(), self.blocks.places, self._ops
         if block is None:
             return False
-        layer = self.layers[places.done]
         assert ops.decode_blocks is not None
-        buffer = ops.decode_blocks(self._of_kind(layer, is_finer=True), [places[block].number])
-        encode(ops, [FilledBlocks([self._caches[layer]], [places.coded.number], [KVLocation(buffer, 0)])])
-        places.done += 1
+        layers, filled = self.layers[places.done : places.done + most], []
+        for layer in layers:
+            buffer = ops.decode_blocks(self._of_kind(layer, is_finer=True), [places[block].number])
+            filled.append(FilledBlocks([self._caches[layer]], [places.coded.number], [KVLocation(buffer, 0)]))
+        encode(ops, filled)
+        places.done += len(layers)
         if places.done == len(self.layers):
             self.blocks.finish()
         return True

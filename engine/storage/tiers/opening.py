@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.plan import parse_size
+from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.memory import Memory
@@ -39,6 +39,7 @@ def check_settings(config: EngineConfig) -> None:
 def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[TierStore]:
     """Open the tiers for blocks of this shape, the fastest first. Raises EngineError."""
     tiers: list[TierStore] = []
+    least = Payloads(shape).most_bytes()
     if config.cache_ram is not None:
         if device == "cpu":
             raise EngineError(
@@ -48,9 +49,16 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
             )
         tiers.append(Memory(parse_size(config.cache_ram, "cache_ram")))
     if config.cache_disk is not None:
-        tiers.append(_folder(config, parse_size(config.cache_disk, "cache_disk")))
+        size = parse_size(config.cache_disk, "cache_disk")
+        if size < least:
+            raise EngineError(
+                f"cache_disk={config.cache_disk}: a block of this model takes up to {format_bytes(least)}; give "
+                "room for many, such as 20G",
+                settings=("cache_disk",),
+            )
+        tiers.append(_folder(config, size))
     if config.cache_remote is not None:
-        tiers.append(_remote(config.cache_remote, Payloads(shape).most_bytes()))
+        tiers.append(_remote(config.cache_remote, least))
     if tiers:
         for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
             if codec.per_layer:
@@ -64,8 +72,11 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
 
 def _remote(where: str, most: int) -> TierStore:
     """Return the tier at a URL, or in a folder that machines share. most: bytes of the largest object."""
+    scheme = re.match(r"(\w[\w+.-]+)://", where)  # of two letters at least: one is a drive of Windows
     reason = ""
-    if re.match("https?:", where):
+    if scheme is not None and scheme[1] not in ("http", "https", "file"):
+        reason = f"{scheme[1]}:// is not supported"
+    elif re.match("https?:", where):
         try:
             from polarlm.engine.storage.tiers.remote import Remote  # http.client takes time to import
 

@@ -90,6 +90,8 @@ def _system(value: Any) -> list[dict[str, Any]]:
     """The system message; no message for an empty one."""
     if isinstance(value, str):
         prompt = text("system", value)
+    elif not isinstance(value, list):
+        raise wrong("system", "a string or an array of text blocks", value)
     else:
         blocks = [_text(f"system[{index}]", block) for index, block in enumerate(items("system", value))]
         prompt = "".join(block for block in blocks if not block.startswith(_BILLING))

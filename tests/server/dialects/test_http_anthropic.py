@@ -219,6 +219,8 @@ def user(*blocks: Any) -> dict[str, Any]:
         (user({"text": "on"}), "messages[0].content[0].type"),
         (user({"type": "text", "text": 5}), "messages[0].content[0].text"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"system": 5}, "system must be a string or an array of text blocks, not 5"),
+        ({"messages": []}, "messages must be an array with at least one message, not an empty array"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": "on"}, "stop_sequences"),

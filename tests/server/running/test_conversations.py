@@ -55,8 +55,8 @@ def test_much_is_told_in_parts_that_end_between_changes(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_used_and_a_damaged_file_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EngineError, match="conversations cannot be kept in"):
+    with pytest.raises(EngineError, match=r"--conversations .*: File exists; name a folder"):
         ConversationStore(str(tmp_path / "file"))
     (tmp_path / FILE).write_bytes(b"no database" * 1000)
-    with pytest.raises(EngineError, match=r"conversations cannot be kept in .*not a database"):
+    with pytest.raises(EngineError, match=r"--conversations .*not a database; name"):
         ConversationStore(str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,15 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.quantization.encode import decode_centred, fill_up
 
 
+class _Launch(NamedTuple):
+    """What blocks have in common that are encoded in one launch."""
+
+    kernel: Kernel[EncodeArguments]
+    dim: int
+    is_half: bool
+    codec: str
+
+
 class EncodingOps:
     """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
 
@@ -28,6 +38,7 @@ class EncodingOps:
         self._side_in_numpy = launch.unrecorded(_side_in_numpy)
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+        launches: dict[_Launch, list[np.ndarray]] = {}
         for layers, blocks, sources in alike(filled):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
             if not tiled:
@@ -35,9 +46,13 @@ class EncodingOps:
                 continue
             for side in (0, 1):
                 if isinstance(encoder := tiled[0].encoders[side], Encoder):
-                    self._side(encoder.kernel, tiled, blocks, sources, side)
+                    launch = _launch(encoder.kernel, tiled[0], sources[0], side)
+                    addresses = [_addresses(layer, blocks, sources, side) for layer in tiled]
+                    launches.setdefault(launch, []).extend(x.reshape(-1, x.shape[-1]) for x in addresses)
                 else:
                     self._side_in_numpy(tiled, blocks, sources, side)
+        for launch, own in launches.items():
+            self._encode(launch, np.concatenate(own))
 
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         if not isinstance(cache, TileCache):
@@ -51,23 +66,19 @@ class EncodingOps:
         read_back = decode_centred(format.codec_k, k, mean), decode_centred(format.codec_v, v, {})
         cache.store(place, (read_back[0][:, 0, :tokens], read_back[1][:, 0, :tokens]))
 
-    def _side(
-        self,
-        kernel: Kernel[EncodeArguments],
-        layers: Sequence[TileCache],
-        blocks: Sequence[int],
-        sources: Sequence[KVLocation],
-        side: int,
-    ) -> None:
-        """Encode the keys (side 0) or the values (1) of all layers. Raises NotFinite."""
-        format = layers[0].format
-        addresses = np.concatenate([_addresses(layer, blocks, sources, side) for layer in layers])
-        damaged = np.zeros(addresses.shape[:2], np.uint8)
-        is_half = layers[0].full(sources[0])[side].dtype == np.float16
-        arguments = EncodeArguments(blocks=addresses, damaged=damaged, dim=format.head_dim, is_half=is_half)
-        self._launch(kernel, damaged.size, arguments)
+    def _encode(self, launch: _Launch, addresses: np.ndarray) -> None:
+        """Encode the keys or the values of blocks of KV heads, of all layers. Raises NotFinite."""
+        damaged = np.zeros(len(addresses), np.uint8)
+        arguments = EncodeArguments(blocks=addresses, damaged=damaged, dim=launch.dim, is_half=launch.is_half)
+        self._launch(launch.kernel, damaged.size, arguments)
         if damaged.any():
-            raise NotFinite((format.codec_k, format.codec_v)[side].name)
+            raise NotFinite(launch.codec)
+
+
+def _launch(kernel: Kernel[EncodeArguments], layer: TileCache, source: KVLocation, side: int) -> _Launch:
+    format = layer.format
+    is_half = layer.full(source)[side].dtype == np.float16
+    return _Launch(kernel, format.head_dim, is_half, (format.codec_k, format.codec_v)[side].name)
 
 
 def _side_in_numpy(
