@@ -51,8 +51,8 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
         size = parse_size(config.cache_disk, "cache_disk")
         if size < (block := shape.quantized_bytes(range(len(shape.layers)))):
             raise EngineError(
-                f"cache_disk={config.cache_disk}: a block of this model takes {format_bytes(block)}; give room for many, "
-                "such as 20G",
+                f"cache_disk={config.cache_disk}: a block of this model takes {format_bytes(block)}; give room for "
+                "many, such as 20G",
                 settings=("cache_disk",),
             )
         tiers.append(_folder(config, size))
