@@ -105,8 +105,8 @@ class OwnShape(StateShape, Protocol):
 
 
 NEWEST = 3
-"""Complete blocks at the end of a sequence that have more bits than older ones, where blocks are of two kinds: with the
-current block they have more of a step's attention than all older ones."""
+"""Complete blocks at the end of a sequence that have more bits than older ones, where blocks are of two kinds: errors in
+these cost more than in all older ones together (docs/quality.md, "Deeper in a text")."""
 
 
 class FinerKind(NamedTuple):

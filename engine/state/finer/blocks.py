@@ -1,7 +1,7 @@
 """The state of attention with two kinds of blocks: finer ones, which are coded again for want of room, or by age.
 
-The newest blocks of sequences are the last to be coded again: most of a step's attention is theirs. By age, all others
-are coded again as soon as there is time.
+The newest blocks of sequences are the last to be coded again: errors in these cost most. By age, all others are coded
+again before the next step.
 
 A block's id is its name. Where it lies, and of which kind it is, its place says; coding it again and moving it change
 only that, so tables, the prefix cache and reference counts know nothing of it.
