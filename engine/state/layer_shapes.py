@@ -105,8 +105,8 @@ class OwnShape(StateShape, Protocol):
 
 
 NEWEST = 3
-"""Complete blocks at the end of a sequence that have more bits than older ones, where blocks are of two kinds: errors in
-these cost more than in all older ones together (docs/quality.md, "Deeper in a text")."""
+"""Complete blocks at the end of a sequence that have more bits than older ones, where blocks are of two kinds: their
+errors cost more than those of all older ones together (docs/quality.md, "Deeper in a text")."""
 
 
 class FinerKind(NamedTuple):
