@@ -39,7 +39,6 @@ def check_settings(config: EngineConfig) -> None:
 def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[TierStore]:
     """Open the tiers for blocks of this shape, the fastest first. Raises EngineError."""
     tiers: list[TierStore] = []
-    least = Payloads(shape).most_bytes()
     if config.cache_ram is not None:
         if device == "cpu":
             raise EngineError(
@@ -50,15 +49,16 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
         tiers.append(Memory(parse_size(config.cache_ram, "cache_ram")))
     if config.cache_disk is not None:
         size = parse_size(config.cache_disk, "cache_disk")
+        least = shape.bytes_per_token * shape.block_size
         if size < least:
             raise EngineError(
-                f"cache_disk={config.cache_disk}: a block of this model takes up to {format_bytes(least)}; give "
+                f"cache_disk={config.cache_disk}: a block of this model takes {format_bytes(least)}; give "
                 "room for many, such as 20G",
                 settings=("cache_disk",),
             )
         tiers.append(_folder(config, size))
     if config.cache_remote is not None:
-        tiers.append(_remote(config.cache_remote, least))
+        tiers.append(_remote(config.cache_remote, Payloads(shape).most_bytes()))
     if tiers:
         for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
             if codec.per_layer:

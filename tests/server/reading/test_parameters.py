@@ -208,7 +208,7 @@ def test_messages() -> None:
             {"prompt": None, "messages": [{"role": "user"}]},
             "messages[0].content must be a string or an array of text parts, not null",
         ),
-        ({"temperature": []}, "temperature must be a number, not an array"),
+        ({"temperature": []}, "temperature must be a number, not an empty array"),
         ({"stop_token_ids": "x" * 99}, "stop_token_ids must be an array of token ids, not a string of 101 characters"),
     ],
 )
