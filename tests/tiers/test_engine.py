@@ -433,7 +433,7 @@ def test_blocks_wait_for_requests_within_a_budget(plain_model: Path, written, tm
     [
         ({"cache_disk": "much"}, "cache_disk=much: this is not a size"),
         ({"cache_disk_folder": "x"}, "cache_disk_folder=x: say how large"),
-        ({"cache_disk": "100"}, "cache_disk=100: a block of this model takes"),
+        ({"cache_disk": "100"}, "cache_disk=100: a block of this model takes "),
         ({"cache_remote": "ftp://host/x"}, "cache_remote=ftp://host/x: ftp:// is not supported; give http://HOST:PORT"),
         ({"cache_disk": "1G", "kept_sequences": 0}, "kept_sequences=0 turns that off"),
         ({"cache_ram": "1G"}, "the model runs on the CPU"),

@@ -49,10 +49,11 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
         tiers.append(Memory(parse_size(config.cache_ram, "cache_ram")))
     if config.cache_disk is not None:
         size = parse_size(config.cache_disk, "cache_disk")
-        if size < (block := shape.quantized_bytes(range(len(shape.layers)))):
+        least = shape.bytes_per_token * shape.block_size
+        if size < least:
             raise EngineError(
-                f"cache_disk={config.cache_disk}: a block of this model takes {format_bytes(block)}; give room for "
-                "many, such as 20G",
+                f"cache_disk={config.cache_disk}: a block of this model takes {format_bytes(least)}; give "
+                "room for many, such as 20G",
                 settings=("cache_disk",),
             )
         tiers.append(_folder(config, size))
