@@ -26,12 +26,12 @@ class CacheShape:
         """Return the format of the cache of a layer with K/V, for the ops."""
         return self.kv_layers[layer].format(self.block_size, metric_k, metric_v)
 
-    @property
+    @cached_property
     def has_two_kinds(self) -> bool:
         """Whether some blocks have more bits than others."""
         return any(layer.finer for layer in self.kv_layers.values())
 
-    @property
+    @cached_property
     def is_by_age(self) -> bool:
         """Whether these are the newest blocks of sequences."""
         return any(layer.finer and layer.finer.is_by_age for layer in self.kv_layers.values())

@@ -41,7 +41,7 @@ class FinerAllocator(BlockAllocator):
         """size: the blocks that fit if none is finer; beside them, `places` has room for the one that is being coded.
         bytes_each: of a finer block, and of another one."""
         super().__init__(size)
-        self.places, (self._finer_bytes, self._bytes), self._is_by_age = places, bytes_each, is_by_age
+        self.places, (self._finer_bytes, self._bytes), self.is_by_age = places, bytes_each, is_by_age
         self._newest: dict[int, None] = {}  # the finer blocks that are the newest ones of a sequence, oldest first
         self._settled: dict[int, None] = {}  # the other finer blocks whose contents are complete, oldest first
 
@@ -57,7 +57,7 @@ class FinerAllocator(BlockAllocator):
 
     def lacks_room(self, more: int | None = None) -> bool:
         """Whether blocks should be coded again before `more` are allocated; None: before anything is."""
-        if more is None and self._is_by_age:
+        if more is None and self.is_by_age:
             return bool(self._settled)
         wanted = self.size // _HIGH if more is None else more + self.size // _LOW
         return bool(self._settled or self._newest) and self._room < wanted * self._bytes
@@ -70,9 +70,9 @@ class FinerAllocator(BlockAllocator):
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
         more = max(1, self._finer_bytes - self._bytes)  # of a finer block
-        newest = min(count, NEWEST) if self._is_by_age else 0  # for as many finer blocks room is made
+        newest = min(count, NEWEST) if self.is_by_age else 0  # for as many finer blocks room is made
         while self._room < count * self._bytes + newest * more:
-            if self._settled or (self._newest and not self._is_by_age):
+            if self._settled or (self._newest and not self.is_by_age):
                 raise CodeAgain(f"{count} blocks wanted, and others can be coded again")
             kept = next((block for block in self._free if block in self._kept), None)
             if kept is not None:
@@ -84,8 +84,8 @@ class FinerAllocator(BlockAllocator):
             else:  # the blocks of open spans are finer
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
         taken = super().allocate(count)
-        left = self._room - count * self._bytes - (0 if self._is_by_age else self.size * self._bytes // _LOW)
-        finer = min(newest if self._is_by_age else count, max(0, left // more))
+        left = self._room - count * self._bytes - (0 if self.is_by_age else self.size * self._bytes // _LOW)
+        finer = min(newest if self.is_by_age else count, max(0, left // more))
         for number, block in enumerate(taken):
             is_finer = number >= count - finer
             self.places.place(block, is_finer=is_finer)
@@ -108,7 +108,7 @@ class FinerAllocator(BlockAllocator):
             return
         if block not in self._kept:
             self._free_place(block)
-        elif not self._is_by_age:
+        elif not self.is_by_age:
             self.settle(block)
 
     def _free_place(self, block: int) -> None:
@@ -181,7 +181,7 @@ class FinerBlocks(KVBlocks):
     @property
     def is_by_age(self) -> bool:
         """Whether a block is coded again as soon as it is none of the newest ones."""
-        return self._shape.is_by_age
+        return self.blocks.is_by_age
 
     @property
     def changes(self) -> int:
