@@ -64,31 +64,43 @@ AWAIT = Kernel("test_await", emit_await, declared("flag late", "number only most
 
 
 def launch(
-    kernel: Kernel, units: int, grain: int, pointers: tuple[np.ndarray, ...], integers: tuple[int, ...]
+    kernel: Kernel,
+    units: int,
+    grain: int,
+    pointers: tuple[np.ndarray, ...],
+    integers: tuple[int, ...],
+    overlaps: int = 0,
 ) -> Launch:
     """A launch whose arguments live as long as the process."""
     arguments, code = kernel.pack(kernel.arguments(*pointers, *integers)), loaded(kernel, best())
     _kept.append((code, arguments, *pointers))
-    return Launch(code.address, arguments.ctypes.data, units, grain)
+    return Launch(code.address, arguments.ctypes.data, units, grain, overlaps)
 
 
 _kept: list[tuple[Any, ...]] = []
 
 
 class Counted:
-    """A command buffer of entries that count their units: most are short, one in a hundred is taken unit by unit."""
+    """A command buffer of entries that count their units: most are short, one in a hundred is taken unit by unit.
+
+    One in five overlaps the next one.
+    """
 
     def __init__(self, seed: int, entries: int) -> None:
         rng = np.random.default_rng(seed)
         units, grains = rng.integers(0, 40, entries), rng.integers(1, 12, entries)
         units[50::100], grains[50::100] = 3000, 1
+        overlaps = rng.random(entries) < 0.2
         self.total, self.errors = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self.counts = [np.zeros(n, np.int64) for n in units]
-        before = np.cumsum([0, *units])
+        before = np.cumsum([0, *units])[:-1]  # the units of all entries before
+        for entry in range(1, entries):
+            if overlaps[entry - 1]:
+                before[entry] = before[entry - 1]
         self.commands = CommandBuffer(
             [
-                launch(COUNT, int(n), int(grain), (counts, self.total, self.errors), (int(done),))
-                for n, grain, counts, done in zip(units, grains, self.counts, before, strict=False)
+                launch(COUNT, int(n), int(grain), (counts, self.total, self.errors), (int(done),), int(overlap))
+                for n, grain, counts, done, overlap in zip(units, grains, self.counts, before, overlaps, strict=True)
             ]
         )
 
@@ -105,11 +117,15 @@ class Counted:
 
 
 class Meeting:
-    """A command buffer that ends well only if several threads run it at the same time."""
+    """A command buffer that ends well only if several threads run it at the same time.
 
-    def __init__(self, threads: int, polls: int = POLLS) -> None:
+    Its units wait for each other. entries: launches that these are shared out among; each overlaps the next one.
+    """
+
+    def __init__(self, threads: int, polls: int = POLLS, entries: int = 1) -> None:
         self._flag, self._late = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self._commands = CommandBuffer([launch(AWAIT, threads, 1, (self._flag, self._late), (threads, -1, polls))])
+        given = (self._flag, self._late), (threads, -1, polls)
+        self._commands = CommandBuffer([launch(AWAIT, threads // entries, 1, *given, 1) for _ in range(entries)])
 
     def takes_place(self, on: Workers, threads: int) -> bool:
         self._flag[0] = self._late[0] = 0
@@ -173,6 +189,11 @@ def test_python_threads_run_their_tapes_at_the_same_time() -> None:
 
 def test_all_threads_take_part(own: Workers) -> None:
     meeting = Meeting(4)
+    assert all(meeting.takes_place(own, 4) for _ in range(10))
+
+
+def test_an_entry_begins_while_one_that_overlaps_it_runs(own: Workers) -> None:
+    meeting = Meeting(4, entries=2)
     assert all(meeting.takes_place(own, 4) for _ in range(10))
 
 

@@ -37,7 +37,7 @@ class Recorded(NamedTuple):
     """A recorded launch.
 
     arguments: packed as the kernel reads them, int64. arrays: name of an argument → its array, for arrays whose memory
-    the recording does not own. spare: see `Launcher.__call__`.
+    the recording does not own. spare, overlaps: see `Launcher.__call__`.
     """
 
     kernel: Kernel
@@ -46,6 +46,7 @@ class Recorded(NamedTuple):
     grain: int
     arrays: dict[str, np.ndarray]
     spare: int
+    overlaps: bool = False
 
     def number(self, name: str) -> int:
         """The value of an argument that is an integer or an address."""
@@ -109,7 +110,13 @@ class _Commands:
 
     def __init__(self, launches: Sequence[Recorded], address: Callable[[Kernel], int]) -> None:
         calls = [
-            Launch(address(r.kernel), r.arguments.ctypes.data, r.units if isinstance(r.units, int) else 0, r.grain)
+            Launch(
+                address(r.kernel),
+                r.arguments.ctypes.data,
+                r.units if isinstance(r.units, int) else 0,
+                r.grain,
+                int(r.overlaps),
+            )
             for r in launches
         ]
         self._varying = [(i, r.units) for i, r in enumerate(launches) if not isinstance(r.units, int)]
@@ -150,12 +157,14 @@ class Launcher:
         arguments: Record,
         grain: int = 0,
         spare: int = 0,
+        *,
+        overlaps: bool = False,
     ) -> None:
         """Run the kernel on its units, or record it.
 
         units: their number, or a function of it if it varies between replays. grain: units that a thread takes at a
         time; 0 cuts them into a few chunks for each thread. spare: pieces that this product has the time to prefetch,
-        see `prefetching`.
+        see `prefetching`. overlaps: whether the next launch need not wait for this one, if both are recorded.
         """
         packed = kernel.pack(arguments)
         if not grain:
@@ -164,7 +173,7 @@ class Launcher:
         if self._recording is not None:
             named = zip(_names(kernel), arguments, strict=True)
             arrays = {name: x for name, x in named if isinstance(x, np.ndarray) and not is_leased(x)}
-            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, spare))
+            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, spare, overlaps))
             return
         count = units if isinstance(units, int) else units()
         if count:

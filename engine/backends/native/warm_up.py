@@ -33,11 +33,13 @@ class WarmUpLauncher(Launcher):
         arguments: Record,
         grain: int = 0,
         spare: int = 0,
+        *,
+        overlaps: bool = False,
     ) -> None:
         if self._recording is None:
             self._need(kernel)
         else:
-            super().__call__(kernel, units, arguments, grain, spare)
+            super().__call__(kernel, units, arguments, grain, spare, overlaps=overlaps)
 
     def _need(self, kernel: Kernel) -> None:
         self._needed[kernel] = None

@@ -28,7 +28,7 @@ _LOCK, _UNLOCK, _WAIT, _WAKE_ALL, _OFFER_CORE = range(128, 168, 8)
 _NEXT, _SERVED = 192, 200  # tickets: the next caller's, and the one that may run now
 _MUTEX, _WORK, _TURN = 256, 384, 512
 _HEAD = 640
-_COMPLETED, _UNITS, _GRAIN, _RANGE_UNITS, _LEFT = 0, 8, 16, 24, 64
+_COMPLETED, _UNITS, _GRAIN, _RANGE_UNITS, _AWAITED, _LEFT = 0, 8, 16, 24, 32, 64
 _MOST_RANGES = 16  # most ranges that an entry's units are cut into; further threads share them
 _SLOT = _LEFT + 8 * _MOST_RANGES
 _ASLEEP = _HEAD + _SLOT * MOST_ENTRIES  # an int64 for each thread: 1 while it sleeps for lack of work
@@ -41,12 +41,16 @@ _NUMBERS = (1 << 31) - 1  # mask of a run's number, which has 31 bits
 
 
 class Launch(NamedTuple):
-    """A kernel's address, its arguments' address, its unit count, and how many units a thread takes at a time."""
+    """A kernel's address, its arguments' address, its unit count, and how many units a thread takes at a time.
+
+    overlaps: 1 if the next launch begins before this one is completed, else 0.
+    """
 
     kernel: Pointer
     arguments: Pointer
     units: Int64
     grain: Int64
+    overlaps: Int64 = 0
 
 
 class Run(NamedTuple):
@@ -159,12 +163,17 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
 
     run = (state.load(_RUN) + 1) & _NUMBERS
     ranges = e.imin(args.threads, _MOST_RANGES)
+    overlapped = e.variable(e.i64(0))  # units of launches before that have not been waited for
     with e.loop(0, args.count) as entry:
         slot, launch = state.slot(entry), records.read(e, Launch, args.table, entry)
         units = launch.units
         each = (units + ranges - 1) // ranges
         for field, value in ((_UNITS, units), (_GRAIN, launch.grain), (_RANGE_UNITS, each)):
             e.store(value, slot, field)
+        overlapped.add(units)
+        overlaps = launch.overlaps.equals(1)
+        e.store(e.select(overlaps, e.i64(0), overlapped.get()), slot, _AWAITED)
+        overlapped.set(e.select(overlaps, overlapped.get(), e.i64(0)))
         e.store_atomic(e.i64(0), slot + _COMPLETED, "release")
         with e.loop(0, ranges) as number:
             left = e.imax(e.imin(units - number * each, each), 0)
@@ -235,19 +244,21 @@ def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratc
 
     number: this thread's. It takes units of its own range first, and then of the following ranges.
     """
-    ranges = state.load(_RANGES)
+    ranges, done = state.load(_RANGES), e.variable(e.i64(0))
     with e.loop(0, state.load(_COUNT)) as entry:
         slot = state.slot(entry)
-        at, done = e.variable(number % ranges), e.variable(e.i64(0))
+        at = e.variable(number % ranges)
         with e.loop(0, ranges):
             _emit_empty_range(e, state, run, entry, at.get(), done, scratch)
             following = at.get() + 1
             at.set(e.select(following < ranges, following, e.i64(0)))
-        with e.when(done.get() > 0):
+        # Units of a launch that overlaps the next one are awaited with those of that one.
+        with e.when((done.get() > 0) & (e.load(slot, I64, _AWAITED) > 0)):
             e.add_atomic(slot + _COMPLETED, done.get())
+            done.set(e.i64(0))
         polls = e.variable(e.i64(0))
         with e.repeat_while() as again:
-            waits = e.load_atomic(slot + _COMPLETED) < e.load_atomic(slot + _UNITS)
+            waits = e.load_atomic(slot + _COMPLETED) < e.load_atomic(slot + _AWAITED)
             waits = waits & state.load_shared(_RUN).equals(run)
             again.append(waits)
             with e.when(waits):

@@ -3,7 +3,8 @@
 The units of an entry are cut into ranges, one per thread, and each range has a counter of units left. A thread takes
 units by compare-and-exchange and runs the kernel on them: first those of its own range, so that it reads weights in
 memory order, and then those of other ranges. When none is left, it adds the number of units that it has run to the
-entry's completed units. When all are completed, the threads proceed to the next entry. So a thread that the system has
+entry's completed units. When all are completed, the threads proceed to the next entry; an entry
+that overlaps the next one is awaited together with it. So a thread that the system has
 suspended delays the others only by the units that it has taken, and a thread that wakes up late joins at the entry
 that the others have reached.
 
@@ -53,7 +54,8 @@ class CommandBuffer:
     def __init__(self, launches: Sequence[Launch]) -> None:
         assert len(launches) <= MOST_ENTRIES, len(launches)
         assert all(launch.grain > 0 for launch in launches)
-        self._table = np.array(launches, np.int64).reshape(-1, 4)
+        self._table = np.array(launches, np.int64).reshape(-1, len(Launch._fields))
+        self._table[-1:, Launch._fields.index("overlaps")] = 0  # the buffer ends when all of it is completed
         self.units = self._table[:, 2]
         self.address = self._table.ctypes.data
 

@@ -75,7 +75,8 @@ class AttentionOps:
         group = heads // format.kv_heads
         sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
         is_capped = rule.softcap is not None
-        for stored, kind in zip(cache.kinds, table.kinds, strict=True):
+        # The first kind comes last, since it has the short units, those of chunk 0. Its launch overlaps the other one's.
+        for stored, kind in reversed(list(zip(cache.kinds, table.kinds, strict=True))):
             keys, values = stored.memory
             arguments = AttendArguments(
                 q=q,
@@ -100,7 +101,8 @@ class AttentionOps:
                 **stored.strides,
             )
             kernel = attend(Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped))
-            self._launch(kernel, partial(_units, table, kind.number, format.kv_heads), arguments, grain=1)
+            units = partial(_units, table, kind.number, format.kv_heads)
+            self._launch(kernel, units, arguments, grain=1, overlaps=kind.number > 0)
 
         out = np.empty(q.shape, np.float32)
         back = NO_ROTATION if transform is None else transform.back
