@@ -1,11 +1,15 @@
 """`make soak`: a server of several models with the clients of every API, while models are unloaded and killed.
 
     make soak ARGS="--minutes 60"
+    make soak ARGS="--minutes 60 --cache-type auto --kv-memory 250K"
 
 Every answer is greedy and has to be what it was in the beginning. Now and then a client hangs up in the middle of a
 stream, a model is unloaded, and a model's process is killed: requests that it had may end with an error that says so.
 At the end there is a table of the clients and one of the models. The exit code is 1 if an answer was another one, or an
 error was not that of a killed process.
+
+Prompts whose answers are compared are shorter than two blocks, so these are the same with each cache type. Other
+prompts are longer, and new: a small store is soon full of their blocks.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ from tests.server.lines import PATIENCE
 from tests.server.models.household import (
     CHATTING,
     CLIENTS,
+    PROMPT,
+    STORE,
+    TOKENS,
     Household,
     begun,
     events,
@@ -74,6 +81,7 @@ class Soak:
     first: dict[str, Any]
     seen: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in CLIENTS})
     memory: dict[str, Memory] = field(default_factory=dict)
+    blocks: dict[tuple[str, str], int] = field(default_factory=dict)  # the most of a model and a cache type
     problems: list[str] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
     unloads: int = 0
@@ -89,7 +97,7 @@ class Soak:
     def other(self, name: str, number: int) -> None:
         """What else clients do: leave, find a long prompt, keep sessions and conversations."""
         rng = random.Random(number)
-        does = [self._leave, self._find, self._session, self._talk]
+        does = [self._leave, self._find, partial(self._read, rng), self._session, self._talk]
         while self.goes_on():
             self._try(name, lambda: rng.choice(does)(rng.choice(list(CHATTING))))
 
@@ -116,10 +124,20 @@ class Soak:
             for name, taken in resident(self.house).items():
                 memory = self.memory.setdefault(name, Memory())
                 memory.add(pids.get(name, 0), taken, told[name].get("memory", 0))
+            for name in CHATTING:
+                if told[name]["status"]["value"] == "loaded":
+                    self._count_blocks(name)
             with suppress(psutil.NoSuchProcess):  # its clients tell
                 server = psutil.Process(self.house.process.pid)
                 self.memory.setdefault("the server", Memory()).add(server.pid, server.memory_info().rss, 0)
             time.sleep(_SAMPLE_SECONDS)
+
+    def _count_blocks(self, name: str) -> None:
+        """Note how many blocks have which type, where blocks differ."""
+        answer = self.house.http.get("/stats", params={"model": name})
+        types = answer.json().get("blocks_by_type") if answer.is_success else None
+        for kind, count in (types or {}).items():
+            self.blocks[name, kind] = max(count, self.blocks.get((name, kind), 0))
 
     def _try(self, name: str, asks: Callable[[], bool]) -> None:
         seen = self.seen.setdefault(name, Counter())
@@ -147,14 +165,20 @@ class Soak:
         found(self.house, model)
         return True
 
+    def _read(self, rng: random.Random, model: str) -> bool:
+        """Ask with a prompt that nobody has asked with."""
+        prompt = f"{rng.randrange(10**9)} {PROMPT}"
+        self.house.post("/v1/completions", model=model, prompt=prompt, max_tokens=TOKENS)
+        return True
+
     def _session(self, model: str) -> bool:
         found(self.house, model)
         body = {"model": model, "name": "talk"}
         answers = [self.house.http.get("/sessions", params={"model": model})]
         answers.append(self.house.http.post("/sessions/save", json=body | {"prompt": "once there was a ship"}))
         answers.append(self.house.http.post("/sessions/load", json=body))
-        for answer in answers:  # 404 and 422: another client's kill or prompt came between
-            assert answer.status_code in (200, 404, 422), answer.text
+        for answer in answers:  # 404 and 422: another client's kill or prompt came between; 503: no room now
+            assert answer.status_code in (200, 404, 422, 503), answer.text
         return True
 
     def _talk(self, _model: str) -> bool:
@@ -169,12 +193,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Soaks a server of several models.")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=15, help="seconds from one kill or unloading to the next")
+    parser.add_argument("--cache-type", default="f16", help="of the models' keys and values")
+    parser.add_argument("--kv-memory", default=STORE, help="of each model to chat with, as of `polarlm serve`")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="polarlm-soak-") as name:
         folder = Path(name)
         kept = ["--cache-disk", "50M", "--cache-disk-folder", str(folder / "blocks")]
         kept += ["--sessions", str(folder / "sessions"), "--conversations", str(folder / "conversations")]
-        with Household(make_household(folder / "models"), folder, *kept) as house:
+        kept += ["--cache-type", given.cache_type]
+        with Household(make_household(folder / "models", given.kv_memory), folder, *kept) as house:
             soak = Soak(house, 0.0, everyone(house))
             soak.until = time.monotonic() + 60 * given.minutes
             _run(soak, given.every)
@@ -216,6 +243,8 @@ def _tell(soak: Soak, again: dict[str, int]) -> None:
     for name, memory in soak.memory.items():
         sizes = "".join(f"{size / 2**20:>10.1f}" for size in (memory.told, memory.first, memory.last, memory.most))
         print(f"{name:28}{sizes}{again.get(name, 1):>10}{soak.kills[name]:>10}")
+    for (name, kind), count in sorted(soak.blocks.items()):
+        print(f"at most {count} blocks of {name} were {kind} at a time")
     print(f"\n{soak.kills.total()} kills, {soak.unloads} unloaded")
 
 

@@ -40,13 +40,16 @@ TEXTS = ["the rain falls", "a ship on the sea"]
 ALONE = {"cache_prompt": False, "ignore_eos": True}
 
 
-def make_household(folder: Path) -> Path:
-    """A TOML file with three models to chat with and two that give vectors: an encoder and a decoder."""
+def make_household(folder: Path, store: int | str = STORE) -> Path:
+    """A TOML file with three models to chat with and two that give vectors: an encoder and a decoder.
+
+    store: the memory of the KV store of each of the first three.
+    """
     written = ""
     for name, fixture in CHATTING.items():
         (folder / name).mkdir(parents=True)
         make_model(folder / name, fixture)
-        written += f'[{name}]\npath = "{name}"\nkv-memory = "{STORE}"\n'
+        written += f'[{name}]\npath = "{name}"\nkv-memory = "{store}"\n'
     make_folder(folder / "encoder", "bert_f32")
     shutil.copytree(EMBEDDING_DECODERS / "qwen3_embedding", folder / "decoder")
     (folder / "decoder" / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
