@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from polarlm.engine.codecs.ring import RINGS, points_of
+from polarlm.engine.codecs.ring import RINGS, is_rotated, points_of
 from polarlm.engine.codecs.turbo import levels_of, thresholds_of
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import gather_pairs
@@ -23,10 +23,10 @@ from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
 # Bit fields of the word that describes two adjacent circles: the first code (from bit 0), the number of phases of each,
-# whether the inner one is rotated by half a phase.
-_INNER, _OUTER, _ODD = 10, 17, 24
+# whether each is rotated by half a phase.
+_INNER, _OUTER, _ROTATED = 10, 17, (24, 25)
 
-_UNSURE = 1e-4  # in phases: a turn has at most 69, and the error of an angle is less than 5e-7 turns
+_UNSURE = 1e-4  # in phases: a turn has at most 72, and the error of an angle is less than 5e-7 turns
 
 
 # Coefficients of z, z³, … of arctan(z) / 2π for 0 ≤ z ≤ 1.
@@ -57,7 +57,8 @@ class NearestOfRings:
         self._limits = [radius**2 for _, radius in rings[1:-1]]
         self._words, first = [], 0
         for number, ((inner, _), (outer, _)) in enumerate(itertools.pairwise(rings)):
-            self._words.append(first | inner << _INNER | outer << _OUTER | (number & 1) << _ODD)
+            rotated = sum(is_rotated(bits, number + i) << bit for i, bit in enumerate(_ROTATED))
+            self._words.append(first | inner << _INNER | outer << _OUTER | rotated)
             first += inner
         scores = np.square(points[:first]).sum(1) / 2
         self._turn_of_zero = (np.arctan2(*points[scores.argmin(), ::-1]) / (2 * np.pi)) % 1
@@ -72,9 +73,9 @@ class NearestOfRings:
             word = e.select(square < limit, word, e.constant(_I16, outside))
         turn = e.select(square > 0.0, self._turn(a, b), e.constant(_F16, self._turn_of_zero))
 
-        first, shift = word & 1023, (word >> _ODD & 1).to_float() * 0.5
+        first = word & 1023
         phases = word >> _INNER & 127, word >> _OUTER & 127
-        firsts, shifts = (first, first + phases[0]), (shift, -shift + 0.5)
+        firsts, shifts = (first, first + phases[0]), [(word >> bit & 1).to_float() * 0.5 for bit in _ROTATED]
         others, unsure = [], None
         best, score = None, square
         for start, count, shift in zip(firsts, phases, shifts, strict=True):
