@@ -11,10 +11,12 @@ option `norm16`. Mean squared error on Gaussian vectors of 128 values: .0292, .0
 Decode, per value: a quarter of a lookup of four values (`ring5`: half a lookup of two), one multiplication by the norm.
 
 **Codes.** Points are numbered ring by ring from the inside, and counter-clockwise on each ring. Odd rings (the
-innermost is ring 0) are rotated by half a phase. All rings of `ring5` are, and have a multiple of four phases: so its
-points are mirror images of those in one quadrant, and a kernel needs a table of these 256 alone. That costs 0.9 % in
-the error. `scripts/design_rings.py` found the phases; the radii follow from them by Lloyd's algorithm. The nearest
-point is the first with the least |p|²/2 − y·p in float32: see `parts.nearest`.
+innermost is ring 0) are rotated by half a phase. `scripts/design_rings.py` found the phases; the radii follow from them
+by Lloyd's algorithm. The nearest point is the first with the least |p|²/2 − y·p in float32: see `parts.nearest`.
+
+All rings of `ring5` are rotated, and have a multiple of four phases, which costs 0.5 % in the error. Its points are
+then mirror images of those in a quadrant: the low eight bits of a code are the number of a point whose coordinates are
+positive, bit 8 negates the first one, and bit 9 the second one. So kernels need a table of 256 points alone.
 
 **Streams.** N tokens of one KV head. A norm in a byte, with a code for zero: `parts.norms`.
 
@@ -62,44 +64,47 @@ RINGS: dict[int, tuple[tuple[int, float], ...]] = {
     ),
     10: (
         (4, 0.0807),
-        (12, 0.1949),
-        (16, 0.3067),
-        (24, 0.419),
-        (28, 0.5325),
-        (36, 0.6473),
-        (44, 0.7659),
-        (48, 0.8863),
-        (52, 1.0084),
-        (52, 1.1356),
-        (60, 1.2695),
-        (60, 1.4094),
-        (64, 1.5533),
-        (68, 1.7063),
-        (72, 1.8717),
-        (68, 2.0505),
-        (68, 2.2459),
-        (64, 2.462),
-        (60, 2.7105),
-        (52, 3.007),
-        (44, 3.3858),
-        (28, 3.9345),
+        (12, 0.1951),
+        (16, 0.307),
+        (24, 0.4195),
+        (28, 0.5332),
+        (36, 0.649),
+        (40, 0.7671),
+        (44, 0.8861),
+        (52, 1.0096),
+        (56, 1.1384),
+        (60, 1.2717),
+        (64, 1.4108),
+        (60, 1.554),
+        (64, 1.7026),
+        (68, 1.8631),
+        (72, 2.0396),
+        (68, 2.2336),
+        (64, 2.4468),
+        (60, 2.6893),
+        (56, 2.981),
+        (44, 3.3536),
+        (32, 3.892),
     ),
 }
 
 
-def is_rotated(bits: int, ring: int) -> bool:
-    """Whether a ring is rotated by half a phase."""
-    return bits == 10 or ring % 2 == 1
+def in_quadrants(bits: int) -> bool:
+    """Whether the points are images of those in a quadrant."""
+    return bits == 10
 
 
 @cache
 def points_of(bits: int) -> np.ndarray:
     """The point of each code, (2^bits, 2) float32, read-only."""
-    rings = []
+    rings, symmetric = [], in_quadrants(bits)
     for number, (phases, radius) in enumerate(RINGS[bits]):
-        angle = (np.arange(phases) + is_rotated(bits, number) / 2) * (2 * np.pi / phases)
+        rotation = 0.5 if symmetric else number % 2 / 2
+        angle = (np.arange(phases // 4 if symmetric else phases) + rotation) * (2 * np.pi / phases)
         rings.append(radius * np.stack([np.cos(angle), np.sin(angle)], -1))
     points = np.concatenate(rings).astype(np.float32)
+    if symmetric:
+        points = np.concatenate([points * np.float32([x, y]) for y in (1, -1) for x in (1, -1)])
     points.flags.writeable = False
     return points
 

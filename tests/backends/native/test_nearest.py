@@ -36,12 +36,15 @@ def kernel(bits: int, width: int) -> Kernel:
 
 
 def pairs() -> np.ndarray:
-    """Pairs of a grid that reaches beyond all tables, pairs on its axes, the origin, tiny pairs and very large ones."""
+    """Pairs of a grid that reaches beyond all tables, pairs on its axes and near them, the origin, tiny pairs and very
+    large ones."""
     axis = np.linspace(-4.6, 4.6, 401)
     grid = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
-    some = np.random.default_rng(0).standard_normal((100_000, 2))
+    rng = np.random.default_rng(0)
+    some = rng.standard_normal((100_000, 2))
+    near = some[:50_000] * 10 ** rng.uniform(-9, 0, (50_000, 2))
     ends = np.array([[0, 0], [1, 0], [0, 1], [-1, 0], [0, -1], [-0.0, -0.0]])
-    return np.concatenate([grid, some, ends, ends * 1e-3, ends * 7, ends * 1e9, some[:1000] * 1e6])
+    return np.concatenate([grid, some, near, ends, ends * 1e-3, ends * 7, ends * 1e9, some[:1000] * 1e6])
 
 
 # Product: a level compares in its own way with the points of each table.

@@ -177,6 +177,15 @@ def test_points_are_numbered_by_mirror_images(name: str) -> None:
     assert not upper[differ, 1].any()
 
 
+def test_bytes_of_ring5_are_images_of_those_in_a_quadrant() -> None:
+    """Bits 8 and 9 of a number negate coordinates."""
+    table = table_of(codecs.get("ring5"))
+    np.testing.assert_array_equal(table.codes, np.arange(1024))
+    quadrants = table.bytes_.reshape(2, 2, 256, 2)
+    signs = [[(x, y) for x in (1, -1)] for y in (1, -1)]
+    np.testing.assert_array_equal(quadrants, quadrants[0, 0] * np.int8(signs)[:, :, None])
+
+
 # Product: a level looks up tables of each size in its own way, and has registers of its own.
 @special_levels
 @pytest.mark.parametrize(

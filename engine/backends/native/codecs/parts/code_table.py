@@ -2,8 +2,7 @@
 
 The points of `ring` are mirror images: for (x, y) there is (x, −y). So a tile numbers codes in an order in which the
 second half of the points is the image of the first. Levels that look up 16 bytes at a time then look up half as many.
-The points of `ring5` are images of those in a quadrant: the low eight bits of a number are a place in the table of
-these, and the high two say which coordinates are negative.
+Of codes of ten bits, as `ring5` has them, the low eight are looked up, and the high two negate coordinates.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.native.codecs.parts.packing import BYTES, side_by_side
+from polarlm.engine.backends.native.codecs.parts.packing import BYTES
 from polarlm.engine.jit.lang.byte_ops import PairTable, Table
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import gather
-from polarlm.engine.jit.lang.values import I32, Value
+from polarlm.engine.jit.lang.values import Value
 from polarlm.model_loaders.forks import cached_property
 
 _PART = 16  # entries of the tables that a register holds
@@ -42,13 +40,8 @@ class CodeTable:
 
     @cached_property
     def codes(self) -> np.ndarray:
-        """The code of each number, (2^bits,). See `_mirrored` and `_quadrants`, or, where points have no mirror images,
-        their order."""
-        found = None
-        if self.bits > 8:
-            found = _quadrants(self.by_code)
-        elif self.width == 2 and not self.flips:
-            found = _mirrored(self.by_code)
+        """The code of each number, (2^bits,). See `_mirrored`, or, where points have no mirror images, their order."""
+        found = _mirrored(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
         order = np.arange(1 << self.bits) if found is None else found
         return order.astype(np.uint8 if self.bits <= 8 else np.uint16)
 
@@ -80,7 +73,7 @@ class CodeTable:
     def emit(self, e: Emitter, bias: int) -> Callable[..., Iterator[Value]]:
         """Returns a function: numbers from `Packing.emit`, channels or None for all → for each channel a vector of its
         bytes plus bias, see `_table`."""
-        quadrant = self.bytes_[: 1 << min(self.bits, 8)]  # all points, but with ten bits
+        quadrant = self.bytes_[:256]  # with ten bits, else all points
         entries = np.resize((quadrant.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, len(quadrant))))
         table = _table(e, entries)
 
@@ -103,22 +96,12 @@ class CodeTable:
         tables = [Table(e, e.constant_bytes(mask), size) for mask in masks]
         return lambda previous, channel: tables[channel][previous if e.level.wide_tables else previous & 3]
 
-    def emit_numbers(self, e: Emitter) -> Callable[[Sequence[Value]], list[Value]]:
-        """Returns a function: four vectors of codes (16,) int32 → a vector whose lanes have a byte of the number of
-        each; for ten bits, then a vector of their high bits."""
-        numbers = self.numbers
-        if self.bits > 8:
-            far = e.constant_bytes(numbers.astype("<i4").tobytes())
-
-            def numbered(codes: Sequence[Value]) -> list[Value]:
-                found = [gather(e, far, code, I32) for code in codes]
-                return [side_by_side([number & 255 for number in found]), side_by_side([n >> 8 for n in found])]
-
-            return numbered
-        if np.array_equal(numbers, np.arange(len(numbers))):
-            return lambda codes: [side_by_side(codes)]
-        table = Table(e, e.constant_bytes(numbers.tobytes()), len(numbers))
-        return lambda codes: [table[(word := side_by_side(codes)).bits(BYTES)].bits(word.type)]
+    def emit_numbers(self, e: Emitter) -> Callable[[list[Value]], list[Value]]:
+        """Returns a function: a code vector as of `Packing.emit_pack` → the vector of their numbers."""
+        if np.array_equal(self.numbers, np.arange(len(self.numbers))):
+            return lambda codes: codes
+        table = Table(e, e.constant_bytes(self.numbers.tobytes()), len(self.numbers))
+        return lambda codes: [table[code.bits(BYTES)].bits(code.type) for code in codes]
 
 
 def _mirrored(points: np.ndarray) -> np.ndarray | None:
@@ -135,15 +118,6 @@ def _mirrored(points: np.ndarray) -> np.ndarray | None:
         return None
     first, second = on_axis[::2], on_axis[1::2]
     return np.concatenate([above, first, [images[code] for code in above], second])
-
-
-def _quadrants(points: np.ndarray) -> np.ndarray:
-    """points (4P, 2) → their order in which point P·q + i is point i, with positive coordinates, and with its first
-    coordinate negated if q is odd, its second one if q > 1."""
-    steps = np.rint(points / np.abs(points).max() * 2**16).astype(np.int64)
-    places = {(x, y): code for code, (x, y) in enumerate(steps.tolist())}
-    own = [(x, y) for x, y in steps.tolist() if x > 0 and y > 0]
-    return np.array([places[x * s, y * t] for t in (1, -1) for s in (1, -1) for x, y in own])
 
 
 def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value, Sequence[int]], Iterator[Value]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
 
 from polarlm.engine.codecs.schema.planes import Planes
 from polarlm.engine.jit.lang.emit import Emitter
@@ -63,7 +62,7 @@ class Packing(Planes):
             e.store(functools.reduce(operator.or_, parts), at, 64 * number)
 
 
-def side_by_side(codes: Sequence[Value]) -> Value:
+def side_by_side(codes: list[Value]) -> Value:
     """Four vectors of codes (16,) int32 below 256 → (16,) int32 whose four bytes are these codes."""
     return functools.reduce(operator.or_, (_moved(code, 8 * i) for i, code in enumerate(codes)))
 

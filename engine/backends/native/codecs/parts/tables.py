@@ -27,7 +27,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.decoding import emit_points
 from polarlm.engine.backends.native.codecs.parts.norms import emit_norms, emit_pack_norms
-from polarlm.engine.backends.native.codecs.parts.packing import Packing
+from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
 from polarlm.engine.backends.native.codecs.parts.products import (
     PAIR_LANES,
     emit_products,
@@ -111,10 +111,10 @@ class _TableTiles(SectionTiles, ABC):
         run = self._packing.run
         whole, numbered = self._vectors // run, self._table.emit_numbers(e)
         with e.loop(0, whole) as number:
-            vectors = [numbered(self._emit_fours(e, codes, number * run + i)) for i in range(run)]
+            vectors = [numbered(self._emit_vector(e, codes, number * run + i)) for i in range(run)]
             self._packing.emit_pack(e, vectors, tile + number * self._packing.nbytes(run))
         if rest := self._vectors % run:
-            vectors = [numbered(self._emit_fours(e, codes, e.i64(whole * run + i))) for i in range(rest)]
+            vectors = [numbered(self._emit_vector(e, codes, e.i64(whole * run + i))) for i in range(rest)]
             self._packing.emit_pack(e, vectors, tile + self._packing.nbytes(whole * run))
         with e.loop(0, 4 * self._tokens, 64) as offset:
             norm = e.fmin(e.load(norms + offset, _F16), self._largest)
@@ -122,8 +122,13 @@ class _TableTiles(SectionTiles, ABC):
         emit_pack_norms(e, norms, self._tokens, self._norm, tile + self._norms_at)
 
     @abstractmethod
-    def _emit_fours(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
-        """Four vectors (16,) int32, whose lanes have the codes of a lane of vector `number`."""
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+        """A vector of codes: 4 bytes in each of 16 lanes; for ten bits, then a vector of their high bits."""
+
+    def _four_bytes(self, codes: Sequence[Value]) -> list[Value]:
+        """Four vectors of codes (16,) int32 → a vector whose lanes have a byte of each; for ten bits, low and high."""
+        parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [[*codes]]
+        return [side_by_side(part) for part in parts]
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
@@ -150,10 +155,10 @@ class TableKeys(_TableTiles):
         cuts = (self._groups, 16), (self._codes // 4, 4)
         return codes_section("codes", stream, self._packing, cuts, (2, 0, 1, 3))
 
-    def _emit_fours(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         row = 4 * self._tokens
         at = codes + number // self._groups * (4 * row) + number % self._groups * 64
-        return [e.load(at, _I16, row * i) for i in range(4)]
+        return self._four_bytes([e.load(at, _I16, row * i) for i in range(4)])
 
     @property
     def _factor_at(self) -> int:
@@ -197,12 +202,12 @@ class TableValues(_TableTiles):
         cuts = (self._tokens * p // 64, 16 // p, 4), (self._codes // p, p)
         return codes_section("codes", stream, self._packing, cuts, (3, 0, 1, 4, 2))
 
-    def _emit_fours(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         p, kind = self._lanes, I16 if self._table.bits > 8 else I8
         size, along = kind.width // 8, self._tokens * p // 64
         first = codes + number // along * (p * size) + number % along * (64 // p * self._codes * size)
         tokens = [e.load(first, vector(kind, p), i * self._codes * size).zext(I32) for i in range(64 // p)]
-        return [e.join(tokens[i::4]) for i in range(4)]
+        return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
 
     def emit_values(
         self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]

@@ -4,6 +4,9 @@ A pair lies between two circles of a ring table. Its nearest point is on one of 
 are closer to each other than to the next circle; on each circle the candidate is the phase nearest to the pair's
 angle. So there are two candidates, and their scores decide, in the arithmetic of `engine.codecs.parts.nearest`. Where
 the angle is so close to the middle of two phases that its rounding error matters, there are four.
+
+Where points are images of those in a quadrant, the nearest to the pair's image there is found. The pair's signs are
+those of its nearest point, but where the pair is so close to an axis that the scores of two images are equal.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from polarlm.engine.codecs.ring import RINGS, is_rotated, points_of
+from polarlm.engine.codecs.ring import RINGS, in_quadrants, points_of
 from polarlm.engine.codecs.turbo import levels_of, thresholds_of
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import gather_pairs
@@ -23,8 +26,8 @@ from polarlm.engine.jit.lang.values import F32, I32, Value, vector
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
 # Bit fields of the word that describes two adjacent circles: the first code (from bit 0), the number of phases of each,
-# whether each is rotated by half a phase.
-_INNER, _OUTER, _ROTATED = 10, 17, (24, 25)
+# whether the inner one is rotated by half a phase.
+_INNER, _OUTER, _ODD = 10, 17, 24
 
 _UNSURE = 1e-4  # in phases: a turn has at most 72, and the error of an angle is less than 5e-7 turns
 
@@ -51,31 +54,42 @@ class NearestOfRings:
     """The search among the points of `ring` with `bits` bits per pair."""
 
     def __init__(self, e: Emitter, bits: int) -> None:
-        self._e = e
-        rings, points = RINGS[bits], points_of(bits)
+        self._e, self._symmetric = e, in_quadrants(bits)
+        quarters = 4 if self._symmetric else 1
+        rings, points = [(phases // quarters, radius) for phases, radius in RINGS[bits]], points_of(bits)
+        points = points[: len(points) // quarters]
         self._points = e.constant_bytes(points.astype("<f4").tobytes())
         self._limits = [radius**2 for _, radius in rings[1:-1]]
         self._words, first = [], 0
         for number, ((inner, _), (outer, _)) in enumerate(itertools.pairwise(rings)):
-            rotated = sum(is_rotated(bits, number + i) << bit for i, bit in enumerate(_ROTATED))
-            self._words.append(first | inner << _INNER | outer << _OUTER | rotated)
+            self._words.append(first | inner << _INNER | outer << _OUTER | (number & 1) << _ODD)
             first += inner
         scores = np.square(points[:first]).sum(1) / 2
-        self._turn_of_zero = (np.arctan2(*points[scores.argmin(), ::-1]) / (2 * np.pi)) % 1
+        self._turn_of_zero = (np.arctan2(*points[scores.argmin(), ::-1]) / (2 * np.pi)) % 1 * quarters
 
     def __call__(self, x: Sequence[Value]) -> Found:
         e = self._e
         # NaN and infinity must not become an index, and scores must be finite.
-        a, b = x = [e.fmin(e.fmax(value, -1e37), 1e37) for value in x]
+        x = [e.fmin(e.fmax(value, -1e37), 1e37) for value in x]
+        if not self._symmetric:
+            return self._nearest(x)[0]
+        image = [e.absolute(value) for value in x]
+        return self._with_signs(x, image, *self._nearest(image))
+
+    def _nearest(self, x: Sequence[Value]) -> tuple[Found, Value]:
+        """The nearest of the points, or of those in a quadrant to a pair there, and its score."""
+        e, (a, b) = self._e, x
         square = e.fma(a, a, b * b)
         word = e.constant(_I16, self._words[0])
         for limit, outside in zip(self._limits, self._words[1:], strict=True):
             word = e.select(square < limit, word, e.constant(_I16, outside))
         turn = e.select(square > 0.0, self._turn(a, b), e.constant(_F16, self._turn_of_zero))
 
-        first = word & 1023
+        first, shift = word & 1023, (word >> _ODD & 1).to_float() * 0.5
         phases = word >> _INNER & 127, word >> _OUTER & 127
-        firsts, shifts = (first, first + phases[0]), [(word >> bit & 1).to_float() * 0.5 for bit in _ROTATED]
+        firsts, shifts = (first, first + phases[0]), (shift, -shift + 0.5)
+        if self._symmetric:
+            shifts = e.constant(_F16, 0.5), e.constant(_F16, 0.5)
         others, unsure = [], None
         best, score = None, square
         for start, count, shift in zip(firsts, phases, shifts, strict=True):
@@ -85,8 +99,8 @@ class NearestOfRings:
             is_between = e.absolute(beyond) > 0.5 - _UNSURE
             unsure = is_between if unsure is None else unsure | is_between
             other = phase + e.select(beyond > 0.0, e.constant(_I16, 1), e.constant(_I16, -1))
-            others.append(start + e.select(other < 0, other + count, e.select(other < count, other, other - count)))
-            code = start + e.select(phase < count, phase, e.zero(_I16))
+            others.append(start + self._on_circle(other, count))
+            code = start + self._on_circle(phase, count)
             best, score = self._better(x, code, best, score)
         assert best is not None
         assert unsure is not None
@@ -96,8 +110,30 @@ class NearestOfRings:
                 best, score = self._better(x, code, best, score)
             for variable, value in zip(kept, (score, best.codes, *best.points), strict=True):
                 variable.set(value)
-        _, codes, *points = (variable.get() for variable in kept)
-        return Found(codes, points)
+        score, codes, *points = (variable.get() for variable in kept)
+        return Found(codes, points), score
+
+    def _on_circle(self, phase: Value, count: Value) -> Value:
+        """A phase from −1 to `count` as one below `count`: the next one on the circle, or the end of a quadrant."""
+        e = self._e
+        if self._symmetric:
+            return e.select(phase < 0, e.zero(_I16), e.select(phase < count, phase, count - 1))
+        return e.select(phase < 0, phase + count, e.select(phase < count, phase, phase - count))
+
+    def _with_signs(self, x: Sequence[Value], image: Sequence[Value], found: Found, score: Value) -> Found:
+        """What is found for the pair if `found`, with `score`, is the nearest to its image in the quadrant.
+
+        Among equal scores the lowest code wins, so a coordinate is negative only if that makes the score less.
+        """
+        e, (p, q) = self._e, found.points
+        rest, beside = (p * p + q * q) * 0.5, image[1] * q
+        is_low = (x[1] < 0.0) & (rest - image[0] * p + beside > score)
+        beside = e.select((x[1] < 0.0) & ~is_low, -beside, beside)
+        is_left = (x[0] < 0.0) & (rest + image[0] * p - beside > score)
+        signs = e.select(is_left, e.constant(_I16, 256), e.zero(_I16)) | e.select(
+            is_low, e.constant(_I16, 512), e.zero(_I16)
+        )
+        return Found(found.codes | signs, [e.select(is_left, -p, p), e.select(is_low, -q, q)])
 
     def _better(self, x: Sequence[Value], code: Value, best: Found | None, score: Value) -> tuple[Found, Value]:
         """The better of a candidate and the best so far, and its score; the lower code wins a tie."""
@@ -112,7 +148,7 @@ class NearestOfRings:
         return Found(e.select(better, code, best.codes), chosen), e.select(better, own, score)
 
     def _turn(self, a: Value, b: Value) -> Value:
-        """The angle of (a, b) in turns, from 0 to 1."""
+        """The angle of (a, b) in turns, from 0 to 1; of a pair in the quadrant, in quarters of a turn."""
         e = self._e
         x, y = e.absolute(a), e.absolute(b)
         is_steep = x < y
@@ -122,6 +158,8 @@ class NearestOfRings:
             angle = e.fma(angle, square, e.constant(_F16, coefficient))
         angle = angle * z
         angle = e.select(is_steep, -angle + 0.25, angle)
+        if self._symmetric:
+            return angle * 4.0
         angle = e.select(a < 0.0, -angle + 0.5, angle)
         return e.select(b < 0.0, -angle + 1.0, angle)
 
