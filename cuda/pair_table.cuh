@@ -3,8 +3,8 @@
 //
 // L has, besides the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
 // LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;
-// offsets into the tables: PAIRS half2 [2^BITS], POINTS_F32 float [POINTS][WIDTH] and, for norms of one byte,
-// NORM_TABLE float [256] and NORM_THRESHOLDS float [256], ascending (else 0).
+// offsets into the tables: PAIRS half2 [2^BITS or 256, the less], POINTS_F32 float [POINTS][WIDTH] and, for norms of one
+// byte, NORM_TABLE float [256] and NORM_THRESHOLDS float [256], ascending (else 0).
 
 template <class L>
 struct PairTable {
@@ -13,12 +13,12 @@ struct PairTable {
     static constexpr bool PATHS = false;
     static constexpr int ROUNDED = 1, WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 
-    // Row `byte` has, in every lane's column, the point whose code is the upper BITS bits of that byte. With ten bits,
-    // four groups of eight columns have the four points whose codes end in that byte. The 256 norms follow, 32 per row.
+    // Row `byte` has, in every lane's column, the point whose code is the upper BITS bits of that byte; with ten bits,
+    // the positive one whose code has that low byte. The 256 norms follow, 32 per row.
     static __device__ __forceinline__ uint4 piece(const unsigned char *tables, int row, int number,
                                                    int last) {
         const unsigned *words = reinterpret_cast<const unsigned *>(tables);
-        const int point = L::PAIRS / 4 + (L::BITS == 10 ? row | number / 2 << 8 : row >> (8 - L::BITS & 7));
+        const int point = L::PAIRS / 4 + (row >> Decoder::SPARE);
         const int norms = L::NORM_TABLE / 4 + (row - 256) * 32 + number * 4;
         unsigned own[4];  // loads without a branch, so that no thread waits for one before the next
 #pragma unroll
@@ -40,18 +40,16 @@ struct PairTable {
 
         const Codes &codes;
         const unsigned char *table;
-        unsigned column;                    // the lane's offset in a row; with ten bits, in every byte
+        unsigned column;                    // the lane's offset in a row
         unsigned extra[EXTRA ? EXTRA : 1];  // words collected from the digits decoded so far
 
         __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *shared, int lane)
-            : codes(codes), table(shared), column(L::BITS == 10 ? lane % 8 * 0x04040404u : lane * 4u) {}
+            : codes(codes), table(shared), column(lane * 4u) {}
 
         __device__ __forceinline__ void next(int t, unsigned (&a)[4]) {
             unsigned c[4];
-            if constexpr (L::BITS == 10)
-                ten_bits(codes.words[t], codes.words[L::TILES + t / 4], t % 4 * 2, c);
-            else
-                bytes(word(t), c);
+            bytes(word(t), c);
+            if constexpr (L::BITS == 10) negate(c, codes.words[L::TILES + t / 4], t % 4 * 2);
             arrange(c, a);
         }
 
@@ -87,13 +85,13 @@ struct PairTable {
 #pragma unroll
             for (int r = 0; r < 4; ++r) c[r] = point(__byte_perm(v, column, 0x5504 | r << 4));
         }
-        // Makes two addresses at a time: the row in the upper byte, two bits of the code and the column in the lower.
-        __device__ __forceinline__ void ten_bits(unsigned low, unsigned high, int shift, unsigned (&c)[4]) const {
-            const unsigned group = shift > 5 ? high >> max(shift - 5, 0) : high << max(5 - shift, 0);
-            const unsigned columns = (group & 0x60606060u) | column;
-            const unsigned first = __byte_perm(columns, low, 0x5140), second = __byte_perm(columns, low, 0x7362);
-            c[0] = point(first & 0xffff), c[1] = point(first >> 16);
-            c[2] = point(second & 0xffff), c[3] = point(second >> 16);
+        // Negates the first value of c[r] if bit `place` of byte r of `bits` is set, the second if the next bit is. A
+        // product brings both bits of a code to the signs of both halves.
+        static __device__ __forceinline__ void negate(unsigned (&c)[4], unsigned bits, int place) {
+            const unsigned signs = 0x0303u << place, halves[2] = {bits & signs, bits >> 16 & signs};
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                c[r] ^= halves[r / 2] * (0x40008000u >> place + r % 2 * 8) & 0x80008000u;
         }
     };
 

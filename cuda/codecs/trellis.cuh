@@ -40,12 +40,7 @@ struct trellis : PairTable<L> {
                 this->bytes(word & 0xfcfcfcfcu | before >> 2 & 0x03030303u, c);
             } else {
                 this->bytes(word, c);
-                // Of two codes at a time; a product brings both bits of one to the signs of both halves.
-                constexpr unsigned spare = 8 - L::BITS, signs = 0x0303u << spare;
-                const unsigned halves[2] = {before & signs, before >> 16 & signs};
-#pragma unroll
-                for (int r = 0; r < 4; ++r)
-                    c[r] ^= halves[r / 2] * (0x40008000u >> spare + r % 2 * 8) & 0x80008000u;
+                this->negate(c, before, 8 - L::BITS);
             }
             this->arrange(c, a);
         }

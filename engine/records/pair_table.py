@@ -24,7 +24,8 @@ class PairRecord(Record):
     """The record of pair codes and norms.
 
     points (P, width) float32: the value (width 1) or pair (width 2) of each code that the encoder chooses. pairs
-    (2^bits, 2) float32: the values of each pair code, or (256, 2), those of each byte.
+    (2^bits, 2) float32: the values of each pair code, or (256, 2), those of each byte: with ten bits, of a code without
+    its signs.
     """
 
     codec: str
@@ -89,4 +90,4 @@ def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
     """The codec's record; None if it has no points."""
     if codec.points is None:
         return None
-    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pair_points(codec))
+    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pair_points(codec)[:256])
