@@ -3,7 +3,7 @@
 //
 // L has, besides the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
 // LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;
-// offsets into the tables: PAIRS half2 [2^BITS or 256, the less], POINTS_F32 float [POINTS][WIDTH] and, for norms of one
+// offsets into the tables: PAIRS half2 [2^BITS, at most 256], POINTS_F32 float [POINTS][WIDTH] and, for norms of one
 // byte, NORM_TABLE float [256] and NORM_THRESHOLDS float [256], ascending (else 0).
 
 template <class L>
