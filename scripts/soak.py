@@ -49,7 +49,7 @@ from tests.server.models.household import (
     starts,
 )
 
-_KILLED = ("ended by signal 9", "has ended: send", "was lost")  # in errors of requests whose process was killed
+_KILLED = ("by signal 9", "has ended: send", "was lost")  # in errors of requests whose process was killed
 _SAMPLE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.2
 _TOLD_SECONDS = 60.0
@@ -82,7 +82,7 @@ class Soak:
     seen: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in CLIENTS})
     memory: dict[str, Memory] = field(default_factory=dict)
     blocks: dict[tuple[str, str], int] = field(default_factory=dict)  # the most of a model and a cache type
-    problems: list[str] = field(default_factory=list)
+    problems: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
     unloads: int = 0
 
@@ -148,13 +148,13 @@ class Soak:
             killed = any(words in sentence for words in _KILLED) and self.kills.total() > 0
             seen["killed" if killed else "errors"] += 1
             if not killed:
-                self.problems.append(f"{name}: {sentence[:500]}")
+                self.problems[f"{name}: {sentence[:500]}"] += 1
             time.sleep(_PAUSE_SECONDS)  # as clients do that try again
             return
         seen["answers"] += 1
         if not right:
             seen["changed"] += 1
-            self.problems.append(f"{name}: another answer than in the beginning")
+            self.problems[f"{name}: another answer than in the beginning"] += 1
 
     def _leave(self, model: str) -> bool:
         with begun(self.house, model) as answer:
@@ -212,8 +212,11 @@ def main() -> int:
             log = house.errors.read_text()
     _tell(soak, again)
     if code or left or "Traceback" in log:
-        soak.problems.append(f"exit code {code}, processes left: {left}, tracebacks: {log.count('Traceback')}")
-    print("\n".join(["", *soak.problems[:20]]) if soak.problems else "\nNo error but those of killed processes.")
+        soak.problems[f"exit code {code}, processes left: {left}, tracebacks: {log.count('Traceback')}"] += 1
+    for problem, count in soak.problems.most_common():
+        print(f"\n{count} × {problem}")
+    if not soak.problems:
+        print("\nNo error but those of killed processes.")
     return 1 if soak.problems else 0
 
 
@@ -227,7 +230,7 @@ def _run(soak: Soak, every: float) -> None:
             while wait(futures, timeout=_TOLD_SECONDS).not_done:
                 answers = sum(seen["answers"] for seen in soak.seen.values())
                 left, kills = max(0.0, soak.until - time.monotonic()) / 60, soak.kills.total()
-                sentence = f"{left:.0f} minutes left: {answers} answers, {kills} kills, {len(soak.problems)} problems"
+                sentence = f"{left:.0f} minutes left: {answers} answers, {kills} kills, {soak.problems.total()} problems"
                 print(sentence, file=sys.stderr, flush=True)
         finally:
             soak.until = 0.0  # also after Ctrl-C
