@@ -97,7 +97,13 @@ class Soak:
     def other(self, name: str, number: int) -> None:
         """What else clients do: leave, find a long prompt, keep sessions and conversations."""
         rng = random.Random(number)
-        does = [self._leave, self._find, partial(self._read, rng), self._session, self._talk]
+        does: list[Callable[[str], bool]] = [
+            self._leave,
+            self._find,
+            self._session,
+            self._talk,
+            partial(self._read, rng),
+        ]
         while self.goes_on():
             self._try(name, lambda: rng.choice(does)(rng.choice(list(CHATTING))))
 
@@ -229,9 +235,9 @@ def _run(soak: Soak, every: float) -> None:
         try:
             while wait(futures, timeout=_TOLD_SECONDS).not_done:
                 answers = sum(seen["answers"] for seen in soak.seen.values())
-                left, kills = max(0.0, soak.until - time.monotonic()) / 60, soak.kills.total()
-                sentence = f"{left:.0f} minutes left: {answers} answers, {kills} kills, {soak.problems.total()} problems"
-                print(sentence, file=sys.stderr, flush=True)
+                left = max(0.0, soak.until - time.monotonic()) / 60
+                seen = f"{answers} answers, {soak.kills.total()} kills, {soak.problems.total()} problems"
+                print(f"{left:.0f} minutes left: {seen}", file=sys.stderr, flush=True)
         finally:
             soak.until = 0.0  # also after Ctrl-C
         for future in futures:
