@@ -104,7 +104,7 @@ def points_of(bits: int) -> np.ndarray:
         rings.append(radius * np.stack([np.cos(angle), np.sin(angle)], -1))
     points = np.concatenate(rings).astype(np.float32)
     if symmetric:
-        points = np.concatenate([points * np.float32([x, y]) for y in (1, -1) for x in (1, -1)])
+        points = np.concatenate([points * np.array([x, y], np.float32) for y in (1, -1) for x in (1, -1)])
     points.flags.writeable = False
     return points
 

@@ -256,7 +256,9 @@ def test_trouble_there_is_a_miss_here(
     if how == "vanishes":
         _is_a_miss(model, tmp_path, store.url, first)
     # Of each of the two engines, one sentence about reading and one about writing at most.
-    assert len([record for record in caplog.records if "remote" in record.message]) <= 4
+    told = [record.message for record in caplog.records if "remote" in record.message]
+    assert len(told) <= 4
+    assert all(f"blocks on remote ({store.url})" in sentence for sentence in told if "for now" in sentence)
 
 
 def _is_a_miss(model: Path, folder: Path, url: str, first) -> None:

@@ -56,7 +56,7 @@ class CircuitBreaker:
             self._rests[how] = time.monotonic() + _TROUBLED
             self._errors[how] += 1
             if self._errors[how] == 1:
-                _LOG.warning("blocks on %s cannot be %s for now: %s", self.label, how, error)
+                _LOG.warning("blocks on %s cannot be %s for now: %s", self._tier.place, how, error)
             return otherwise
 
     def is_damaged(self, name: bytes, error: Exception) -> None:
@@ -65,7 +65,7 @@ class CircuitBreaker:
         count = self._damaged
         if count % 10 ** (len(str(count)) - 1) == 0:
             sentence = "the object %s on %s is damaged and not used (%d of them so far): %s"
-            _LOG.warning(sentence, name.hex(), self.label, count, error)
+            _LOG.warning(sentence, name.hex(), self._tier.place, count, error)
         self.remove(name)
 
     def status(self) -> TierStatus:

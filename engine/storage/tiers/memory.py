@@ -13,7 +13,7 @@ from polarlm.model_loaders.forks import renew_in_children
 class Memory:
     """Objects in at most `size` bytes of memory."""
 
-    label = "ram"
+    label = place = "ram"
 
     def __init__(self, size: int):
         self._size, self._held = size, 0  # bytes

@@ -36,6 +36,7 @@ class Remote:
             raise ValueError("it is not a URL such as http://host:8080")
         if parts.username is not None:
             raise ValueError("it must not contain a user or a password")
+        self.place = f"remote ({url})"
         self._host, self._port = parts.hostname, parts.port
         self._context = ssl.create_default_context() if parts.scheme == "https" else None
         self._path, self._most = parts.path.rstrip("/"), most

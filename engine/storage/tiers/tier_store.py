@@ -50,6 +50,8 @@ class TierStore(Protocol):
 
     label: str
     """For users: "ram", "disk" or "remote"."""
+    place: str
+    """For users: "ram", or where on disk or on which server."""
 
     @property
     def held(self) -> Held | None:
@@ -105,7 +107,7 @@ class Folder:
 
     def __init__(self, folder: Path, size: int | None, label: str = "disk"):
         """Raises OSError if the folder cannot be created, or no file can be written there."""
-        self.label = label
+        self.label, self.place = label, f"{label} ({folder})"
         self._folder, self._size = folder, size
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:

@@ -136,7 +136,8 @@ def test_damaged_objects_are_counted_and_named(
         ask(server)
         flush(server)
         forget(server.engine)
-    told = re.findall(r"object ([0-9a-f]{32}) on disk is damaged and not used \((\d) of them so far\)", caplog.text)
+    sentence = r"object ([0-9a-f]{32}) on disk \(.+\) is damaged and not used \((\d) of them so far\)"
+    told = re.findall(sentence, caplog.text)
     assert [int(number) for _, number in told] == list(range(1, len(told) + 1))
     assert metrics(server)["polarlm_tier_damaged_objects_total{disk}"] == len(told) >= 2
     assert {name for name, _ in told} <= set(harmed)
