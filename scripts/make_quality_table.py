@@ -81,14 +81,25 @@ def _sources(measurements: Sequence[tuple[Measured, Sequence[str]]]) -> str:
 
 
 def ablation_table() -> str:
-    """A Markdown table of the encoding without each of its parts."""
-    measured = newest(f"ablation-{DEMO}")
-    full = measured["exact_perplexity"]
-    lines = ["| | bits/value | perplexity, KL as served | perplexity, KL, every token coded |", "|---|---|---|---|"]
+    """A Markdown table of the encoding without each of its parts: what it costs in quality, and in work."""
+    measured, work = newest(f"ablation-{DEMO}"), newest(f"encoding-{DEMO}")
+    full, works = measured["exact_perplexity"], {one["type"]: one for one in work["encoding"]}
+    time = work["encoding"][0]["microseconds"]
+    header = "| | bits/value | perplexity, KL as served | perplexity, KL, every token coded"
+    lines = [f"{header} | encode time | decode instructions |", "|---" * 6 + "|"]
     for name, row in _by_type(measured).items():
+        own = works[name]
         costs = " | ".join(_cost(row[scored], full) for scored in (SERVED, CODED))
-        lines.append(f"| {name} | {row[SERVED]['bits_per_value']:.3f} | {costs} |")
-    return "\n".join([*lines, "", _source(measured, full)])
+        instructions = f"{own['keys']} keys, {own['values']} values, {own['kernel']:,} in all"
+        bits = row[SERVED]["bits_per_value"]
+        lines.append(f"| {name} | {bits:.3f} | {costs} | {own['microseconds'] / time:.2f} | {instructions} |")
+    level = work["encoding"][0]["level"]
+    of_work = (
+        f"Encode time, over {time:.0f} µs, is a thread's for the keys and values of a head's block. Instructions are\n"
+        f"those on vectors, at the CPU level `{level}`. Both were measured on {work['date']} on an\n"
+        f"{work['machine']['cpu']} with\n`{work['command']}`."
+    )
+    return "\n".join([*lines, "", _source(measured, full), of_work])
 
 
 def key_bias_table() -> str:
