@@ -40,38 +40,66 @@ def quality_table(types: Sequence[str] | None = None) -> str:
 
     types: those of the table; None takes all.
     """
-    files = sorted(RESULTS.glob(f"quality-{DEMO}.json"), reverse=True)
-    latest, *older = (json.loads(file.read_text(encoding="utf-8")) for file in files)
     lines: list[tuple[float, str]] = []
-    sources: list[str] = []
-    shown: set[str] = set()
-    for measured in [latest, *(one for one in older if all(one[name] == latest[name] for name in _SAME))]:
-        full, rows = measured["exact_perplexity"], _by_type(measured)
-        own = [name for name in rows if name not in shown and (types is None or name in types)]
+    sources: list[tuple[Measured, list[str]]] = []
+    for measured, rows in _newest_of_each(f"quality-{DEMO}"):
+        full = measured["exact_perplexity"]
+        own = [name for name in rows if types is None or name in types]
         for name in own:
             served, coded = rows[name][SERVED], rows[name][CODED]
             cells = f"{served['bits_per_value']:.3f} | {_cost(served, full)} | {_cost(coded, full)}"
             lines.append((served["bits_per_value"], f"| {_label(name)} | {cells} |"))
-        if own:
-            names = "; ".join(map(_label, own))
-            of_older = f"Other rows ({names}) on {measured['date']} with\n`{measured['command']}`."
-            sources.append(of_older if sources else _source(measured, full))
-        shown |= {*own}
+        sources.append((measured, own))
     header = (
         "| Keys/values | bits/value | perplexity, KL as served | perplexity, KL, every token coded |\n|---|---|---|---|"
     )
-    return "\n".join([header, *(line for _, line in sorted(lines, key=lambda line: line[0])), "", *sources])
+    return "\n".join([header, *(line for _, line in sorted(lines, key=lambda line: line[0])), "", _sources(sources)])
+
+
+def _newest_of_each(name: str) -> list[tuple[Measured, dict[str, dict[str, dict]]]]:
+    """The measurements whose file names match the pattern `name` and which have the windows of the newest, newest
+    first, each with the rows of those types that no newer one has."""
+    files = sorted(RESULTS.glob(f"{name}.json"), reverse=True)
+    latest, *older = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    found: list[tuple[Measured, dict[str, dict[str, dict]]]] = []
+    shown: set[str] = set()
+    for measured in [latest, *(one for one in older if all(one[key] == latest[key] for key in _SAME))]:
+        rows = {label: row for label, row in _by_type(measured).items() if label not in shown}
+        found.append((measured, rows))
+        shown |= {*rows}
+    return found
+
+
+def _sources(measurements: Sequence[tuple[Measured, Sequence[str]]]) -> str:
+    """What was measured when, and by which commands. measurements: as of `_newest_of_each`, with the types shown."""
+    (first, _), *others = ((measured, own) for measured, own in measurements if own)
+    of_others = (
+        f"Other rows ({'; '.join(map(_label, own))}) on {measured['date']} with\n`{measured['command']}`."
+        for measured, own in others
+    )
+    return "\n".join([_source(first, first["exact_perplexity"]), *of_others])
 
 
 def ablation_table() -> str:
-    """A Markdown table of the encoding without each of its parts."""
-    measured = newest(f"ablation-{DEMO}")
-    full = measured["exact_perplexity"]
-    lines = ["| | bits/value | perplexity, KL as served | perplexity, KL, every token coded |", "|---|---|---|---|"]
+    """A Markdown table of the encoding without each of its parts: what it costs in quality, and in work."""
+    measured, work = newest(f"ablation-{DEMO}"), newest(f"encoding-{DEMO}")
+    full, works = measured["exact_perplexity"], {one["type"]: one for one in work["encoding"]}
+    time = work["encoding"][0]["microseconds"]
+    header = "| | bits/value | perplexity, KL as served | perplexity, KL, every token coded"
+    lines = [f"{header} | encode time | decode instructions |", "|---" * 6 + "|"]
     for name, row in _by_type(measured).items():
+        own = works[name]
         costs = " | ".join(_cost(row[scored], full) for scored in (SERVED, CODED))
-        lines.append(f"| {name} | {row[SERVED]['bits_per_value']:.3f} | {costs} |")
-    return "\n".join([*lines, "", _source(measured, full)])
+        instructions = f"{own['keys']} keys, {own['values']} values, {own['kernel']:,} in all"
+        bits = row[SERVED]["bits_per_value"]
+        lines.append(f"| {name} | {bits:.3f} | {costs} | {own['microseconds'] / time:.2f} | {instructions} |")
+    level = work["encoding"][0]["level"]
+    of_work = (
+        f"Encode time, over {time:.0f} µs, is a thread's for the keys and values of a head's block. Instructions are\n"
+        f"those on vectors, at the CPU level `{level}`. Both were measured on {work['date']} on an\n"
+        f"{work['machine']['cpu']} with\n`{work['command']}`."
+    )
+    return "\n".join([*lines, "", _source(measured, full), of_work])
 
 
 def key_bias_table() -> str:
@@ -183,32 +211,35 @@ def _named(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[li
 
 def peers_table() -> str:
     """Cache types of other projects next to ours, with errors, fewest bits first."""
-    return _peers(newest(f"peers-{DEMO}"))
+    return _peers(f"peers-{DEMO}")
 
 
 def hybrid_peers_table() -> str:
     """The same of the model that the tests have."""
-    return _peers(newest("peers-trained-hybrid-????-??-??"))
+    return _peers("peers-trained-hybrid-????-??-??")
 
 
-def _peers(measured: Measured) -> str:
-    full = measured["exact_perplexity"]
+def _peers(name: str) -> str:
+    """Of each type the newest measurement on the same windows. name: a pattern of file names."""
+    measurements = _newest_of_each(name)
     header = ["Keys/values", "bits/value", "perplexity", "KL", "KL 99 %", "drafts accepted", "KL, every token coded"]
     rows = []
-    for name, row in sorted(_by_type(measured).items(), key=lambda item: item[1][SERVED]["bits_per_value"]):
-        served, coded = row[SERVED], row[CODED]
-        change, error = 100 * (served["perplexity"] / full - 1), 100 * served["perplexity_error"] / full
-        rows.append(
-            [
-                _label(name),
+    for measured, found in measurements:
+        full = measured["exact_perplexity"]
+        for label, row in found.items():
+            served, coded = row[SERVED], row[CODED]
+            change, error = 100 * (served["perplexity"] / full - 1), 100 * served["perplexity_error"] / full
+            cells = [
+                _label(label),
                 f"{served['bits_per_value']:.3f}",
                 f"{change:+.1f} ± {error:.1f} %",
                 *(_with_error(served, figure, small) for figure in ("kl_mean", "kl_99th_percentile")),
                 _with_error(served, "draft_acceptance", lambda share: f"{100 * share:.1f} %"),
                 _with_error(coded, "kl_mean", small),
             ]
-        )
-    return "\n".join([report.table(header, rows), "", _source(measured, full)])
+            rows.append((served["bits_per_value"], cells))
+    table = report.table(header, [cells for _, cells in sorted(rows, key=lambda row: row[0])])
+    return "\n".join([table, "", _sources([(measured, [*found]) for measured, found in measurements])])
 
 
 def _with_error(row: Measured, figure: str, text: Callable[[float], str]) -> str:
@@ -279,8 +310,8 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "hybrid figures": hybrid_figures_table,
         "peers": peers_table,
         "hybrid peers": hybrid_peers_table,
-        "auto": lambda: _peers(newest("auto-smollm2-135m-instruct-wikitext2-????-??-??")),
-        "auto Shakespeare": lambda: _peers(newest("auto-smollm2-135m-instruct-tinyshakespeare-????-??-??")),
+        "auto": lambda: _peers("auto-smollm2-135m-instruct-wikitext2-????-??-??"),
+        "auto Shakespeare": lambda: _peers("auto-smollm2-135m-instruct-tinyshakespeare-????-??-??"),
     },
 }
 

@@ -67,3 +67,31 @@ def test_elsewhere_nothing_is_drawn(
         progress.above_bars(lambda sentence: print(sentence, file=sys.stderr))("A sentence.")
     assert bar is None
     assert terminal.getvalue() == "A sentence.\n"
+
+
+@pytest.mark.parametrize(("total", "of"), [(None, ""), (1200, " of 1,200")])
+def test_without_a_terminal_a_line_is_written_now_and_then(
+    total: int | None, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, written = 0.0, io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with redirect_stderr(written), progress.counting("Scoring", "pass", total) as count:
+        for _ in range(1000):
+            now += 0.0625
+            count("")
+        now += 60
+        count("a minute left")
+    lines = written.getvalue().splitlines()
+    assert lines == [
+        *(f"Scoring: pass {count}{of}" for count in (240, 480, 720, 960)),
+        f"Scoring: pass 1,001{of}, a minute left",
+    ]
+
+
+def test_on_a_terminal_passes_are_counted_on_a_bar(terminal: Terminal) -> None:
+    with redirect_stderr(terminal), progress.counting("Scoring", "pass", 3) as count:
+        for left in "210":
+            count(f"{left} left")
+    assert "Scoring:   0%|" in terminal.getvalue()
+    assert "\n" not in terminal.getvalue()
+    assert terminal.getvalue().split("\r")[-2].strip() == ""

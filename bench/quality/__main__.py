@@ -24,6 +24,7 @@ from polarlm.bench.quality.arithmetic import (
     measure_arithmetic,
     one_arithmetic_line,
 )
+from polarlm.bench.quality.encoding_cost import LEAST, EncodingCost, format_costs, measure_costs
 from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.scores import (
     SCORINGS,
@@ -45,6 +46,8 @@ from polarlm.bench.quality.weight_types import (
     one_weight_line,
 )
 from polarlm.bench.report import Output
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
@@ -160,10 +163,32 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         del recording
         cells = needle.find(reference, _with_full_precision(types), prompts) if prompts else []
         result["needle"] = [asdict(cell) for cell in cells]
+        costs = _encoding_costs(reference, chosen_types(None, options.ablate, key_conditioning=True), cut[0])
+        result["encoding"] = [asdict(cost) for cost in costs]
     report.write(output, "quality", argv, {**about, **result})
     note(f"Written to {output}")
     note(plots.draw_all(result, name, output))
     _print(quality, cells, about)
+    if costs:
+        print(
+            "\nEncoding keys and values of a block of one KV head, with one thread; instructions on vectors of the "
+            f"loops over codes, and of attention's whole kernel, at {costs[0].level}.\n"
+        )
+        print(format_costs(costs))
+
+
+def _encoding_costs(reference: Reference, types: Sequence[CacheType], ids: Sequence[int]) -> list[EncodingCost]:
+    """What the types of --ablate cost compiled kernels; nothing, with a note, where there is none to measure."""
+    if not types:
+        return []
+    ops, why = select("cpu", 1, compiled=True)
+    if isinstance(ops, NumpyOps):
+        note(f"Times of encoding are those of compiled kernels. {why}")
+        return []
+    if len(ids) < LEAST:
+        note(f"Times of encoding need a window of {LEAST} tokens")
+        return []
+    return measure_costs(reference, types, ids, ops)
 
 
 def _measure_weights(

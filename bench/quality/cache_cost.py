@@ -8,8 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from polarlm import model_loaders
 from polarlm.bench import report
 from polarlm.bench.command import CacheType, cache_types
@@ -30,6 +28,7 @@ from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.cli.progress import counting
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
@@ -121,14 +120,14 @@ class _Measurement:
         each = plan.seconds / plan.count
         try:
             total = len(cut) * (1 + len(self._types))
-            with tqdm(total=total, desc="Scoring", unit="pass", leave=False, disable=None) as bar:
+            with counting("Scoring", "pass", total) as count:
                 for number, window in enumerate(cut):
                     if number and self._clock() + each > self._until_answers:
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
                         break
                     started = self._clock()
                     for _ in survey.score(window) if base is None else survey.score_against(base, number, window):
-                        bar.update()
+                        count("")
                     each = self._clock() - started
                     self._keep(survey)
         except BaseException:
@@ -156,10 +155,11 @@ class _Measurement:
                 )
             plan = of_length(length, seconds, token_seconds, count)
         rest = self._until_speed - self._until_answers, _SPEED_SHARE * self._seconds
+        late = "" if plan.seconds <= seconds else f" (--minutes leaves {report.duration(seconds)})"
         text = ", all of the text" if plan.count * plan.length > len(ids) - plan.length else ""
         note(
             f"{len(self._types)} cache types on {_counted(plan.count, 'window')} of {plan.length:,} tokens{text}: "
-            f"about {report.duration(plan.seconds)}, and {report.duration(rest[0])} for texts of their own, "
+            f"about {report.duration(plan.seconds)}{late}, and {report.duration(rest[0])} for texts of their own, "
             f"{report.duration(rest[1])} at most for speed. "
             f"Ctrl-C keeps what was measured, in {self._file}"
         )
@@ -169,6 +169,10 @@ class _Measurement:
     def _until_answers(self) -> float:
         """The time at which scoring the text must end."""
         return self._until_speed - _ANSWERS_SHARE * self._seconds
+
+    @property
+    def _end(self) -> float:
+        return self._started + self._seconds
 
     @property
     def _until_speed(self) -> float:
@@ -187,7 +191,7 @@ class _Measurement:
     # -- texts of the model's own ------------------------------------------------------------------------------
 
     def _answer(self, survey: Survey, ids: Sequence[int]) -> None:
-        """Let each type continue the text until its share of the time is over, but for a few tokens at least."""
+        """Let each type continue the text until its share of the time is over; until all of it is, for a few tokens."""
         start = [] if survey.bos_id is None else [survey.bos_id]
         prompt = [*start, *ids[: answers.PROMPT - len(start)]]
         most = min(answers.MOST, survey.context - len(prompt))
@@ -195,10 +199,10 @@ class _Measurement:
             return
         texts = survey.answers(prompt)
         try:
-            with tqdm(total=most, desc="Continuing", unit="token", leave=False, disable=None) as bar:
+            with counting("Continuing", "token", most) as count:
                 for number, _ in enumerate(texts.write(most), 1):
-                    bar.update()
-                    if number >= _LEAST_ANSWER and self._clock() > self._until_speed:
+                    count("")
+                    if self._clock() > (self._until_speed if number >= _LEAST_ANSWER else self._end):
                         break
         except BaseException:
             self._stopped()
@@ -212,12 +216,10 @@ class _Measurement:
         """Measure the speed of each type, in rounds while there is time."""
         settings = {"device": self._device, "threads": self._options.threads}
         speeds = Speeds(self._path, self._types, ids, settings, self._clock)
-        end = self._started + self._seconds
         try:
-            with tqdm(desc="Speed", unit="run", leave=False, disable=None) as bar:
-                for _ in speeds.measure(end):
-                    bar.set_postfix_str(f"{report.duration(max(0.0, end - self._clock()))} left")
-                    bar.update()
+            with counting("Speed", "run") as count:
+                for _ in speeds.measure(self._end):
+                    count(f"{report.duration(max(0.0, self._end - self._clock()))} left")
         except BaseException:
             self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
             self._stopped()

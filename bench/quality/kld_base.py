@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from polarlm.bench import report
 from polarlm.bench.quality import kld_file
@@ -18,6 +17,7 @@ from polarlm.bench.quality.states import exact_logprobs, exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.cli.progress import counting
 from polarlm.engine.errors import counted
 from polarlm.engine.model.score import logprobs_of
 from polarlm.model_loaders import load_weights
@@ -116,11 +116,12 @@ def _write(file: Path, survey: Survey, vocabulary: int, ids: np.ndarray) -> np.n
     """Write the windows ids (windows, tokens), and return the log-probabilities of the ids that rows predict."""
     model, first = survey.reference, ids.shape[1] // 2
     found = []
-    with kld_file.KldWriter(file, vocabulary, ids.tolist()) as writer:
-        for window in tqdm(windows(ids, survey.bos_id), desc="Writing", unit="window", leave=False, disable=None):
+    with kld_file.KldWriter(file, vocabulary, ids.tolist()) as writer, counting("Writing", "window", len(ids)) as count:
+        for window in windows(ids, survey.bos_id):
             hidden, at = exact_states(model, window), first + 1
             for logits in logits_of(model, hidden[first:-1]):
                 writer.add(logits)
                 found.append(logprobs_of(logits, window[at : at + len(logits)]))
                 at += len(logits)
+            count("")
     return np.concatenate(found)

@@ -105,9 +105,9 @@ class Reference:
         changes = (*([self._bias] if self._bias else []), *changes)
         return open_engine(str(self.model.path), *changes, encoding=encoding, **settings)
 
-    def assemble(self, ops: Ops, **settings: Any) -> assembly.Parts:
+    def assemble(self, ops: Ops, encoding: Encoding = WHOLE, **settings: Any) -> assembly.Parts:
         """The same model with its own cache, computed by `ops`. The caller closes it."""
-        parts = assembly.assemble(settle(str(self.model.path), None, settings), None, ops=ops)
+        parts = assembly.assemble(settle(str(self.model.path), None, settings), None, encoding, ops)
         if self._bias:
             self._bias(parts.model)
         return parts

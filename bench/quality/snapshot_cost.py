@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from polarlm.bench import report
 from polarlm.bench.quality import page, snapshots
 from polarlm.bench.quality.divergence import Divergence
@@ -18,6 +16,7 @@ from polarlm.bench.quality.survey import arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.cli.progress import counting
 from polarlm.engine.loading.assembly import Parts, assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.quantization.snapshot_codes import ALL, EXACT
@@ -117,11 +116,11 @@ def _continue_texts(
     ]
     if not cut:
         raise FlagError(f"TEXT has fewer than {2 * snapshots.LENGTH} tokens: give a longer text")
-    with tqdm(desc="Continuing", unit="snapshot", leave=False, disable=None) as bar:
+    with counting("Continuing", "snapshot") as count:
         for ids in cut:
             for one in snapshots.continuations(parts.model, ids, _CODINGS):
                 found.append(one)
-                bar.update()
+                count("")
                 if not has_time():
                     return
 

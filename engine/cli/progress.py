@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _DELAY = 0.3  # seconds without a bar: most work ends before
 _REDRAW = 0.2  # seconds
+_LINES_EVERY = 15  # seconds, without a terminal
 # Both show the seconds, which go on where nothing is counted for a while.
 SHARE = "{desc}: {percentage:3.0f}% |{bar}| {elapsed_s:.1f} s"
 BYTES = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{unit} {elapsed_s:.1f} s"
@@ -49,6 +51,34 @@ def _redraw(bar: tqdm[Any], ended: threading.Event) -> None:
     while not ended.wait(wait):
         bar.refresh()
         wait = _REDRAW
+
+
+@contextmanager
+def counting(what: str, unit: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """Yields a function that counts one more: on a bar that disappears at the end, or without a terminal in a line on
+    standard error now and then. It takes what to show beside the count, such as the time that is left."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=what, unit=unit, leave=False) as bar:
+
+            def draw(beside: str) -> None:
+                bar.set_postfix_str(beside, refresh=False)
+                bar.update()
+
+            yield draw
+        return
+    count, said = 0, time.monotonic()
+
+    def say(beside: str) -> None:
+        nonlocal count, said
+        count += 1
+        if time.monotonic() - said >= _LINES_EVERY:
+            said = time.monotonic()
+            of = "" if total is None else f" of {total:,}"
+            print(f"{what}: {unit} {count:,}{of}{beside and f', {beside}'}", file=sys.stderr, flush=True)
+
+    yield say
 
 
 def above_bars(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -12,7 +12,7 @@ import pytest
 
 from polarlm.bench import plot_style
 from polarlm.bench.command import cache_types
-from polarlm.bench.quality import budget, cache_cost, cost, inputs, page, page_plots, survey
+from polarlm.bench.quality import answers, budget, cache_cost, cost, inputs, page, page_plots, survey
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -260,6 +260,26 @@ def test_a_slow_model_stops_before_the_window_that_would_take_too_long(
     assert clock.now <= 0.75 * 30 + 0.01 * max(seen) * len(TYPES)
     assert "were scored in the time there is" in capsys.readouterr().err
     assert found["complete"] is True
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_texts_of_their_own_end_with_the_time(
+    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a slow model are shorter than others."""
+    clock, output, write = Clock(), text.with_name("out.html"), answers.Answers.write
+    timed(monkeypatch, clock, 0.001)
+
+    def slowly(self, tokens):
+        for _ in write(self, tokens):
+            clock.now += 10
+            yield
+
+    monkeypatch.setattr(answers.Answers, "write", slowly)
+    words = argv(tiny_path, text, "-o", str(output), "--minutes", "2")
+    cache_cost.measure(cost.read_options(words), words, clock)
+    assert 120 < clock.now <= 130
+    assert {row["answer"]["tokens"] for row in result(output)[0]["rows"]} <= {11, 12}
 
 
 @pytest.mark.slow(keep=1)

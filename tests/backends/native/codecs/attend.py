@@ -1,4 +1,4 @@
-"""Tiles under test: random fields, and kernels that score queries and mix values with one tile after another."""
+"""Tiles under test: random fields, and what kernels score and mix with one tile after another."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ pytest.importorskip("llvmlite")
 
 import numpy as np
 
+from polarlm.bench.kernel_loops import mix_kernel as mix_kernel
+from polarlm.bench.kernel_loops import scores_kernel as scores_kernel
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
 from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments
 from polarlm.engine.codecs import Codec
@@ -18,7 +20,7 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.lang.values import Value
 from polarlm.engine.jit.run.workers import aligned
 from tests.jit.levels import declared, run
 
@@ -93,42 +95,12 @@ def decoded(
     )
 
 
-def scores_kernel(tiles: KeyTiles, n: int, heads: int) -> Kernel:
-    """Scores of all heads with one tile after another: float32 (blocks, H, N)."""
-
-    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
-        with e.loop(begin, end) as block:
-            own = [args.queries + head * tiles.query_bytes for head in range(heads)]
-            targets = [args.out + (block * heads + head) * (4 * n) for head in range(heads)]
-            at = args.blocks + block * tiles.nbytes
-            tiles.emit_scores(e, at, at, own, targets)
-
-    return Kernel(f"scores_{tiles.name}_{heads}", emit, declared("blocks queries out"))
-
-
 def scores(tiles: KeyTiles, level: Level, packed: np.ndarray, queries: np.ndarray, n: int) -> np.ndarray:
     """packed (blocks, nbytes), queries (H, D) → (blocks, H, N) float32."""
     out = aligned(4 * len(packed) * len(queries) * n)
     kernel = scores_kernel(tiles, n, len(queries))
     run(kernel, level, len(packed), (in_memory(packed), prepared(tiles, level, queries), out))
     return out.view(np.float32).reshape(len(packed), len(queries), n)
-
-
-def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
-    """The sums of all blocks; weights (blocks, H, N) float32, sums (H, D rounded up to 16)."""
-
-    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
-        with e.loop(begin, end) as block:
-            own = [scratch + head * (4 * n) for head in range(heads)]
-            for head, target in enumerate(own):
-                for first in range(0, 4 * n, 64):
-                    weight = e.load(args.weights + (block * heads + head) * (4 * n), vector(F32, 16), first)
-                    e.store(weight, target, first)
-            targets = [args.sums + head * (4 * -(-d // 16) * 16) for head in range(heads)]
-            at = args.blocks + block * tiles.nbytes
-            tiles.emit_values(e, at, at, own, targets)
-
-    return Kernel(f"mix_{tiles.name}_{heads}", emit, declared("blocks weights sums"))
 
 
 def mixed(tiles: ValueTiles, level: Level, packed: np.ndarray, weights: np.ndarray, d: int) -> np.ndarray:
