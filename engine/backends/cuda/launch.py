@@ -71,7 +71,7 @@ class Launcher:
         """Launch `<kernel>_kernel` of the file `<kernel>.cu`, or of `<file>.cu`.
 
         args: those of `Device.launch`; Python's int and float are passed as int32 and float32. layouts: of keys and
-        values, for a kernel that reads or writes records. finer: those of blocks with more bits, where it reads two kinds.
+        values, for a kernel that reads or writes records. finer: those of blocks with more bits, if it reads two kinds.
         """
         text = _source(file or kernel, *layouts, finer, **config.defines, **self._defines)
         numbers = [_number(arg) for arg in args]

@@ -36,6 +36,7 @@ Layouts = tuple[Layout, Layout]  # of keys and of values
 
 _TILE_BYTES = 512
 SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
+_DECODE_WARPS = 8  # of decode_blocks
 _ENCODE_WARPS = 12  # of encode_blocks, at most: two blocks fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
@@ -198,6 +199,12 @@ def prefill_wgmma(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfi
     shared = 2 * _WGMMA_SLOTS * part + _WGMMA_ALIGNMENT
     defines = {"GROUP": group, "WARPS": warps, "SLOTS": _WGMMA_SLOTS, "SHARED": shared}
     return LaunchConfig(defines, 32 * warps, shared), 16 * warps
+
+
+def decode_records(keys: Layout, values: Layout) -> LaunchConfig:
+    """The launch of the kernel decode_blocks."""
+    shared = table_bytes(keys, values)
+    return LaunchConfig({"WARPS": _DECODE_WARPS, "SHARED": shared}, WARP * _DECODE_WARPS, shared)
 
 
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
