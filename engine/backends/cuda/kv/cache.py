@@ -160,9 +160,9 @@ class HostTable:
 class SpanTable(HostTable):
     """The spans of B sequences.
 
-    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks; of two kinds, how many are finer,
-    the ids of these, and those of the others. most_rows: rows of the longest span. buffer: receives the new tokens of a
-    prompt; None in a step, whose tokens go to full-precision slots.
+    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. Of two kinds, it is how many are
+    finer, the ids of these, and those of the others. most_rows: rows of the longest span. buffer: receives the new
+    tokens of a prompt; None in a step, whose tokens go to full-precision slots.
     """
 
     most_rows: int
