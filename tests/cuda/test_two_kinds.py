@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from polarlm.engine import SamplingParams, codecs
-from polarlm.engine.backends.cuda.kv.cache import LayerCache
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
@@ -24,7 +23,7 @@ from tests.cuda.emulated import EmulatedDevice, _program, open_device
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, close, model_of
 from tests.state.fed import HEADS, KV_HEADS, D, Fed
 from tests.state.reference import attention
-from tests.state.test_finer_blocks import BY_ROOM, COMPACT, LAYERS, N, contents, make_store
+from tests.state.test_finer_blocks import BY_ROOM, COMPACT, LAYERS, N, contents, decode, make_store
 from tests.tiny import assert_idle, load_tiny, make_model
 
 
@@ -97,37 +96,31 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
 
 
 def test_codes_are_those_of_numpy() -> None:
-    """Of blocks of both kinds, and of one that is coded again from what it decodes to; what lies between fields is
-    read as zeros, whatever the memory was before."""
+    """Of finer blocks, and of one that is coded again from what it decodes to; what lies between fields is read as
+    zeros, whatever the memory was before."""
     stores = [make_store(ops, 800, COMPACT, BY_ROOM) for ops in (CudaOps(open_device()), NumpyOps())]
     for layer in range(LAYERS):
         stores[0].cache(layer).blocks[...] = 0xFF
     for store in stores:
         fed = Plain(store, 3)
         fed.feed(7 * N)
-    blocks, (device, host) = fed.kv.tables[0].quantized, stores
-    fields = [fields_of(store, blocks[0]) for store in stores]
-    found = fields_of(device, blocks[0])
-    number = device.finer.blocks.places[blocks[0]].number
-    k, v = halves(device.ops, device.cache(1).finer, number)
-    for x, exact in zip((k, v), contents(device, 1, blocks[0]), strict=True):
-        # Points, norms and means are rounded to halves, and so is what they give.
-        np.testing.assert_allclose(x, exact.swapaxes(0, 1), rtol=2**-9, atol=2**-9)
+    first, *others = fed.kv.tables[0].quantized
+    device, host = stores
+    k, v = (x[:, None] for x in decode(device, 1, first))
     for store in stores:
         assert store.finer.code_again()
-    for block in blocks[1:]:
+    for block in others:
         for name, array in fields_of(device, block).items():
             np.testing.assert_array_equal(array, fields_of(host, block)[name], err_msg=name)
-    assert fields[0].keys() == fields[1].keys() == found.keys()
-    cache, coded = device.cache(1), fields_of(device, blocks[0])
-    mean = {name.removeprefix("mean."): x for name, x in coded.items() if name.startswith("mean.")}
-    again = encode_centred(COMPACT[0], k[:, None], None, 8), encode_centred(COMPACT[1], v[:, None], None)
-    expected = {f"{side}.{name}": x for side, (own, _) in zip("kv", again, strict=True) for name, x in own.items()}
-    expected |= {f"mean.{name}": x for name, x in again[0][1].items()}
-    assert mean
-    for name, array in coded.items():
-        np.testing.assert_array_equal(array, expected[name].swapaxes(0, 1), err_msg=name)
-    raw = device.ops.read_blocks(cache, [device.finer.blocks.places[blocks[0]].number])
+    (keys, means), (values, _) = encode_centred(COMPACT[0], k, None, 8), encode_centred(COMPACT[1], v, None)
+    sides = {"k": keys, "mean": means, "v": values}
+    again = {f"{side}.{name}": x.swapaxes(0, 1) for side, own in sides.items() for name, x in own.items()}
+    found = fields_of(device, first)
+    assert found.keys() == again.keys()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, again[name], err_msg=name)
+    cache = device.cache(1)
+    raw = device.ops.read_blocks(cache, [device.finer.blocks.places[first].number])
     for name, layout in zip(("keys", "values"), cache.layouts, strict=True):
         np.testing.assert_array_equal(raw[name], layout.pack(*layout.unpack(raw[name])))
 
@@ -137,13 +130,6 @@ def fields_of(store: KVStore, block: int) -> dict[str, np.ndarray]:
     place = store.finer.blocks.places[block]
     own = store.cache(1).finer if place.is_finer else store.cache(1)
     return converted(own.format, 1, store.ops.read_blocks(own, [place.number]), FIELDS)
-
-
-def halves(ops: CudaOps, cache: LayerCache, number: int) -> list[np.ndarray]:
-    """What a block decodes to: k, v (K, N, D) float32."""
-    buffer = ops.decode_blocks(cache, [number])
-    sides = zip(buffer, cache.full_layouts, strict=True)
-    return [layout.unpack(ops._device.to_host(x))[0]["values"][0].astype(np.float32) for x, layout in sides]
 
 
 FIXTURE = "qwen3_qk_norm_tied"

@@ -59,6 +59,16 @@ def contents(store: KVStore, layer: int, block: int) -> tuple[np.ndarray, np.nda
     return k.swapaxes(0, 1), v.swapaxes(0, 1)
 
 
+def decode(store: KVStore, layer: int, block: int) -> list[np.ndarray]:
+    """What coding a finer block again begins with: k, v (K, N, D) float32."""
+    cache, ops = store.cache(layer).finer, store.ops
+    buffer = ops.decode_blocks(cache, [store.finer.blocks.places[block].number])
+    if not isinstance(ops, CudaOps):
+        return [side.copy() for side in buffer]
+    sides = zip(cache.full_layouts, map(ops._device.to_host, buffer), strict=True)
+    return [layout.unpack(records[0])[0]["values"].astype(np.float32) for layout, records in sides]
+
+
 class Unchecked(Fed):
     def check(self, *given) -> None:
         """Nothing."""
@@ -82,7 +92,8 @@ def test_with_room_the_store_is_one_of_more_bits(ops: Ops) -> None:
     by_room, quality = (Unchecked(make_store(ops, *given)) for given in ((2048, COMPACT, BY_ROOM), (2048, QUALITY)))
     for count, chunk, step in [(40, None, False), (1, None, True), (300, 7, False), (5, None, True), (90, None, False)]:
         both = [fed.feed(count, chunk, step=step) for fed in (by_room, quality)]
-        np.testing.assert_array_equal(*both)
+        # On a GPU other blocks of threads share the work, and sums of float32 are in another order.
+        np.testing.assert_allclose(*both, rtol=0, atol=1e-6 if ops.backend == "cuda" else 0)
     assert by_room.store.finer.blocks.places.counts() == (436 // N - 1, 0)
     assert by_room.store.bytes_held(by_room.kv) == quality.store.bytes_held(quality.kv)
 
@@ -116,10 +127,15 @@ def test_a_block_is_coded_again_from_what_it_decodes_to(ops: Ops) -> None:
     fed.feed((NEWEST + 4) * N)
     first, *others = fed.kv.tables[0].quantized
     before = [[contents(fed.store, layer, block) for block in (first, *others)] for layer in range(LAYERS)]
+    decoded = [decode(fed.store, layer, first) for layer in range(LAYERS)]
     assert fed.store.finer.code_again()  # the oldest
     assert not fed.store.finer.blocks.places[first].is_finer
     for layer in range(LAYERS):
-        k, v = (np.ascontiguousarray(x.swapaxes(0, 1)[:, None]) for x in before[layer][0])
+        for own, given in zip(decoded[layer], before[layer][0], strict=True):
+            # On a GPU points, norms and means are rounded to half precision, and so is what they give.
+            tolerance = 2**-9 if ops.backend == "cuda" else 1e-6
+            np.testing.assert_allclose(own, given.swapaxes(0, 1), rtol=tolerance, atol=tolerance)
+        k, v = (np.ascontiguousarray(x[:, None]) for x in decoded[layer])
         expected = (
             decode_centred(COMPACT[0], *encode_centred(COMPACT[0], k, None, 8)),
             decode_centred(COMPACT[1], encode_centred(COMPACT[1], v, None)[0], {}),
