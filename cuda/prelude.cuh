@@ -178,7 +178,7 @@ struct Span {
     // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &next + 1; }
 
-    // With two kinds of blocks, `finer` of them have more bits; the places of these come first, then those of the others.
+    // With two kinds of blocks, `finer` of them have more bits: their places come first, then those of the others.
     __device__ __forceinline__ int finer() const { return ids()[0]; }
     __device__ __forceinline__ const int *places() const { return ids() + 1; }
 

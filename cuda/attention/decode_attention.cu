@@ -109,8 +109,8 @@ __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, 
         head.add_all(sums.acc_at(own_head.number, own_head.column), sums.ml_at(own_head.number, own_head.column),
                      own_head.sharing);
 #ifdef TWO_KINDS
-        const int cell = own_head.count / HEADS;
-        if (!both_kinds(head, sums, counts, cell, own_head.column, plan.span(cell / (plan.kv_heads * chunks)))) continue;
+        const int cell = own_head.count / HEADS, sequence = cell / (plan.kv_heads * chunks);
+        if (!both_kinds(head, sums, counts, cell, own_head.column, plan.span(sequence))) continue;
 #endif
         result.write(head, own_head.vector, own_head.scale);
     }

@@ -1,8 +1,9 @@
 // The op `attention` for a step, with two kinds of quantized blocks in one memory: decode_attention.cu for each kind,
 // whose text is read twice, in the namespaces `finer` and `coarser`. Arguments and results are those of that kernel.
 //
-// keys, values, key_tables, value_tables are of the coarser blocks; finer_… of those with more bits. Records of keys and
-// values lie in one memory, STRIDE bytes apart. Of a span's places, the first are of finer blocks (Span in prelude.cuh).
+// keys, values, key_tables, value_tables are of the coarser blocks; finer_… of those with more bits. Records of keys
+// and values lie in one memory, STRIDE bytes apart. Of a span's places, the first are of finer blocks (Span in
+// prelude.cuh).
 // acc, ml, counts have twice the size; behind all counts are as many again as one kind has.
 //
 // A CTA reads blocks of one kind, so that it needs the tables of that kind alone: the first CTAs have the units of

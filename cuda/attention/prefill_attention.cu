@@ -25,9 +25,10 @@
 // PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. Behind the newest token
 // a full-precision record may hold anything, also NaN.
 //
-// With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `finer` and `coarser`,
-// and there are four arguments more. keys, values and their tables are of the coarser blocks. The parts of finer blocks
-// come first (Span in prelude.cuh); before the first one of the others, tables are replaced. There is no window.
+// With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `finer` and
+// `coarser`, and there are four arguments more. keys, values and their tables are of the coarser blocks. The parts of
+// finer blocks come first (Span in prelude.cuh); before the first one of the others, tables are replaced. There is no
+// window.
 // JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, prefill_parts.cuh, prefill_rows.cuh.
 
 #ifdef TWO_KINDS

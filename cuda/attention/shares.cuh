@@ -133,8 +133,8 @@ struct Plan {
     __device__ __forceinline__ Plan(int *memory, const int *spans, int span_stride, int sequences, int kv_heads,
                                     int window)
         : spans(spans), turns(reinterpret_cast<Turn *>(memory)), share(memory + WORDS),
-          stretches(reinterpret_cast<Stretch *>(memory + WORDS + OF_SHARE)), span_stride(span_stride), sequences(sequences),
-          kv_heads(kv_heads), window(window) {}
+          stretches(reinterpret_cast<Stretch *>(memory + WORDS + OF_SHARE)), span_stride(span_stride),
+          sequences(sequences), kv_heads(kv_heads), window(window) {}
 
     __device__ __forceinline__ const Span &span(int sequence) const { return span_at(spans, span_stride, sequence); }
 

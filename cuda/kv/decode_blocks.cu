@@ -1,5 +1,5 @@
-// The op `decode_blocks`: quantized blocks become full-precision records of what they decode to, rounded to half precision
-// as in attention of a prompt.
+// The op `decode_blocks`: quantized blocks become full-precision records of what they decode to, rounded to half
+// precision as in attention of a prompt.
 //
 // to_k, to_v (count, K, …): full-precision records. keys, values (blocks, K, …): pools of quantized records. ids int32
 // (count): which blocks. key_tables, value_tables: those of the codecs.
@@ -18,7 +18,8 @@ decode_blocks_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned ch
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long from = (long long)ids[blockIdx.x] * kv_heads + blockIdx.y;
     const long long to = (long long)blockIdx.x * kv_heads + blockIdx.y;
-    const unsigned char *const key = keys + from * KeyLayout::STRIDE, *const value = values + from * ValueLayout::STRIDE;
+    const unsigned char *const key = keys + from * KeyLayout::STRIDE;
+    const unsigned char *const value = values + from * ValueLayout::STRIDE;
 #pragma unroll 1
     for (int part = 0; part < PARTS; ++part) {
         const int at = part * TILES * 512;

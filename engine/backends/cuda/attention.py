@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -108,14 +107,15 @@ class AttentionOps:
         group, most = heads // kv_heads, spans.most_rows
         chunks, columns = launch_configs.decode_cells(group, most)
         cells, blocks, finer = count * kv_heads * chunks, self._device.processors, cache.finer
-        kernel, kinds, configured = "decode_attention", 1, partial(launch_configs.decode_attention, *cache.layouts)
-        if finer is not None:
+        shape = group, most, count, back.order
+        if finer is None:
+            kernel, kinds, config = "decode_attention", 1, launch_configs.decode_attention(*cache.layouts, *shape)
+        else:
             kernel, kinds, blocks = "decode_two_kinds", 2, max(2, blocks)
-            configured = partial(launch_configs.decode_two_kinds, cache.layouts, finer.layouts)
+            config = launch_configs.decode_two_kinds(cache.layouts, finer.layouts, *shape)
         sums = kinds * (2 * cells + blocks), columns
         counts = self._launch.counts((2 * kinds - 1) * cells * columns)
         out = self._device.empty(q.shape, dtype)
-        config = configured(group, most, count, back.order)
         config = parameters.added_to(config._replace(defines={**config.defines, **result_type(out)}))
         self._launch(
             kernel,

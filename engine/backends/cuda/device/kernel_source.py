@@ -63,8 +63,11 @@ def source(
     parts = "".join(map(_part, joined(text)))
     if finer is None:
         return with_readers(parts + text, keys, values, **defines)
-    kinds = {"finer": {"Key": finer[0], "Value": finer[1]}, "coarser": {"Key": keys, "Value": values}}
-    structs = _structs([layout for sides in kinds.values() for layout in sides.values()])
+    kinds: dict[str, dict[str, Layout | None]] = {
+        "finer": {"Key": finer[0], "Value": finer[1]},
+        "coarser": {"Key": keys, "Value": values},
+    }
+    structs = _structs(layout for sides in kinds.values() for layout in sides.values())
     for name, sides in kinds.items():
         is_finer = f"constexpr bool IS_FINER = {str(name == 'finer').lower()};\n"
         structs += f"namespace {name} {{\n{is_finer}{_layouts(sides)}{parts}}}\n"

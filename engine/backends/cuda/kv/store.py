@@ -58,8 +58,9 @@ class CacheOps:
             # Kernels write only the fields of a record; the padding stays zero, also in session files.
             shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts]
             pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
-            sides = self._sides(layouts, format, pools, known)
-            return LayerCache(self._device, format, *sides, self._pools(format, full), self._full_layouts(format))
+            keys, values = self._sides(layouts, format, pools, known)
+            slots = self._pools(format, full)
+            return LayerCache(self._device, format, keys, values, slots, self._full_layouts(format))
         except MemoryError:
             left = self._device.memory()[0] / 2**30
             raise EngineError(
@@ -73,24 +74,20 @@ class CacheOps:
         self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, known: Mapping[Layout, Side]
     ) -> LayerCache:
         """A cache for `quantized` blocks, with one of finer blocks in the same memory."""
-        both = [records.together(*self._layouts_of(kind)) for kind in (format, finer)]
-        own, more = (format.kv_heads * keys.stride for keys, _ in both)
-        memory, slots = self._device.zeros((quantized * own,), np.uint8), self._pools(format, full)
-        caches: list[LayerCache | None] = [None]
-        for kind, layouts, size in ((finer, both[1], more), (format, both[0], own)):
-            count = quantized * own // size
-            blocks = memory[: count * size].reshape(count, format.kv_heads, layouts[0].stride)
-            pools = [blocks[..., : layouts[0].nbytes], blocks[..., layouts[0].nbytes :]]
-            caches.append(
-                LayerCache(
-                    *(self._device, kind, *self._sides(layouts, kind, pools, known), slots, self._full_layouts(format)),
-                    blocks=blocks,
-                    move=functools.partial(self._move, blocks),
-                    finer=caches[-1],
-                )
-            )
-        assert caches[-1] is not None
-        return caches[-1]
+        size = format.kv_heads * sum(layout.nbytes for layout in self._layouts_of(format))
+        memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
+
+        def in_memory(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
+            layouts = records.together(*self._layouts_of(kind))
+            each, of_keys = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
+            count = quantized * size // each
+            blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
+            pools = blocks[..., :of_keys], blocks[..., of_keys:]
+            keys, values = self._sides(layouts, kind, pools, known)
+            move, full_layouts = functools.partial(self._move, blocks), self._full_layouts(kind)
+            return LayerCache(self._device, kind, keys, values, slots, full_layouts, blocks, move, finer)
+
+        return in_memory(format, in_memory(finer, None))
 
     def _move(self, blocks: Array, target: int, source: int) -> None:
         self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
@@ -106,11 +103,13 @@ class CacheOps:
 
     def _sides(
         self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], known: Mapping[Layout, Side]
-    ) -> list[Side]:
+    ) -> tuple[Side, Side]:
         """Keys and values, with pools of their records. known: sides, by layout, whose codecs' tables they may have."""
-        metrics = format.metric_k, format.metric_v
-        sides = zip(layouts, metrics, pools, strict=True)
-        return [self._side(layout, format, metric, pool, known.get(layout)) for layout, metric, pool in sides]
+        (keys, values), (of_keys, of_values) = layouts, pools
+        return (
+            self._side(keys, format, format.metric_k, of_keys, known.get(keys)),
+            self._side(values, format, format.metric_v, of_values, known.get(values)),
+        )
 
     def _side(self, layout: Layout, format: CacheFormat, metric: Metric | None, pool: Array, like: Side | None) -> Side:
         """A side with `pool`; the codec's tables are those of `like` (same layout) if given."""
