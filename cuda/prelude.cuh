@@ -178,6 +178,10 @@ struct Span {
     // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &next + 1; }
 
+    // With two kinds of blocks, `finer` of them have more bits: their places come first, then those of the others.
+    __device__ __forceinline__ int finer() const { return ids()[0]; }
+    __device__ __forceinline__ const int *places() const { return ids() + 1; }
+
     // The record of block number `block`, which is current_block or a later one.
     __device__ __forceinline__ int record(int block) const {
         return block == current_block ? current : next + block - current_block - 1;

@@ -111,8 +111,3 @@ def test_the_bits_of_a_text_are_those_of_its_blocks(tiny_path: Path) -> None:
     assert own.sequence_bytes(33 * N) == shapes["ring3"].sequence_bytes(33 * N) + NEWEST * (
         own.finest.quantized_bytes(range(len(own.layers))) - own.quantized_bytes(range(len(own.layers)))
     )
-
-
-def test_a_gpu_is_refused(tiny_path: Path) -> None:
-    with pytest.raises(EngineError, match="cache_type=by-age: it runs on the CPU only"):
-        Engine.load(tiny_path, device="cuda", cache_type="by-age")

@@ -1,4 +1,5 @@
-// Part of decode_attention.cu and prefill_attention.cu: the shapes of a block, and constants of their online softmax.
+// Part of decode_attention.cu, prefill_attention.cu and decode_blocks.cu: the shapes of a block, and constants of an
+// online softmax.
 
 constexpr int D = FullKeyLayout::D, DP = FullKeyLayout::DP, N = FullKeyLayout::N, STEPS = FullKeyLayout::STEPS;
 constexpr int PART = FullKeyLayout::PART, PARTS = FullKeyLayout::PARTS, PT = FullKeyLayout::PT;
@@ -22,13 +23,14 @@ constexpr float LOG2_E = 1.44269504f;  // scores include it, so that a weight is
 // With SOFTCAP, a float c: a score s, without LOG2_E, becomes c · tanh(s / c) = c − 2c / (1 + e^(2s / c)).
 #ifdef SOFTCAP
 constexpr bool CAPPED = true;
+constexpr float CAP = SOFTCAP;
 #else
 constexpr bool CAPPED = false;
-#define SOFTCAP 1.0f
+constexpr float CAP = 1.0f;
 #endif
 __device__ __forceinline__ float capped(float score) {
-    constexpr float most = SOFTCAP * LOG2_E;
-    return most - __fdividef(2.0f * most, 1.0f + exp2_fast(score * (2.0f / SOFTCAP)));
+    constexpr float most = CAP * LOG2_E;
+    return most - __fdividef(2.0f * most, 1.0f + exp2_fast(score * (2.0f / CAP)));
 }
 
 // What a sum of weighted values is multiplied by, in a softmax in which a sink score takes part: sum, the sum of

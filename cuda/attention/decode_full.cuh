@@ -8,10 +8,10 @@ struct Pools {
 
     __device__ __forceinline__ unsigned record(int id, int kv_head) const { return unsigned(id) * kv_heads + kv_head; }
     __device__ __forceinline__ const unsigned char *key(unsigned record) const {
-        return at_record<KeyLayout::NBYTES>(keys, record);
+        return at_record<KeyLayout::STRIDE>(keys, record);
     }
     __device__ __forceinline__ const unsigned char *value(unsigned record) const {
-        return at_record<ValueLayout::NBYTES>(values, record);
+        return at_record<ValueLayout::STRIDE>(values, record);
     }
     __device__ __forceinline__ const unsigned char *full_key(unsigned record) const {
         return at_record<FullKeyLayout::NBYTES>(full_keys, record);

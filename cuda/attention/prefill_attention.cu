@@ -24,7 +24,17 @@
 // both sides are f16 without means. A sequence without quantized blocks takes that variant, whatever its cache type.
 // PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. Behind the newest token
 // a full-precision record may hold anything, also NaN.
-// JOINS: attention.cuh, visible_parts.cuh, prefill_parts.cuh, prefill_rows.cuh.
+//
+// With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `finer` and
+// `coarser`, and there are four arguments more. keys, values and their tables are of the coarser blocks. The parts of
+// finer blocks come first (Span in prelude.cuh); before the first one of the others, tables are replaced. There is no
+// window.
+// JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, prefill_parts.cuh, prefill_rows.cuh.
+
+#ifdef TWO_KINDS
+using namespace coarser;
+static_assert(finer::Tables::BYTES == Tables::BYTES, "tables of both kinds have one place");
+#endif
 
 // The two tasks of a warp between two barriers: fetch a part of one side, use a part of the other. Copies are
 // asynchronous and start first; of the warps that decode, half multiply first, if there are registers for that.
@@ -49,7 +59,12 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
                          const unsigned char *full_k, const unsigned char *full_v, const unsigned char *current_k,
                          const unsigned char *current_v, const int *spans, const unsigned char *key_tables,
                          const unsigned char *value_tables, const float *factors, int span_stride, int kv_heads,
-                         int heads, long long q_stride, int window, float scale, const float *sink_scores) {
+                         int heads, long long q_stride, int window, float scale, const float *sink_scores
+#ifdef TWO_KINDS
+                         , const unsigned char *finer_keys, const unsigned char *finer_values,
+                         const unsigned char *finer_key_tables, const unsigned char *finer_value_tables
+#endif
+) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
     const Span &span = span_at(spans, span_stride, 0);
@@ -60,19 +75,44 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     const VisibleParts parts(span, position + first / GROUP, position + last / GROUP, window);
     const SidePools key_pools = {keys, full_k, current_k, kv_heads};
     const SidePools value_pools = {values, full_v, current_v, kv_heads};
+#ifdef TWO_KINDS
+    const int finer_end = (span.first_quantized + span.finer()) * N;
+    const auto is_finer = [&](const Part &part) { return part.region == Region::QUANTIZED && part.start < finer_end; };
+#endif
     auto fetch_keys = [&](const Part &part) {
+#ifdef TWO_KINDS
+        if (is_finer(part)) {
+            const unsigned char *record = key_pools.record<finer::KeyLayout::STRIDE>(finer_keys, part.block);
+            const int thread = decoding_thread();
+            finer::decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), thread / 32, thread % 32);
+            return;
+        }
+#endif
         fetch<KEYS_ARE_FULL, KeyLayout>(shared + KEYS, part, key_pools, [&](const unsigned char *record) {
             const int thread = decoding_thread();
             decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), thread / 32, thread % 32);
         });
     };
     auto fetch_values = [&](const Part &part) {
+#ifdef TWO_KINDS
+        if (is_finer(part)) {
+            const unsigned char *record = value_pools.record<finer::ValueLayout::STRIDE>(finer_values, part.block);
+            const int thread = decoding_thread();
+            finer::decode_values(shared + VALUES, record, part.number, Tables::values(shared), thread / 32,
+                                 thread % 32);
+            return;
+        }
+#endif
         fetch<VALUES_ARE_FULL, ValueLayout>(shared + VALUES, part, value_pools, [&](const unsigned char *record) {
             const int thread = decoding_thread();
             decode_values(shared + VALUES, record, part.number, Tables::values(shared), thread / 32, thread % 32);
         });
     };
 
+#ifdef TWO_KINDS
+    if (span.finer() > 0) finer::Tables::fill<WARPS * 32>(shared, finer_key_tables, finer_value_tables);
+    else
+#endif
     if (parts.quantized > 0) Tables::fill<WARPS * 32>(shared, key_tables, value_tables);
     const Rows rows = {first + warp * WARP_ROWS, last, position};
     const Queries queries(q + span.first_row * q_stride + head * GROUP * D, q_stride, rows, scale * LOG2_E,
@@ -93,6 +133,12 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
             const int newest = DP > 128 ? position + span.rows - 1 : kept_newest;
             if (part.start + PART - 1 > newest) clear_values(shared + VALUES, part.start, newest);
             __syncthreads();
+#ifdef TWO_KINDS
+            if (is_finer(part) && next.region == Region::QUANTIZED && !is_finer(next)) {
+                Tables::fill<WARPS * 32>(shared, key_tables, value_tables);
+                __syncthreads();
+            }
+#endif
         }
         overlap(next.region, warp, [&] { if (n + 1 < count) fetch_keys(next); }, [&] {
             if (is_visible) state.add_values(shared + VALUES, lane);

@@ -31,97 +31,13 @@ __device__ __forceinline__ void clear_values(unsigned char *values, int start, i
     }
 }
 
-// A register of a key tile, two neighbouring channels of a token: point · norm + mean.
-__device__ __forceinline__ unsigned decoded_key(unsigned point, float norm, __half2 mean) {
-    const __half2 x = as_half2(point);
-    constexpr bool centred = KeyLayout::MEAN_BITS > 0;
-    if constexpr (KeyCodec::NORMED && centred) return as_bits(__hfma2(x, __float2half2_rn(norm), mean));
-    if constexpr (KeyCodec::NORMED) return as_bits(__hmul2(x, __float2half2_rn(norm)));
-    if constexpr (centred) return as_bits(__hadd2(x, mean));
-    return point;
-}
-
-// The thread's number, where it decodes: wide heads leave no register to keep it in.
-__device__ __forceinline__ int decoding_thread() { return DP > 128 ? thread_read_anew() : threadIdx.x; }
-
-// Decodes keys: warp W decodes the tiles from TILES · W / WARPS on. W is a constant, so that each warp's code loads and
-// looks up only its own tiles.
-template <int W = 0>
-__device__ __forceinline__ void decode_keys(unsigned char *to, const unsigned char *record, int part,
-                                            const unsigned char *tables, int warp, int lane) {
-    if (warp == W) {
-        typename KeyCodec::Codes codes;
-        codes.load(record, part, lane);
-        float norm[2 * PT] = {};
-        if constexpr (KeyCodec::NORMED) KeyCodec::norms(norm, record, part, lane, tables);
-        const __half2 scale = __float2half2_rn(mean_scale<KeyLayout>(record));
-        typename KeyCodec::Decoder decoder(codes, tables, lane);
-        constexpr int first = TILES * W / WARPS;
-#pragma unroll
-        for (int t = KeyCodec::RANDOM_ACCESS ? first : 0; t < TILES * (W + 1) / WARPS; ++t) {
-            unsigned a[4], mean[2];
-            if (t < first) {
-                decoder.pass(t);
-                continue;
-            }
-            decoder.next(t, a);
-            mean_tile<KeyLayout>(mean, record, t / PT, lane % 4);
-#pragma unroll
-            for (int r = 0; r < 4; ++r)
-                a[r] = decoded_key(a[r], norm[t % PT * 2 + r % 2], __hmul2(as_half2(mean[r / 2]), scale));
-            reinterpret_cast<uint4 *>(to)[t * 32 + lane] = f16_words(a);
-        }
-    } else if constexpr (W + 1 < WARPS) {
-        decode_keys<W + 1>(to, record, part, tables, warp, lane);
-    }
-}
-
-// The same for values. Their tokens are columns: a lane gets the norms of its tokens from the lanes that load them.
-template <int W = 0>
-__device__ __forceinline__ void decode_values(unsigned char *to, const unsigned char *record, int part,
-                                              const unsigned char *tables, int warp, int lane) {
-    if (warp == W) {
-        typename ValueCodec::Codes codes;
-        codes.load(record, part, lane);
-        float norm[2 * PT] = {};
-        if constexpr (ValueCodec::NORMED) ValueCodec::norms(norm, record, part, lane, tables);
-        typename ValueCodec::Decoder decoder(codes, tables, lane);
-        __half2 pair[2];  // norms of tokens 16u + 2tg + {0, 1}, and + 8
-        constexpr int first = TILES * W / WARPS;
-#pragma unroll
-        for (int t = ValueCodec::RANDOM_ACCESS ? first : 0; t < TILES * (W + 1) / WARPS; ++t) {
-            unsigned a[4];
-            if (t < first) {
-                decoder.pass(t);
-                continue;
-            }
-            decoder.next(t, a);
-            if constexpr (ValueCodec::NORMED) {
-                if (t == first || t % STEPS == 0) {
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const float low = __shfl_sync(ALL_LANES, norm[t / STEPS * 2 + h], lane % 4 * 8);
-                        const float high = __shfl_sync(ALL_LANES, norm[t / STEPS * 2 + h], lane % 4 * 8 + 4);
-                        pair[h] = __floats2half2_rn(low, high);
-                    }
-                }
-#pragma unroll
-                for (int r = 0; r < 4; ++r) a[r] = as_bits(__hmul2(as_half2(a[r]), pair[r / 2]));
-            }
-            reinterpret_cast<uint4 *>(to)[t * 32 + lane] = f16_words(a);
-        }
-    } else if constexpr (W + 1 < WARPS) {
-        decode_values<W + 1>(to, record, part, tables, warp, lane);
-    }
-}
-
 // Fetches one side of a part into shared memory: copies it, or calls decode(record) if it is quantized.
 // IS_FULL: all records of this side are full-precision ones.
 template <bool IS_FULL, class Layout, class Decode>
 __device__ __forceinline__ void fetch(unsigned char *to, const Part &part, const SidePools &pools,
                                       const Decode &decode) {
     if constexpr (!IS_FULL) {
-        if (part.region == Region::QUANTIZED) return decode(pools.record<Layout::NBYTES>(pools.quantized, part.block));
+        if (part.region == Region::QUANTIZED) return decode(pools.record<Layout::STRIDE>(pools.quantized, part.block));
     }
     copy_part(to, part.full(pools));
 }

@@ -5,7 +5,7 @@ Letters and types as in `engine.backends.ops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from polarlm.engine.backends.kv import (
@@ -25,10 +25,6 @@ Array = Any
 
 class KVOps(Protocol):
     """The part of `Ops` that reads and writes K/V."""
-
-    @property
-    def decode_blocks(self) -> Callable[[Cache, Sequence[int]], Buffer] | None:
-        """(cache, quantized blocks) → a buffer, as a prompt has, of what they decode to, in order; None on a GPU."""
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         """Bytes of a quantized block (not of the finer kind), and of a full-precision slot, all KV heads.
@@ -105,6 +101,9 @@ class KVOps(Protocol):
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         """Encode blocks; keys are centred first. CUDA: encode_blocks, once for each pair of codecs among all caches."""
+
+    def decode_blocks(self, cache: Cache, blocks: Sequence[int]) -> Buffer:
+        """A buffer, as a prompt has, of what quantized blocks decode to, in order."""
 
     def copy_full(self, cache: Cache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         """Copy the first `tokens` ≤ N tokens of `source` to `target`."""

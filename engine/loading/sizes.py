@@ -114,7 +114,7 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
             own = own.finest
         layers.append(own)
     if finer is not None:
-        _check_two_kinds(config, ops, layers)
+        _check_two_kinds(config, layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
@@ -122,10 +122,8 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         raise EngineError(str(error)) from None
 
 
-def _check_two_kinds(config: EngineConfig, ops: Ops, layers: Sequence[LayerShape | SharedShape | OwnShape]) -> None:
+def _check_two_kinds(config: EngineConfig, layers: Sequence[LayerShape | SharedShape | OwnShape]) -> None:
     """Raises EngineError for layers whose blocks cannot be of two kinds."""
-    if ops.decode_blocks is None:
-        raise cache_types.not_two_kinds(config, "it runs on the CPU only (--device cpu)")
     kinds = {layer.group for layer in layers if isinstance(layer, LayerShape) and layer.finer}
     if not kinds:
         raise cache_types.not_two_kinds(config, "no layer of this model keeps keys and values of a whole text")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -34,12 +34,14 @@ ROW_BYTES = 256
 class Layout:
     """The byte layout of records of a codec.
 
-    mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred.
+    mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred. stride: bytes from a record to
+    the next one in its pool; 0 for those of the record.
     """
 
     schema: Schema
     record: Record
     mean_bits: int = 0
+    stride: int = 0
 
     @property
     def codec(self) -> str:
@@ -72,6 +74,7 @@ class Layout:
         constants = {
             **self.record.geometry.constants,
             "NBYTES": self.nbytes,
+            "STRIDE": self.stride or self.nbytes,
             "ROWS": self.record.rows,
             "MEAN_BITS": self.mean_bits,
             "MEAN": mean_at,
@@ -90,6 +93,13 @@ class Layout:
         stored = self._sections.unpack(records)
         means = {section.name: stored.pop(section.name) for section in self._means}
         return pack(self.schema, self.record.to_streams(stored)), means
+
+    def without_padding(self, records: np.ndarray) -> np.ndarray:
+        """Records (..., nbytes), with zeros in all bytes that no field has."""
+        kept = np.zeros(self.nbytes, np.uint8)
+        for at, section in zip(self._sections.offsets, self._sections.sections, strict=False):
+            kept[at : at + section.nbytes] = 0xFF
+        return records & kept
 
     @cached_property
     def _sections(self) -> Sections:
@@ -145,6 +155,13 @@ def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits
             "choose another cache type, such as ring4."
         )
     return Layout(codec.schema(block_size, head_dim), record, mean_bits)
+
+
+@cache
+def together(keys: Layout, values: Layout) -> tuple[Layout, Layout]:
+    """The layouts where one pool has the records of both sides, of a block and KV head one after the other."""
+    stride = keys.nbytes + values.nbytes
+    return replace(keys, stride=stride), replace(values, stride=stride)
 
 
 def table_bytes(keys: Layout, values: Layout) -> int:

@@ -112,8 +112,6 @@ def _check_two_kinds(config: EngineConfig) -> None:
         if getattr(config, name) is not None:
             problem = f"it has types of its own for keys and for values; leave {name} out, or name both types"
             raise _refusal("cache_type", config.cache_type, problem)
-    if config.device.startswith("cuda"):
-        raise not_two_kinds(config, "it runs on the CPU only")
 
 
 def not_two_kinds(config: EngineConfig, why: str) -> EngineError:

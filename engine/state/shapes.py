@@ -46,8 +46,9 @@ class CacheShape:
 
     @property
     def widest(self) -> CacheFormat:
-        """The format of a layer with the most K/V values per token."""
-        return self.format(max(self.kv_layers, key=lambda layer: self.kv_layers[layer].values))
+        """The format of a layer with the most K/V values per token, of those one whose blocks are of two kinds."""
+        layers = self.kv_layers
+        return self.format(max(layers, key=lambda layer: (layers[layer].values, layers[layer].finer is not None)))
 
     @cached_property
     def kv_layers(self) -> dict[int, LayerShape]:

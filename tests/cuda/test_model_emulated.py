@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
-from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
+from polarlm.engine.state.layer_shapes import FinerKind, LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
@@ -86,18 +87,22 @@ def _half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Transformer:
+def model_of(ops: Ops, fixture: str, types: tuple[str, str], finer: FinerKind | None = None) -> Transformer:
     config, source, _ = open_weights(FIXTURES / fixture)
-    model = model_from(ops, config, source, types)
+    model = model_from(ops, config, source, types, finer)
     source.close()
     return model
 
 
-def model_from(ops: Ops, config: ModelConfig, source: WeightSource, types: tuple[str, str]) -> Transformer:
+def model_from(
+    ops: Ops, config: ModelConfig, source: WeightSource, types: tuple[str, str], finer: FinerKind | None = None
+) -> Transformer:
     weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
     layers = tuple(shape_of(layer.mixer, k, v, mean_bits, N) for layer in config.layers)
+    if finer is not None:
+        layers = tuple(replace(layer, finer=finer) for layer in layers)
     conditioning = []
     for layer in layers:
         if not isinstance(layer, LayerShape | SharedShape):

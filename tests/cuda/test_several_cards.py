@@ -98,7 +98,7 @@ def answers(ops: Ops, path: Path, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("types", ["balanced", "f16"])
+@pytest.mark.parametrize("types", ["balanced", "f16", "by-age"])
 def test_an_engine_answers_as_on_one_card(tmp_path: Path, types: str) -> None:
     path = make_model(tmp_path, "llama_gqa_llama3_tied")
     wanted = answers(CudaOps(Card(0)), path, cache_type=types)

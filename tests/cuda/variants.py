@@ -16,6 +16,7 @@ from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
+from polarlm.engine.state.cache_types import TWO_KINDS
 from tests.cuda.formats import BESIDE
 
 Define = int | float | str
@@ -23,24 +24,31 @@ Define = int | float | str
 
 @dataclass(frozen=True)
 class Cache:
-    """The records of a layer: names of codecs, and the shape of a block. mean_bits: 0 without centring, 8 or 16."""
+    """The records of a layer: names of codecs, and the shape of a block. mean_bits: 0 without centring, 8 or 16. finer:
+    the codecs of blocks with more bits, of keys and of values, if there are two kinds."""
 
     keys: str
     values: str
     head_dim: int
     block_size: int = 64
     mean_bits: int = 8
+    finer: tuple[str, str] | None = None
 
     def layouts(self) -> tuple[Layout, Layout]:
         """Of keys and of values."""
         keys, values = codecs.get(self.keys), codecs.get(self.values)
-        return (
+        both = (
             records.layout(keys, False, self.block_size, self.head_dim, self.mean_bits),
             records.layout(values, True, self.block_size, self.head_dim),
         )
+        return both if self.finer is None else records.together(*both)
+
+    def finer_layouts(self) -> tuple[Layout, Layout] | None:
+        return None if self.finer is None else replace(self, keys=self.finer[0], values=self.finer[1]).layouts()
 
     def __str__(self) -> str:
-        return f"{self.keys}/{self.values} D{self.head_dim} N{self.block_size} mean{self.mean_bits}"
+        finer = "" if self.finer is None else f" and {'/'.join(self.finer)}"
+        return f"{self.keys}/{self.values}{finer} D{self.head_dim} N{self.block_size} mean{self.mean_bits}"
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,9 @@ class Variant:
     dynamic_shared: int = 0
 
     def text(self) -> str:
-        keys, values = self.cache.layouts() if self.cache else (None, None)
-        return source(self.kernel, keys, values, **self.defines)
+        if self.cache is None:
+            return source(self.kernel, **self.defines)
+        return source(self.kernel, *self.cache.layouts(), self.cache.finer_layouts(), **self.defines)
 
     def overlapping(self) -> Variant:
         """The same for a launch that begins before the one before it has ended."""
@@ -143,6 +152,34 @@ def _decode_attention() -> list[Variant]:
     return [*variants, *_of_other_scores(variants)]
 
 
+# The types of blocks of two kinds in one memory: of the others, and of those with more bits.
+_TWO_KINDS = [(kinds.coarser, kinds.finer) for kinds in TWO_KINDS.values()]
+
+
+def _decode_two_kinds() -> list[Variant]:
+    variants, groups, results = [], itertools.cycle((4, 8, 1, 12)), itertools.cycle(_TYPES)
+    for (types, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS):
+        cache, group = Cache(*types, d, finer=finer), next(groups)
+        for rows in (1, STEP_ROWS):
+            order = 1 if len(variants) % 4 == 3 else d & -d
+            kinds = cache.layouts(), cache.finer_layouts()
+            config = launch_configs.decode_two_kinds(*kinds, group, rows, _MOST_SEQUENCES, order)
+            to = next(results)
+            defines = {**config.defines, "TO": to} if to != "float" else config.defines
+            variants.append(Variant("decode_two_kinds", defines, cache, config.shared))
+    both: dict[str, Define] = {"SOFTCAP": 50.0, "SINK_SCORES": 1}
+    return [*variants, *(replace(one, defines={**one.defines, **both}) for one in variants[-2:])]
+
+
+def _decode_blocks() -> list[Variant]:
+    caches = [Cache(*finer, d, finer=finer) for (_, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
+    configs = [launch_configs.decode_records(*cache.layouts()) for cache in caches]
+    return [
+        Variant("decode_blocks", config.defines, replace(cache, finer=None), config.shared)
+        for cache, config in zip(caches, configs, strict=True)
+    ]
+
+
 def _prefill_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring5", "turbo3"), ("turbo4", "f16"), ("ring3", "turbo2"))
     caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
@@ -155,6 +192,8 @@ def _prefill_attention() -> list[Variant]:
     # Those with the fewest registers to spare.
     caches += [Cache("trellis3.5", "ring3.5", 256), Cache("polarpair-m4n2", "ring4", 256)]
     groups = [*itertools.islice(itertools.cycle((1, 4, 8, 3)), len(caches) - 2), 4, 3]
+    two_kinds = [Cache(*types, d, finer=finer) for (types, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
+    caches, groups = [*caches, *two_kinds], [*groups, *itertools.islice(itertools.cycle((4, 1, 8)), len(two_kinds))]
     variants = []
     for cache, group in zip(caches, groups, strict=True):
         config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
@@ -353,6 +392,8 @@ VARIANTS: dict[str, list[Variant]] = {
     "copy_full": _exact("copy_full"),
     "copy_records": _all("copy_records"),
     "decode_attention": _decode_attention(),
+    "decode_blocks": _decode_blocks(),
+    "decode_two_kinds": _decode_two_kinds(),
     "dequantize": _all("dequantize", WEIGHT=_PACKED),
     "embed": _all("embed", ACT=_TYPES, WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),
@@ -391,7 +432,7 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     if "BESIDE" in variant.defines:
         of.add(f"beside {weight_formats.get(str(variant.defines['BESIDE'])).group}")
     if cache is not None:
-        of |= {cache.keys, cache.values, str(cache.head_dim)}
+        of |= {cache.keys, cache.values, str(cache.head_dim), "one kind" if cache.finer is None else "two kinds"}
     return {(variant.kernel, trait) for trait in of}
 
 

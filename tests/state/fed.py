@@ -74,9 +74,12 @@ class Fed:
             for first in range(0, count, chunk or count):
                 rows = slice(first, min(first + (chunk or count), count))
                 view = self.store.view(layer, span, slice(0, rows.stop - first), start + first)
-                self.store.ops.append_kv(self.store.cache(layer), [view], k[start:][rows], v[start:][rows])
+                ops, cache = self.store.ops, self.store.cache(layer)
+                spans = ops.spans([view], self.store.shape.block_size)
+                own_q, own_k, own_v = map(ops.to_device, (q[rows], k[start:][rows], v[start:][rows]))
+                ops.append_kv(cache, spans, own_k, own_v)
                 window = self.store.shape.layers[layer].window
-                out[layer, rows] = self.store.ops.attention(q[rows], self.store.cache(layer), [view], 0.3, window)
+                out[layer, rows] = ops.to_host(ops.attention(own_q, cache, spans, 0.3, window))
                 self.check(out[layer, rows], q[rows], k, v, start, start + first, layer)
             self.store.seal(layer, span)
         if commit:

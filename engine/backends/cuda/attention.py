@@ -70,7 +70,8 @@ class AttentionOps:
         (rows, heads, _), kv_heads = q.shape, cache.format.kv_heads
         group = heads // kv_heads
         # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
-        layouts = cache.layouts if spans.header(0).quantized else cache.full_layouts
+        has_codes = spans.header(0).quantized > 0
+        layouts, finer = (cache.layouts if has_codes else cache.full_layouts), (cache.finer if has_codes else None)
         kernel, configured = "prefill_attention", launch_configs.prefill_attention
         if self._device.wgmma and launch_configs.takes_wgmma(*layouts):
             kernel, configured = "prefill_wgmma", launch_configs.prefill_wgmma
@@ -83,7 +84,9 @@ class AttentionOps:
             *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current, spans.on(self._device)),
             *(cache.keys.tables, cache.values.tables, parameters.scale_back, spans.table.shape[1], kv_heads, heads),
             *(row_stride(q), parameters.window, parameters.scale, parameters.sink_scores),
+            *(() if finer is None else _of_kind(finer)),
             layouts=layouts,
+            finer=None if finer is None else finer.layouts,
         )
         return out
 
@@ -103,20 +106,33 @@ class AttentionOps:
         (_, heads, _), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
         group, most = heads // kv_heads, spans.most_rows
         chunks, columns = launch_configs.decode_cells(group, most)
-        cells, blocks = count * kv_heads * chunks, self._device.processors
-        sums = 2 * cells + blocks, columns
+        cells, blocks, finer = count * kv_heads * chunks, self._device.processors, cache.finer
+        shape = group, most, count, back.order
+        if finer is None:
+            kernel, kinds, config = "decode_attention", 1, launch_configs.decode_attention(*cache.layouts, *shape)
+        else:
+            kernel, kinds, blocks = "decode_two_kinds", 2, max(2, blocks)
+            config = launch_configs.decode_two_kinds(cache.layouts, finer.layouts, *shape)
+        sums = kinds * (2 * cells + blocks), columns
+        counts = self._launch.counts((2 * kinds - 1) * cells * columns)
         out = self._device.empty(q.shape, dtype)
-        config = launch_configs.decode_attention(*cache.layouts, group, most, count, back.order)
         config = parameters.added_to(config._replace(defines={**config.defines, **result_type(out)}))
         self._launch(
-            "decode_attention",
+            kernel,
             (blocks,),
             config,
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
-            *(self._launch.counts(cells * columns), q, cache.keys.quantized, cache.values.quantized, *cache.full),
+            *(counts, q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables),
             *(parameters.scale_back, back.before, back.after, count, spans.table.shape[1], kv_heads, chunks),
             *(parameters.window, parameters.scale, parameters.sink_scores),
+            *(() if finer is None else _of_kind(finer)),
             layouts=cache.layouts,
+            finer=None if finer is None else finer.layouts,
         )
         return out
+
+
+def _of_kind(cache: LayerCache) -> tuple[Array, ...]:
+    """The arguments of kernels that read two kinds of blocks for one of them."""
+    return cache.keys.quantized, cache.values.quantized, cache.keys.tables, cache.values.tables

@@ -66,13 +66,14 @@ class Launcher:
         *args: Any,
         file: str = "",
         layouts: tuple[Layout | None, Layout | None] = (None, None),
+        finer: tuple[Layout, Layout] | None = None,
     ) -> None:
         """Launch `<kernel>_kernel` of the file `<kernel>.cu`, or of `<file>.cu`.
 
         args: those of `Device.launch`; Python's int and float are passed as int32 and float32. layouts: of keys and
-        values, for a kernel that reads or writes records.
+        values, for a kernel that reads or writes records. finer: those of blocks with more bits, if it reads two kinds.
         """
-        text = _source(file or kernel, *layouts, **config.defines, **self._defines)
+        text = _source(file or kernel, *layouts, finer, **config.defines, **self._defines)
         numbers = [_number(arg) for arg in args]
         self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), numbers, config.shared)
 

@@ -32,8 +32,11 @@ ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
 # Of a packed matrix, dequantized at a time for a product of many rows.
 DEQUANTIZED_BYTES = 64 << 20
 
+Layouts = tuple[Layout, Layout]  # of keys and of values
+
 _TILE_BYTES = 512
 SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
+_DECODE_WARPS = 8  # of decode_blocks
 _ENCODE_WARPS = 12  # of encode_blocks, at most: two blocks fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
@@ -134,11 +137,25 @@ def decode_attention(
 ) -> LaunchConfig:
     """The launch for `group` query heads per KV head and at most `most` rows of a sequence. order: of the Hadamard
     matrix in the rotation back."""
+    return decode_blocks(_decode_warps(keys, values, most), keys, values, group, most, sequences, order)
+
+
+def decode_two_kinds(
+    layouts: Layouts, finer: Layouts, group: int, most: int = 1, sequences: int = 1, order: int = 1
+) -> LaunchConfig:
+    """The launch for two kinds of blocks, of these layouts of keys and values; the rest as for `decode_attention`."""
+    warps = min(_decode_warps(*both, most) for both in (layouts, finer))
+    config = decode_blocks(warps, *layouts, group, most, sequences, order)
+    return config._replace(shared=config.shared + 4)
+
+
+def _decode_warps(keys: Layout, values: Layout, most: int) -> int:
+    """Warps of a block of decode_attention: fewer where they need more registers."""
     full = [not side.is_quantized for side in (keys, values)]
     beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
     words = sum(side.record.constants.get("WORDS", 0) for side in (keys, values))  # registers that codes take
     wide = keys.record.geometry.padded > 128 or words > 64 or beside_codes or step_rows(most) > 1
-    return decode_blocks(8 if wide else 12, keys, values, group, most, sequences, order)
+    return 8 if wide else 12
 
 
 def decode_blocks(
@@ -182,6 +199,12 @@ def prefill_wgmma(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfi
     shared = 2 * _WGMMA_SLOTS * part + _WGMMA_ALIGNMENT
     defines = {"GROUP": group, "WARPS": warps, "SLOTS": _WGMMA_SLOTS, "SHARED": shared}
     return LaunchConfig(defines, 32 * warps, shared), 16 * warps
+
+
+def decode_records(keys: Layout, values: Layout) -> LaunchConfig:
+    """The launch of the kernel decode_blocks."""
+    shared = table_bytes(keys, values)
+    return LaunchConfig({"WARPS": _DECODE_WARPS, "SHARED": shared}, WARP * _DECODE_WARPS, shared)
 
 
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:

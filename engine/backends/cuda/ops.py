@@ -51,7 +51,6 @@ class CudaOps:
     keeps_tiles = False
     cache_experts = None
     of_encoders = None
-    decode_blocks = None
     stored_as = transfer.RECORDS
 
     def __init__(self, device: Device, host: Ops | None = None):
@@ -107,6 +106,7 @@ class CudaOps:
         self.copy_full = store.copy_full
         self.round_trip = store.round_trip
         self.encode_blocks = store.encode_blocks
+        self.decode_blocks = store.decode_blocks
         self.read_blocks = store.read_blocks
         self.write_blocks = store.write_blocks
         self.read_full = store.read_full

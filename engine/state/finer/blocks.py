@@ -213,7 +213,6 @@ class FinerBlocks(KVBlocks):
         block, places, ops = self.blocks.begin_to_code(), self.blocks.places, self._ops
         if block is None:
             return False
-        assert ops.decode_blocks is not None
         layers, filled = self.layers[places.done : places.done + most], []
         for layer in layers:
             buffer = ops.decode_blocks(self._of_kind(layer, is_finer=True), [places[block].number])
@@ -298,8 +297,7 @@ class FinerBlocks(KVBlocks):
     def _code_given(self, layer: int, places: Sequence[int], given: Mapping[str, np.ndarray]) -> None:
         """Code a layer of blocks that are not finer from arrays of finer ones."""
         ops, format = self._ops, self._caches[layer].finer.format
-        aside = ops.cache(format, len(places), 0, [self._caches[layer].finer])
-        assert ops.decode_blocks is not None
+        aside = ops.of_layer(layer).cache(format, len(places), 0, [self._caches[layer].finer])
         ops.write_blocks(aside, range(len(places)), given)
         buffer = ops.decode_blocks(aside, range(len(places)))
         sources = [KVLocation(buffer, number) for number in range(len(places))]

@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks
 from polarlm.engine.backends.ops import Load
 
-_OF_ONE_CACHE = "copy_full", "round_trip", "read_blocks", "write_blocks", "read_full", "write_full"
+_OF_ONE_CACHE = ("copy_full", "round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
 
 
 class CardsOps(CudaOps):

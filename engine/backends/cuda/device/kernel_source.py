@@ -6,7 +6,7 @@ CuPy's cache of compiled kernels is keyed by the string, so our own files are co
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +17,10 @@ from polarlm.engine.records import Layout
 
 # At the top of a kernel: the files that precede it, on as many lines as it takes.
 _JOINS = re.compile(r"^// JOINS: ((?:.+,\n// )*.+)\.$", re.MULTILINE)
+
+# How a kernel begins, and what stands there where another one calls it.
+_ENTRY = re.compile(r'^extern "C" __global__ void __launch_bounds__\(.*\)\n', re.MULTILINE)
+_FUNCTION = "__device__ __forceinline__ void\n"
 
 _TARGET = re.compile(r"^// TARGET: (sm_\w+)\.$", re.MULTILINE)  # at the top of a part: what its kernels compile for
 
@@ -38,17 +42,36 @@ def folder() -> Path:
     return place
 
 
-def source(kernel: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str) -> str:
+def source(
+    kernel: str,
+    keys: Layout | None = None,
+    values: Layout | None = None,
+    finer: tuple[Layout, Layout] | None = None,
+    **defines: int | float | str,
+) -> str:
     """One text of: constants, prelude, structs of codecs and of the weight format, the files that the kernel JOINS, and
     `<kernel>.cu`.
 
-    keys, values: layouts of records; they define `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`. defines: the
+    keys, values: layouts of records; they define `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`. finer: those
+    of blocks with more bits, for a kernel that reads two kinds; then these names, and all that the kernel JOINS, are
+    there for each kind, in the namespaces `finer` and `coarser`, and TWO_KINDS is defined. defines: the
     constants that the kernel's DEFINES line names; an int is written as it is, a float as the nearest float32, a str
     (a type) as text. WEIGHT and BESIDE may name weight formats, whose structs are included.
     Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
-    return with_readers("".join([*map(_text, joined(text)), text]), keys, values, **defines)
+    parts = "".join(map(_part, joined(text)))
+    if finer is None:
+        return with_readers(parts + text, keys, values, **defines)
+    kinds: dict[str, dict[str, Layout | None]] = {
+        "finer": {"Key": finer[0], "Value": finer[1]},
+        "coarser": {"Key": keys, "Value": values},
+    }
+    structs = _structs(layout for sides in kinds.values() for layout in sides.values())
+    for name, sides in kinds.items():
+        is_finer = f"constexpr bool IS_FINER = {str(name == 'finer').lower()};\n"
+        structs += f"namespace {name} {{\n{is_finer}{_layouts(sides)}{parts}}}\n"
+    return _constants({**defines, "TWO_KINDS": 1}) + prelude() + structs + text
 
 
 def joined(text: str) -> list[str]:
@@ -61,9 +84,19 @@ def with_readers(
     text: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str
 ) -> str:
     """`source` for a kernel that is given as text, not by name."""
-    constants = [f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items())]
-    readers = _readers({"Key": keys, "Value": values}) + _weights(defines.get("WEIGHT"), defines.get("BESIDE"))
-    return "".join(constants) + prelude() + readers + text
+    sides = {"Key": keys, "Value": values}
+    readers = _structs(sides.values()) + _layouts(sides) + _weights(defines.get("WEIGHT"), defines.get("BESIDE"))
+    return _constants(defines) + prelude() + readers + text
+
+
+def _constants(defines: Mapping[str, int | float | str]) -> str:
+    return "".join(f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items()))
+
+
+def _part(name: str) -> str:
+    """The text of a file that a kernel JOINS. Another kernel becomes a function, after the parts of its own."""
+    text = _text(name)
+    return "".join(map(_part, joined(text))) + _ENTRY.sub(_FUNCTION, text)
 
 
 def can_read(weight_format: str) -> bool:
@@ -77,14 +110,18 @@ def _weights(*names: object) -> str:
     return "".join([_text("plain_weights.cuh"), _text("packed_weights.cuh"), *structs]) if structs else ""
 
 
-def _readers(sides: Mapping[str, Layout | None]) -> str:
-    """The text of the structs that read records, for each side ("Key", "Value") that has a layout."""
+def _structs(layouts: Iterable[Layout | None]) -> str:
+    """The text of the structs that read records of these layouts."""
+    codecs = {layout.codec for layout in layouts if layout}
+    names = sorted({FULL} | codecs) if codecs else []
+    texts = ("fragments.cuh", "pair_table.cuh", *(f"codecs/{name}.cuh" for name in names))
+    return "".join(map(_text, texts)) if codecs else ""
+
+
+def _layouts(sides: Mapping[str, Layout | None]) -> str:
+    """What defines the structs of each side ("Key", "Value") that has a layout."""
     layouts = {side: layout for side, layout in sides.items() if layout}
-    if not layouts:
-        return ""
-    names = sorted({FULL} | {layout.codec for layout in layouts.values()})
-    texts = [_text(name) for name in ("fragments.cuh", "pair_table.cuh", *(f"codecs/{name}.cuh" for name in names))]
-    texts.append('#line 1 "cuda/layouts.cuh"\n')  # a name for compiler messages: no such file exists
+    texts = ['#line 1 "cuda/layouts.cuh"\n'] if layouts else []  # a name for compiler messages: no such file exists
     for side, layout in layouts.items():
         texts += [layout.text(f"{side}Layout"), layout.full.text(f"Full{side}Layout")]
         texts.append(f"using {side}Codec = {layout.codec}<{side}Layout>;\n")

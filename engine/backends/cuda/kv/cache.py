@@ -5,7 +5,7 @@ Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -74,9 +74,9 @@ class SideArrays(NamedTuple):
 class Side:
     """Keys or values of one layer. Arrays are None where the codec or the metric has no such array.
 
-    quantized: the pool of quantized blocks. tables: the layout's tables. candidates: of the codec's points, see
-    `candidates`. The other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean;
-    weights only of a codec whose codes are chosen as paths.
+    quantized: the pool of quantized blocks, a part of `LayerCache.blocks` if there is one. tables: the layout's tables.
+    candidates: of the codec's points, see `candidates`. The other arrays are a `Metric`'s: both kinds of feedback are
+    transposed, mean_query is its tilt_mean; weights only of a codec whose codes are chosen as paths.
     """
 
     layout: Layout
@@ -97,7 +97,12 @@ class Side:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks."""
+    """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks.
+
+    blocks: the records of keys and values together (blocks, K, bytes), if the layer has two kinds of blocks in one
+    memory. Then finer is, in the cache of the others, that of blocks with more bits, and move(target, source) copies a
+    block.
+    """
 
     device: Device
     format: CacheFormat
@@ -105,6 +110,14 @@ class LayerCache:
     values: Side
     full: Buffer
     full_layouts: Layouts
+    blocks: Array | None = None
+    move: Callable[[int, int], None] | None = None
+    finer: LayerCache | None = None
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a quantized block of one KV head."""
+        return sum(layout.nbytes for layout in self.layouts)
 
     @property
     def layouts(self) -> Layouts:
@@ -147,8 +160,9 @@ class HostTable:
 class SpanTable(HostTable):
     """The spans of B sequences.
 
-    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. most_rows: rows of the longest
-    span. buffer: receives the new tokens of a prompt; None in a step, whose tokens go to full-precision slots.
+    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. Of two kinds, it is how many are
+    finer, the ids of these, and those of the others. most_rows: rows of the longest span. buffer: receives the new
+    tokens of a prompt; None in a step, whose tokens go to full-precision slots.
     """
 
     most_rows: int
@@ -173,9 +187,9 @@ def table_width(blocks: int) -> int:
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
     """The table of `spans`: one span of a prompt, or those of a step, each of whose rows lie in at most two blocks."""
     assert all(len(span.following) <= 1 for span in spans)
-    width = table_width(max(len(span.table) for span in spans))
-    table = np.zeros((len(spans), HEADER + width), np.int32)
-    for row, span in zip(table, spans, strict=True):
+    ids = [_ids(span) for span in spans]
+    table = np.zeros((len(spans), HEADER + table_width(max(map(len, ids)))), np.int32)
+    for row, span, own in zip(table, spans, ids, strict=True):
         # The blocks of a buffer are consecutive; in a step the next block is any slot.
         following = span.following[0] if span.following else span.current.block + 1
         row[:HEADER] = SpanHeader(
@@ -184,11 +198,16 @@ def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
             position=span.position,
             sink=-1 if span.sink is None else span.sink,
             first_quantized=span.table_start // block_size,
-            quantized=len(span.table),
+            quantized=len(span.table) + len(span.finer or ()),
             current=span.current.block,
             current_block=span.current_start // block_size,
             next=following,
         )
-        row[HEADER : HEADER + len(span.table)] = span.table
+        row[HEADER : HEADER + len(own)] = own
     counts = table[:, SpanHeader._fields.index("rows")]
     return SpanTable(table, int(counts.max()), spans[0].current.buffer)
+
+
+def _ids(span: SpanView) -> list[int]:
+    """What follows the header of a span."""
+    return [*span.table] if span.finer is None else [len(span.finer), *span.finer, *span.table]

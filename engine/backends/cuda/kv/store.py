@@ -35,7 +35,9 @@ class CacheOps:
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         keys, values = self._layouts_of(format)
-        launch_configs.encode_blocks(keys, values)
+        for kind in (format, format.finer):
+            if kind is not None:
+                launch_configs.encode_blocks(*self._layouts_of(kind))
         full = sum(layout.nbytes for layout in self._full_layouts(format))
         return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
 
@@ -46,15 +48,19 @@ class CacheOps:
         return _layout(format, codecs.get(codecs.FULL), False), _layout(format, codecs.get(codecs.FULL), True)
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        keys, values = self._layouts_of(format)
-        on_card = (other for other in beside if other.device is self._device)
-        known = {side.layout: side for other in on_card for side in (other.keys, other.values)}
+        on_card = [other for other in beside if other.device is self._device]
+        kinds = [*on_card, *(other.finer for other in on_card if other.finer is not None)]
+        known = {side.layout: side for other in kinds for side in (other.keys, other.values)}
+        layouts = self._layouts_of(format)
         try:
-            sides = (
-                self._side(keys, format, format.metric_k, quantized, known.get(keys)),
-                self._side(values, format, format.metric_v, quantized, known.get(values)),
-            )
-            return LayerCache(self._device, format, *sides, self._pools(format, full), self._full_layouts(format))
+            if format.finer is not None:
+                return self._two_kinds(format, format.finer, quantized, full, known)
+            # Kernels write only the fields of a record; the padding stays zero, also in session files.
+            shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts]
+            pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
+            keys, values = self._sides(layouts, format, pools, known)
+            slots = self._pools(format, full)
+            return LayerCache(self._device, format, keys, values, slots, self._full_layouts(format))
         except MemoryError:
             left = self._device.memory()[0] / 2**30
             raise EngineError(
@@ -63,6 +69,28 @@ class CacheOps:
                 "out_of_memory",
                 ("kv_memory", "ctx_size"),
             ) from None
+
+    def _two_kinds(
+        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, known: Mapping[Layout, Side]
+    ) -> LayerCache:
+        """A cache for `quantized` blocks, with one of finer blocks in the same memory."""
+        size = format.kv_heads * sum(layout.nbytes for layout in self._layouts_of(format))
+        memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
+
+        def in_memory(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
+            layouts = records.together(*self._layouts_of(kind))
+            each, of_keys = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
+            count = quantized * size // each
+            blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
+            pools = blocks[..., :of_keys], blocks[..., of_keys:]
+            keys, values = self._sides(layouts, kind, pools, known)
+            move, full_layouts = functools.partial(self._move, blocks), self._full_layouts(kind)
+            return LayerCache(self._device, kind, keys, values, slots, full_layouts, blocks, move, finer)
+
+        return in_memory(format, in_memory(finer, None))
+
+    def _move(self, blocks: Array, target: int, source: int) -> None:
+        self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
         return self._pools(format, -(-rows // format.block_size))
@@ -73,10 +101,18 @@ class CacheOps:
         shapes = [(count, format.kv_heads, layout.nbytes) for layout in (keys, values)]
         return Buffer(*(self._device.empty(shape, np.uint8) for shape in shapes))
 
-    def _side(
-        self, layout: Layout, format: CacheFormat, metric: Metric | None, quantized: int, like: Side | None
-    ) -> Side:
-        """A pool of `quantized` records; the codec's tables are those of `like` (same layout) if given."""
+    def _sides(
+        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], known: Mapping[Layout, Side]
+    ) -> tuple[Side, Side]:
+        """Keys and values, with pools of their records. known: sides, by layout, whose codecs' tables they may have."""
+        (keys, values), (of_keys, of_values) = layouts, pools
+        return (
+            self._side(keys, format, format.metric_k, of_keys, known.get(keys)),
+            self._side(values, format, format.metric_v, of_values, known.get(values)),
+        )
+
+    def _side(self, layout: Layout, format: CacheFormat, metric: Metric | None, pool: Array, like: Side | None) -> Side:
+        """A side with `pool`; the codec's tables are those of `like` (same layout) if given."""
         if like is None:
             tables, nearest = (
                 self._upload(layout.tables if layout.tables.size else None),
@@ -84,8 +120,6 @@ class CacheOps:
             )
         else:
             tables, nearest = like.tables, like.candidates
-        # Kernels write only the fields of a record; the padding stays zero, also in session files.
-        pool = self._device.zeros((quantized, format.kv_heads, layout.nbytes), np.uint8)
         side = Side(layout, pool, tables, nearest)
         if metric is None:
             return side
@@ -177,18 +211,41 @@ class CacheOps:
             config = launch_configs.encode_blocks(*layouts)
             self._launch("encode_blocks", (len(jobs), heads), config, *args, layouts=layouts)
 
+    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
+        format, layouts = cache.format, cache.layouts
+        buffer, ids = self._pools(format, len(blocks)), self._upload(np.asarray(blocks, np.int32))
+        self._launch(
+            "decode_blocks",
+            (len(blocks), format.kv_heads),
+            launch_configs.decode_records(*layouts),
+            *(*buffer, cache.keys.quantized, cache.values.quantized, ids),
+            *(cache.keys.tables, cache.values.tables, format.kv_heads),
+            layouts=layouts,
+        )
+        return buffer
+
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
-        arrays = {}
-        for name, pool in (("keys", cache.keys.quantized), ("values", cache.values.quantized)):
-            gathered = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
-            self._copy_records(gathered, pool, np.asarray(blocks), np.arange(len(blocks)))
-            arrays[name] = self._device.to_host(gathered)
-        return arrays
+        if cache.blocks is not None:
+            both, keys = self._read(cache.blocks, blocks), cache.keys.layout
+            arrays = {"keys": both[..., : keys.nbytes], "values": both[..., keys.nbytes :]}
+            # What lies in the memory between the fields may have been a block of the other kind.
+            sides = zip(arrays.items(), cache.layouts, strict=True)
+            return {name: layout.without_padding(array) for (name, array), layout in sides}
+        pools = ("keys", cache.keys.quantized), ("values", cache.values.quantized)
+        return {name: self._read(pool, blocks) for name, pool in pools}
+
+    def _read(self, pool: Array, blocks: Sequence[int]) -> np.ndarray:
+        gathered = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
+        self._copy_records(gathered, pool, np.asarray(blocks), np.arange(len(blocks)))
+        return self._device.to_host(gathered)
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         given = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
-        for name, pool in (("keys", cache.keys.quantized), ("values", cache.values.quantized)):
-            self._copy_records(pool, self._upload(given[name]), np.arange(len(blocks)), np.asarray(blocks))
+        pools = [(cache.keys.quantized, given["keys"]), (cache.values.quantized, given["values"])]
+        if cache.blocks is not None:
+            pools = [(cache.blocks, np.concatenate([given["keys"], given["values"]], axis=-1))]
+        for pool, own in pools:
+            self._copy_records(pool, self._upload(own), np.arange(len(blocks)), np.asarray(blocks))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = (

@@ -1,0 +1,209 @@
+"""Two kinds of blocks in one memory of a GPU: what attention reads, what is coded again, and whole engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine import SamplingParams, codecs
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.transfer import FIELDS, converted
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.outputs import Completion
+from polarlm.engine.quantization.encode import encode_centred
+from polarlm.engine.state.layer_shapes import FinerKind
+from polarlm.engine.state.store import KVStore
+from tests.cuda.emulated import EmulatedDevice, _program, open_device
+from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, close, model_of
+from tests.state.fed import HEADS, KV_HEADS, D, Fed
+from tests.state.reference import attention
+from tests.state.test_finer_blocks import BY_ROOM, COMPACT, LAYERS, N, contents, decode, make_store
+from tests.tiny import assert_idle, load_tiny, make_model
+
+
+class Shuffled(EmulatedDevice):
+    """A device with some multiprocessors, whose blocks run in an order of their own, with every check on."""
+
+    def __init__(self, processors: int, seed: int) -> None:
+        super().__init__()
+        self.processors, self._seed = processors, seed
+
+    def launch(self, kernel: str, text: str, grid, block, args: Sequence[Any], shared: int = 0) -> None:
+        assert kernel == "decode_two_kinds_kernel"
+        _program(text, True).launch(kernel, grid, block, *args, shared=shared, seed=self._seed)
+
+
+class Plain(Fed):
+    """A sequence of which nothing is checked."""
+
+    def check(self, *given: Any) -> None:
+        """Nothing."""
+
+
+def sequences(ops: Ops) -> list[Plain]:
+    """Sequences without quantized blocks, of finer ones alone, of both kinds, and of the others alone."""
+    store = make_store(ops, 800, COMPACT, BY_ROOM)
+    found = [Plain(store, seed) for seed in range(4)]
+    for fed, tokens in zip(found, (5, 4 * N, 9 * N + 3, 6 * N), strict=True):
+        fed.feed(tokens)
+    places = store.finer.blocks.places
+    wanted = [*found[2].kv.tables[0].quantized[::2], *found[3].kv.tables[0].quantized]
+    for block in wanted:  # whatever their age
+        places.begin(block)
+        store.finer.code_again()
+    kinds = [{store.finer.is_finer(block) for block in fed.kv.tables[0].quantized} for fed in found]
+    assert kinds == [set(), {True}, {True, False}, {False}]
+    return found
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("processors", "rows"), [(1, 1), (6, 1), (40, 1), (6, 3)])
+def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> None:
+    """Any number of CTAs, in any order, and a row that pads the batch; results are the same to the bit in any order."""
+    ops = CudaOps(open_device(checked=False))
+    found = sequences(ops)
+    store, rng, results = found[0].store, np.random.default_rng(0), []
+    spans = [store.open_step(fed.kv, rows) for fed in found]
+    q, k, v = (rng.standard_normal((rows * len(found), heads, D), np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
+    views = [
+        store.view(0, span, slice(rows * number, rows * (number + 1)), span.start) for number, span in enumerate(spans)
+    ]
+    table = ops.spans(views, N)
+    ops.append_kv(store.cache(0), table, ops.to_device(k), ops.to_device(v))
+    given = q
+    if rows == 1:
+        table, given = table.filled_up(len(found) + 1), np.concatenate([q, q[:1]])
+    for seed in (0, 1, 2):
+        on = CudaOps(Shuffled(processors, seed)) if isinstance(ops._device, EmulatedDevice) else ops
+        results.append(on.to_host(on.attention(on.to_device(given), store.cache(0), table, 0.3, None)))
+        np.testing.assert_array_equal(results[-1], results[0])
+    for number, fed in enumerate(found):
+        own = slice(rows * number, rows * (number + 1))
+        seen_k, seen_v = (np.concatenate(pair).astype(np.float64) for pair in ((fed.k, k[own]), (fed.v, v[own])))
+        for at, block in enumerate(fed.kv.tables[0].quantized, 1):
+            seen_k[at * N : (at + 1) * N], seen_v[at * N : (at + 1) * N] = contents(store, 0, block)
+        # Queries, weights and what codes stand for are rounded to half precision.
+        expected = attention(q[own], seen_k, seen_v, fed.kv.length, 0.3, None)
+        np.testing.assert_allclose(results[0][own], expected, atol=0.005)
+    assert not results[0][rows * len(found) :].any()
+
+
+def test_codes_are_those_of_numpy() -> None:
+    """Of finer blocks, and of one that is coded again from what it decodes to; what lies between fields is read as
+    zeros, whatever the memory was before."""
+    stores = [make_store(ops, 800, COMPACT, BY_ROOM) for ops in (CudaOps(open_device()), NumpyOps())]
+    for layer in range(LAYERS):
+        stores[0].cache(layer).blocks[...] = 0xFF
+    for store in stores:
+        fed = Plain(store, 3)
+        fed.feed(7 * N)
+    first, *others = fed.kv.tables[0].quantized
+    device, host = stores
+    k, v = (x[:, None] for x in decode(device, 1, first))
+    for store in stores:
+        assert store.finer.code_again()
+    for block in others:
+        for name, array in fields_of(device, block).items():
+            np.testing.assert_array_equal(array, fields_of(host, block)[name], err_msg=name)
+    (keys, means), (values, _) = encode_centred(COMPACT[0], k, None, 8), encode_centred(COMPACT[1], v, None)
+    sides = {"k": keys, "mean": means, "v": values}
+    again = {f"{side}.{name}": x.swapaxes(0, 1) for side, own in sides.items() for name, x in own.items()}
+    found = fields_of(device, first)
+    assert found.keys() == again.keys()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, again[name], err_msg=name)
+    cache = device.cache(1)
+    raw = device.ops.read_blocks(cache, [device.finer.blocks.places[first].number])
+    for name, layout in zip(("keys", "values"), cache.layouts, strict=True):
+        np.testing.assert_array_equal(raw[name], layout.pack(*layout.unpack(raw[name])))
+
+
+def fields_of(store: KVStore, block: int) -> dict[str, np.ndarray]:
+    """The fields of a block of the second layer."""
+    place = store.finer.blocks.places[block]
+    own = store.cache(1).finer if place.is_finer else store.cache(1)
+    return converted(own.format, 1, store.ops.read_blocks(own, [place.number]), FIELDS)
+
+
+FIXTURE = "qwen3_qk_norm_tied"
+
+
+def talk(model: Transformer) -> list[np.ndarray]:
+    """A prompt, a second turn, steps over a block's end, and steps in company, some with several rows. In between,
+    blocks are coded again: those that are old, or the next one at times."""
+    ids = np.random.default_rng(4).integers(5, 96, 180).tolist()
+    dialogue, finer = Talk(model, 2), model.store.finer
+    seen: list[tuple[int, int]] = []
+
+    def then() -> None:
+        if finer.is_by_age:
+            finer.code_aged()
+        elif len(seen) % 4 == 0:
+            finer.code_again()
+        seen.append(finer.blocks.places.counts())
+
+    dialogue.prompt(ids[:97])
+    then()
+    dialogue.prompt(ids[97:109], outputs=1)
+    for token in ids[109:115]:
+        dialogue.step([token])
+        then()
+    dialogue.prompt(ids[115:147], index=1)
+    for pair in np.reshape(ids[147:155], (-1, 2)).tolist():
+        dialogue.step(pair)
+        then()
+    dialogue.step(ids[155:161], [4, 2], kept=2)
+    dialogue.step(ids[161:173], [2, 10])
+    assert min(map(min, seen)) > 0, "blocks of both kinds are read"
+    assert len({*seen}) > 1
+    return dialogue.logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_by_age", [True, False], ids=["by age", "by room"])
+def test_logits_equal_those_of_numpy(is_by_age: bool) -> None:
+    device = CudaOps(open_device(checked=False))
+    types, finer = (("ring3", "ring3"), "ring5/ring5") if is_by_age else (("ring3", "ring3.5"), "ring5/ring4")
+    kind = FinerKind(*map(codecs.get, finer.split("/")), is_by_age=is_by_age)
+    backends = device, SameWeights(device), Rounded(device)
+    close(*(talk(model_of(ops, FIXTURE, types, kind)) for ops in backends))
+
+
+GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logprobs=2)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("cache_type", ["by-age", "auto"])
+def test_an_engine_answers_alike_after_a_session(tmp_path: Path, cache_type: str) -> None:
+    """Blocks are coded again between the steps of an answer; a second turn reads them as they were saved."""
+    path, ops = make_model(tmp_path, FIXTURE), CudaOps(open_device(checked=False))
+    settings: dict[str, Any] = {"block_size": N, "ctx_size": 256, "calibration": False, "cache_type": cache_type}
+    prompt, ids, turns = [5 + 7 * i % 90 for i in range(7 * N + 3)], list[int](), list[Completion]()
+    for is_first in (True, False):
+        with load_tiny(path, ops=ops, **settings) as engine:
+            places, counts = engine._store.finer.blocks.places, set()
+            if is_first:
+                for number, chunk in enumerate(engine.stream(prompt, GREEDY)):
+                    ids += chunk.token_ids
+                    counts.add(places.counts())
+                    if cache_type == "auto" and number in (3, N):
+                        assert engine._store.finer.code_again()
+                assert len(counts) > 1
+                saved = places.counts()
+                assert min(saved) > 0
+                engine.save_session(tmp_path / "session")
+            else:
+                engine.load_session(tmp_path / "session")
+            assert places.counts() == saved
+            turns.append(engine.generate([*prompt, *ids, 9, 8, 7, 6], GREEDY))
+            assert turns[-1].usage.cached_tokens > len(prompt)
+            assert_idle(engine)
+    assert turns[0].token_ids == turns[1].token_ids
+    assert turns[0].logprobs == turns[1].logprobs
