@@ -131,8 +131,8 @@ class LinearOps(LoadOps):
         def kernels(sizes: Tiling) -> list[Kernel]:
             return [*(panel_kernel(norm is not None, sizes.rows, kind) for kind in kinds), *products(sizes)]
 
-        are_words = all(kind.are_words for kind in kinds)
-        sizes, most = tiling(rows, level, are_words=are_words), largest_tiling(level, are_words=are_words)
+        shared = Inputs.shared(kinds)
+        sizes, most = tiling(rows, level, shared), largest_tiling(level, shared)
         # Kernels are specialized by row count. Until the exact one is compiled, that for many is used; if it cannot be
         # compiled, that of one row. Results are equal.
         can_choose = not recorded and rows > 1 and sizes != most and self._launch.has_loaded(kernels(most))
@@ -188,7 +188,7 @@ class LinearOps(LoadOps):
         columns = x.shape[1]
         if not kind.are_words and norm is None and row_tile == 1 and x.flags.c_contiguous:
             return x
-        nbytes = panel_bytes(columns, row_tile, self._launch.level) if kind.are_words else 4 * columns * row_tile
+        nbytes = panel_bytes(columns, row_tile, self._launch.level, kind) if kind.are_words else 4 * columns * row_tile
         out = self._launch.empty((-(-len(x) // row_tile), nbytes), np.uint8)
         weight, eps = norm or (None, 0.0)
         arguments = RowArguments(x=x, weight=weight, out=out, columns=columns, stride=x.strides[0], eps=eps)
