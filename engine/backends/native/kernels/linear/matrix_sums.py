@@ -22,7 +22,7 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I32, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
-MOST_TILES = 8  # of weights that are multiplied by inputs while these are in the cache
+MOST_TILES = 16  # of weights that are multiplied by inputs while these are in the cache
 _PANELS = 32  # whose sums are kept meanwhile: enough that products cost much more than expanding codes
 _INPUTS = 256  # that are multiplied at a time: those of the largest block
 _MATRIX = 4 * ROWS * ROWS  # bytes of one of float32, or of the bfloat16 of 32 inputs
@@ -73,7 +73,8 @@ def matrix_sums(
                 inputs = x + (begin // ROWS + panel) * stride + block * (words.parts * (MATRIX_ROW * ROWS))
                 with e.loop(0, units * tiles) as number:
                     total = sums + (panel * MOST_TILES + number) * _MATRIX
-                    words.add_matrices(of_tiles + number * size, own_blocks * words.parts, inputs, products, total)
+                    following = inputs + stride + number * (MATRIX_ROW * ROWS // MOST_TILES)
+                    words.add_matrices(of_tiles + number * size, own_blocks * words.parts, inputs, following, products, total)
         with e.loop(0, count) as panel, e.loop(0, units) as unit, e.loop(0, ROWS) as row:
             at = sums + (panel * MOST_TILES + unit * tiles) * _MATRIX + row * (4 * ROWS)
             yield unit, begin + panel * ROWS + row, [[e.load(at, _F16, _MATRIX * which)] for which in range(tiles)]
@@ -120,7 +121,7 @@ class _Words(CodeWords):
         low, high = ((half.to_float().bits(_I16)) for half in (low, high))
         return ((low >> 16) | (high & -65536)).bits(words.type)
 
-    def add_matrices(self, words: Value, parts: Value, inputs: Value, products: Value, sums: Value) -> None:
+    def add_matrices(self, words: Value, parts: Value, inputs: Value, following: Value, products: Value, sums: Value) -> None:
         """Add the products of a panel's rows with words to float32 (16, 16) at `sums`. parts: of 32 inputs."""
         e, groups = self._e, self._groups
         of_group = 1 if self._is_whole else 2
@@ -138,6 +139,7 @@ class _Words(CodeWords):
             totals = [e.variable(e.load(sums, _F16, 4 * ROWS * row)) for row in range(ROWS)]
             with e.loop(0, count) as number:
                 own, left = words + (first + number) * self.nbytes, inputs + (first + number) * (MATRIX_ROW * ROWS)
+                e.prefetch(following + (first + number) * (MATRIX_ROW * ROWS), MATRIX_ROW * ROWS // MOST_TILES + 32)
                 for group in range(groups):
                     at = products + number * step + _MATRIX * of_group * group
                     for row, total in enumerate(totals):
