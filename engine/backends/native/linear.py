@@ -9,12 +9,14 @@ from polarlm.engine.backends.native.expert_cache import CachedTiles
 from polarlm.engine.backends.native.kernels.linear.activations import (
     Inputs,
     RowArguments,
+    are_matrices,
     inputs_for,
     interleave_rows,
     panel_bytes,
     quantize_rows,
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
 from polarlm.engine.backends.native.kernels.linear.product import (
     Product,
     ProductArguments,
@@ -167,7 +169,10 @@ class LinearOps(LoadOps):
                 outputs=width if gates else outputs,
                 tiles=tile_count,
             )
-            self._launch(kernel, count, arguments, spare=prefetched_pieces(own, level, count, blocks, rows))
+            grain, spare = 0, prefetched_pieces(own, level, count, blocks, rows)
+            if are_matrices(level, sizes.rows, own.inputs):
+                grain = together(count, 2 if gates else 1, self._launch.threads)
+            self._launch(kernel, count, arguments, grain, spare)
             first += outputs
         return y if activation is None or gates else self.activate_halves(y, activation)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from polarlm.engine.jit.isa.x86 import Avx512Vbmi
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I8, Value
+from polarlm.engine.jit.lang.values import I8, I16, Value, vector
 
 _ROWS, _BYTES = 16, 64  # of a tile
 _SUM, _LEFT, _RIGHT = 0, (1, 2), 3  # tiles
@@ -20,8 +20,16 @@ class Avx512Amx(Avx512Vbmi):
     needs = (*Avx512Vbmi.needs, "amx-tile", "amx-bf16")
     matrix_rows = _ROWS
 
+    def word_table(self, e: Emitter, entries: Sequence[int]) -> Callable[[Value], Value]:
+        words, half = vector(I16, 32), 32
+        if len(entries) <= half:
+            table = e.constant(words, (*entries, *[0] * (half - len(entries))))
+            return lambda index: e.intrinsic("llvm.x86.avx512.permvar.hi.512", words, table, index)
+        low, high = (e.constant(words, tuple(entries[first : first + half])) for first in (0, half))
+        return lambda index: e.intrinsic("llvm.x86.avx512.vpermi2var.hi.512", words, low, index, high)
+
     def begin_tiles(self, e: Emitter, pairs: int) -> None:
-        shapes = {_SUM: (_ROWS, _BYTES), _RIGHT: (pairs, _BYTES), **{tile: (_ROWS, 4 * pairs) for tile in _LEFT}}
+        shapes = {_SUM: (_ROWS, _BYTES), _RIGHT: (pairs, _BYTES), **dict.fromkeys(_LEFT, (_ROWS, 4 * pairs))}
         configuration = bytearray(64)
         configuration[0] = _PALETTE
         for tile, (rows, nbytes) in shapes.items():

@@ -97,6 +97,10 @@ class Level(ABC):
     @abstractmethod
     def split_end(self, e: Any, sums: Sequence[Value]) -> Value: ...
 
+    def word_table(self, e: Any, entries: Sequence[int]) -> Callable[[Value], Value]:
+        """A function that looks up int16 (32,) in up to 64 int16. Levels that multiply matrices have it."""
+        raise NotImplementedError
+
     def begin_tiles(self, e: Any, pairs: int) -> None:
         """What precedes `multiply_tiles`. pairs: of numbers in a row of `left`, up to 16."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Sums of products of weights, of 16 outputs, with rows of activations: of a block of codes and scales, and of numbers."""
+"""Sums of products of weights of 16 outputs with rows of activations: of a block of codes and scales, or of numbers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     passes,
 )
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import MOST_TILES, matrix_sums, tiles_begun
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from polarlm.engine.backends.native.kernels.rows import gated
@@ -142,21 +142,16 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 prefetch.step((passed * parts + part) * steps + step)
 
         if are_matrices(e.level, spec.row_tile, spec.inputs):
-            done = e.variable(begin)
-            with tiles_begun(e, spec.format), e.when(begin < end), e.repeat_while() as again:
-                of = _operands(e, spec, args, done.get(), 1)
-                units, most = e.imin(end - done.get(), tiles - of.unit), MOST_TILES // (1 + (spec.activation is not None))
-                count = e.imin(units, most)
-
-                def start(number: Value, which: int, of: _Operands = of) -> Value:
-                    return of.weights + (of.unit + number + tiles * which) * args.tile_bytes
-
-                inputs = (of.x, args.x_stride, args.blocks, of.rows)
-                given = (count, MOST_TILES // most, start), inputs, scratch + SUMS
-                for number, row, sums in matrix_sums(e, spec.format, *given):
+            each = 1 if spec.activation is None else 2
+            with (
+                runs(e, spec.format, (begin, end), tiles, each) as (unit, count),
+                nullcontext(_operands(e, spec, args, unit, wide)) as of,
+            ):
+                tile = of.weights + of.unit * args.tile_bytes
+                given = (tile, args.tile_bytes, tiles), (count, each), (of.x, args.x_stride, args.blocks, of.rows)
+                y = of.y + of.unit * 64, args.y_stride
+                for number, row, sums in matrix_sums(e, spec.format, *given, y, scratch + SUMS):
                     finish(of._replace(unit=of.unit + number), sums, row)
-                done.add(count)
-                again.append(done.get() < end)
             return
         if is_expanded(spec.format, spec.inputs, spec.tiling, e.level):
             with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:

@@ -10,6 +10,7 @@ from polarlm.engine.jit.isa.levels import Level
 _FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
 _FEW_ROWS = 16  # up to which words in memory save nothing, where sums are in order
 _MOST_IN_ORDER = 6  # rows whose sums have 12 of 16 registers
+_FEW_OF_MATRICES = 24  # rows for which a level's matrices are no faster: too many of theirs would be empty
 _FEW_PANELS = 2  # for which unpacking weights again would cost more than loading inputs seldom saves
 
 
@@ -38,10 +39,12 @@ def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
         size = Tiling(min(range(1, 1 + _MOST_IN_ORDER), key=lambda own: -(-rows // own) * (own + 1)), 1)
         return size._replace(unpacks_again=become_words(size, level))
     few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, inputs)
+    if are_matrices(level, most.rows, inputs):
+        if rows > _FEW_OF_MATRICES:
+            return most
+        most = Tiling(*level.code_tiles[-1])
     if rows <= _FEW_PANELS * few.rows:
         most = few
-    if are_matrices(level, most.rows, inputs):
-        return most
     return Tiling(-(-rows // -(-rows // most.rows)), most.tiles)
 
 
@@ -53,7 +56,8 @@ def expert_tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Til
     if not inputs.are_words:
         return tiling(rows, level, inputs)
     few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, inputs)
-    return few if few.rows < most.rows and rows <= _FEW_PANELS * few.rows else most
+    are_few = rows <= (_FEW_OF_MATRICES if are_matrices(level, most.rows, inputs) else _FEW_PANELS * few.rows)
+    return few if few.rows < most.rows and are_few else most
 
 
 def largest_tiling(level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
