@@ -76,8 +76,8 @@ def _listed_by_linux() -> list[str] | None:
 
 @cache
 def _may_use_tiles() -> bool:
-    """Whether Linux lets this process use AMX. A process has to ask, since a signal then saves 8 KiB more. Linux refuses
-    where a thread has a stack for signals that is too small."""
+    """Whether Linux lets this process use AMX. A process has to ask, since a signal then saves 8 KiB more. Linux
+    refuses where a thread has a stack for signals that is too small."""
     return sys.platform == "linux" and not ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
 
 

@@ -10,8 +10,8 @@ of the last 16.
 Where panels of R rows are split (`splits`), the int16 of each eight inputs are their high bytes and then their low
 bytes (see `byte_ops.SplitSums`), fours of which are in the order of `tiles.QUAD`.
 
-Panels for matrices of a level (`Level.matrix_rows`) have 16 rows. Their int16 are split, too, into a multiple of 256 and
-a signed byte, both bfloat16, and the sums are float32, exact:
+Panels for matrices of a level (`Level.matrix_rows`) have 16 rows. Their int16 are split, too, into a multiple of 256
+and a signed byte, both bfloat16, and the sums are float32, exact:
 
     high       (16, 32) bfloat16
     low        (16, 32) bfloat16

@@ -1,10 +1,10 @@
 """Sums of products with codes where a level multiplies matrices (`Level.matrix_rows`): 16 rows and 32 inputs with 16
 outputs.
 
-Codes become bfloat16 in memory of the thread that stays in the cache, once for 32 panels; they and their scales lie there
-as in `code_words`. Both parts of an input are multiplied by the same codes, and the sum of the products is the same
-integer as at other levels. float32 has all integers up to 2²⁴. Codes that are too large for that are multiplied by each
-part alone, or become smaller by a number whose product with the sum of the inputs is added later.
+Codes become bfloat16 in memory of the thread that stays in the cache, once for 32 panels; they and their scales lie
+there as in `code_words`. Both parts of an input are multiplied by the same codes, and the sum of the products is the
+same integer as at other levels. float32 has all integers up to 2²⁴. Codes that are too large for that are multiplied by
+each part alone, or become smaller by a number whose product with the sum of the inputs is added later.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _F16, _I16 = vector(F32, ROWS), vector(I32, ROWS)
 
 
 def together(units: int, tiles: int, threads: int) -> int:
-    """The units that a thread takes at a time, so that many share inputs in the cache, and no thread has none. tiles: of
-    a unit."""
+    """The units that a thread takes at a time, so that many share inputs in the cache, and no thread has none. tiles:
+    of a unit."""
     return max(1, min(_TILES // tiles, units // threads))
 
 
@@ -72,8 +72,9 @@ def matrix_sums(
     the unit, of this row alone.
 
     weights: the address of the first tile, the bytes of one, and the distance in tiles between those of a unit. units:
-    those of a run, and the tiles of each. panels: their address, the bytes of one, the blocks of a row, and the number of
-    rows. y: the outputs of the first unit, which are prefetched, and the bytes from row to row. kept: memory for 700 KiB.
+    those of a run, and the tiles of each. panels: their address, the bytes of one, the blocks of a row, and the number
+    of rows. y: the outputs of the first unit, which are prefetched, and the bytes from row to row. kept: memory for 700
+    KiB.
     """
     (weight, tile_bytes, distance), (count, tiles), (x, stride, blocks, rows) = weights, units, panels
     words = _Words(e, format)
@@ -90,10 +91,8 @@ def matrix_sums(
             is_last = block + words.blocks >= blocks
             with e.loop(0, count) as unit:
                 for which in range(tiles):
-                    tile = weight + (unit + distance * which) * tile_bytes
-                    words.expand(
-                        tile + block * block_bytes(format), own_blocks, of_tiles + (unit * tiles + which) * size
-                    )
+                    at = weight + (unit + distance * which) * tile_bytes + block * block_bytes(format)
+                    words.expand(at, own_blocks, of_tiles + (unit * tiles + which) * size)
             with e.loop(0, some) as panel:
                 first = begin + panel * ROWS
                 inputs = x + first // ROWS * stride + block * (words.parts * _PANEL)
