@@ -124,7 +124,8 @@ def test_threads_take_many_units_and_none_has_nothing_to_do() -> None:
 @pytest.mark.parametrize(("name", "products", "sums"), [("q4_0", 2, 1), ("q5_1", 2, 1), ("q8_0", 2, 2), ("q6_k", 4, 2)])
 def test_instructions(name: str, products: int, sums: int, level: Level) -> None:
     """For 32 inputs of 16 rows and outputs a product with each part of the inputs, and one sum of both that is written;
-    a sum for each where codes have 8 bits, and two of each where 16 inputs have a scale. At most one vector goes to the stack."""
+    a sum for each where codes have 8 bits, and two of each where 16 inputs have a scale. At most one vector goes to the
+    stack."""
     kernel = product(Product(get(name), largest_tiling(level)))
     text = assembly(kernel, level)
     assert text.count("tdpbf16ps") == products
