@@ -114,8 +114,8 @@ class ExpertOps:
                 found += [product(_spec(part, w, sizes, own, inputs(part))) for part in w.parts]
             return found
 
-        are_words = all(inputs(part).are_words for part in (*gate_up.parts, *down.parts))
-        order = self._arranged(routing, gate_up.count, are_words, kernels, recorded)
+        shared = Inputs.shared(map(inputs, (*gate_up.parts, *down.parts)))
+        order = self._arranged(routing, gate_up.count, shared, kernels, recorded)
         self._expect(order.chosen, gate_up, down)
         y = self._multiply(x, gate_up, order, order.sources, norm, gates, inputs)
         if activation is not None and not is_gated(activation):
@@ -142,16 +142,15 @@ class ExpertOps:
         self,
         routing: Routing,
         count: int,
-        are_words: bool,
+        inputs: Inputs,
         kernels: Callable[[Tiling], list[Kernel]],
         recorded: bool,
     ) -> _Order:
-        """The rows by expert. are_words: whether all products read their inputs as words. kernels: of a tiling."""
+        """The rows by expert. inputs: see `tiling`. kernels: of a tiling."""
         rows, top_k = routing.ids.shape
         pairs, slots = rows * top_k, min(rows * top_k, count)
         level = self._launch.level
-        sizes = expert_tiling(pairs // count, level, are_words=are_words)
-        most = largest_tiling(level, are_words=are_words)
+        sizes, most = expert_tiling(pairs // count, level, inputs), largest_tiling(level, inputs)
         # Until the kernels for few rows are compiled, those for many are used, as in `LinearOps.linear`.
         can_choose = not recorded and sizes not in (SINGLE, most) and self._launch.has_loaded(kernels(most))
         if can_choose and not self._launch.has_loaded(kernels(sizes)):
@@ -283,7 +282,7 @@ class ExpertOps:
     ) -> np.ndarray:
         """The panels of rows of x: uint8 (panels, bytes of a panel)."""
         columns, (weight, eps) = x.shape[1], norm or (None, 0.0)
-        nbytes = panel_bytes(columns, row_tile, self._launch.level) if kind.are_words else 4 * columns * row_tile
+        nbytes = panel_bytes(columns, row_tile, self._launch.level, kind) if kind.are_words else 4 * columns * row_tile
         out = self._launch.empty((len(sources) // row_tile, nbytes), np.uint8)
         arguments = RowArguments(
             x=x, weight=weight, out=out, sources=sources, columns=columns, stride=x.strides[0], eps=eps

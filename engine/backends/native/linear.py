@@ -9,12 +9,14 @@ from polarlm.engine.backends.native.expert_cache import CachedTiles
 from polarlm.engine.backends.native.kernels.linear.activations import (
     Inputs,
     RowArguments,
+    are_matrices,
     inputs_for,
     interleave_rows,
     panel_bytes,
     quantize_rows,
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
 from polarlm.engine.backends.native.kernels.linear.product import (
     Product,
     ProductArguments,
@@ -131,8 +133,8 @@ class LinearOps(LoadOps):
         def kernels(sizes: Tiling) -> list[Kernel]:
             return [*(panel_kernel(norm is not None, sizes.rows, kind) for kind in kinds), *products(sizes)]
 
-        are_words = all(kind.are_words for kind in kinds)
-        sizes, most = tiling(rows, level, are_words=are_words), largest_tiling(level, are_words=are_words)
+        shared = Inputs.shared(kinds)
+        sizes, most = tiling(rows, level, shared), largest_tiling(level, shared)
         # Kernels are specialized by row count. Until the exact one is compiled, that for many is used; if it cannot be
         # compiled, that of one row. Results are equal.
         can_choose = not recorded and rows > 1 and sizes != most and self._launch.has_loaded(kernels(most))
@@ -167,7 +169,10 @@ class LinearOps(LoadOps):
                 outputs=width if gates else outputs,
                 tiles=tile_count,
             )
-            self._launch(kernel, count, arguments, spare=prefetched_pieces(own, level, count, blocks, rows))
+            grain, spare = 0, prefetched_pieces(own, level, count, blocks, rows)
+            if are_matrices(level, sizes.rows, own.inputs):
+                grain = together(count, 2 if gates else 1, self._launch.threads)
+            self._launch(kernel, count, arguments, grain, spare)
             first += outputs
         return y if activation is None or gates else self.activate_halves(y, activation)
 
@@ -188,7 +193,7 @@ class LinearOps(LoadOps):
         columns = x.shape[1]
         if not kind.are_words and norm is None and row_tile == 1 and x.flags.c_contiguous:
             return x
-        nbytes = panel_bytes(columns, row_tile, self._launch.level) if kind.are_words else 4 * columns * row_tile
+        nbytes = panel_bytes(columns, row_tile, self._launch.level, kind) if kind.are_words else 4 * columns * row_tile
         out = self._launch.empty((-(-len(x) // row_tile), nbytes), np.uint8)
         weight, eps = norm or (None, 0.0)
         arguments = RowArguments(x=x, weight=weight, out=out, columns=columns, stride=x.strides[0], eps=eps)

@@ -16,6 +16,9 @@ from polarlm.engine.jit.isa.levels import LEVELS, Level
 _CPUS = Path("/proc/cpuinfo")
 # Features that Linux and LLVM name differently.
 _LLVM_NAMES = {"abm": "lzcnt", "bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
+_LLVM_NAMES |= {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
+_TILES = "amx-tile"
+_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # Linux's numbers on x86-64: ARCH_REQ_XCOMP_PERM
 
 
 # Of AArch64: LLVM's name → the number of the auxiliary vector's entry and the bit in it (Linux, asm/hwcap.h), and the
@@ -71,6 +74,13 @@ def _listed_by_linux() -> list[str] | None:
         return None
 
 
+@cache
+def _may_use_tiles() -> bool:
+    """Whether Linux lets this process use AMX. A process has to ask, since a signal then saves 8 KiB more. Linux
+    refuses where a thread has a stack for signals that is too small."""
+    return sys.platform == "linux" and not ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
+
+
 def _known_to_llvm() -> frozenset[str]:
     import llvmlite.binding as llvm
 
@@ -83,7 +93,8 @@ def _known_to_llvm() -> frozenset[str]:
 def levels() -> list[Level]:
     """The levels that this machine can run, in ascending order."""
     own = [level for level in LEVELS if level.machine in ("", machine())]
-    return [level for level in own if host_features().issuperset(level.needs)]
+    able = [level for level in own if host_features().issuperset(level.needs)]
+    return [level for level in able if _TILES not in level.needs or _may_use_tiles()]
 
 
 def permitted() -> list[Level]:

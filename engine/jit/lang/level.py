@@ -63,6 +63,8 @@ class Level(ABC):
     """Whether as many words as float32 or more are multiplied at a time: numbers of 16 bits then become words."""
     halves_products = False
     """Whether sums of words cost so little that half as many products, of sums, are faster (Winograd)."""
+    matrix_rows = 0
+    """Rows of the matrices that `multiply_tiles` multiplies in a few instructions; 0 if the level has none for it."""
     wide_tables = False
     """Whether one instruction looks up 64 bytes in a table of 64 or 128. It ignores higher bits of the index."""
 
@@ -94,6 +96,24 @@ class Level(ABC):
 
     @abstractmethod
     def split_end(self, e: Any, sums: Sequence[Value]) -> Value: ...
+
+    def word_table(self, e: Any, entries: Sequence[int]) -> Callable[[Value], Value]:
+        """A function that looks up int16 (32,) in up to 64 int16. Levels that multiply matrices have it."""
+        raise NotImplementedError
+
+    def begin_tiles(self, e: Any, pairs: int) -> None:
+        """What precedes `multiply_tiles`. pairs: of numbers in a row of `left`, up to 16."""
+        raise NotImplementedError
+
+    def end_tiles(self, e: Any) -> None:
+        """What follows the last `multiply_tiles`."""
+        raise NotImplementedError
+
+    def multiply_tiles(self, e: Any, left: Sequence[Value], right: Value, out: Value) -> None:
+        """Write the sum of the products of one or two matrices `left` with `right` to `out`: addresses. left: bfloat16
+        (16, 2 · pairs), a row every 64 bytes. right: bfloat16 (pairs, 16, 2), a pair for each column. out: float32
+        (16, 16). Integers are exact if the magnitudes of the products that a sum is of add up to 2²⁴ at most."""
+        raise NotImplementedError
 
     @abstractmethod
     def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value: ...

@@ -77,12 +77,12 @@ class MemoryEmitter:
             memory.align = 64
             return self._untyped(memory)
 
-    def prefetch(self, pointer: Value, nbytes: int) -> None:
-        """Prefetch bytes into the core's cache, a line of 64 bytes at a time."""
+    def prefetch(self, pointer: Value, nbytes: int, *, level: int = 1) -> None:
+        """Prefetch bytes into the core's cache of level 1 or 2, a line of 64 bytes at a time."""
         function = "llvm.prefetch.p0"
         for offset in range(0, nbytes, 64):
             at = self.offset(pointer, offset)
-            options = (self.constant(I32, number) for number in (0, 3, 1))  # for reading, high locality, data cache
+            options = (self.constant(I32, number) for number in (0, 4 - level, 1))  # for reading, locality, data cache
             self.intrinsic(function, None, at, *options)
 
     def _untyped(self, pointer: Any) -> Value:

@@ -166,6 +166,17 @@ def test_linux_and_llvm_agree_about_the_features() -> None:
     assert target._known_to_llvm() & asked
 
 
+def test_tiles_need_the_system_s_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_tiles = [level for level in LEVELS if "amx-tile" in level.needs]
+    assert with_tiles
+    everything = frozenset(feature for level in LEVELS for feature in level.needs)
+    monkeypatch.setattr(target, "machine", lambda: "x86_64")
+    monkeypatch.setattr(target, "host_features", lambda: everything)
+    for may in (True, False):
+        monkeypatch.setattr(target, "_may_use_tiles", lambda may=may: may)
+        assert [level for level in target.levels() if level in with_tiles] == (with_tiles if may else [])
+
+
 def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flags = "fma f16c bmi1 bmi2 abm movbe popcnt avx2 avx_vnni avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 

@@ -18,6 +18,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     GROUP,
     Inputs,
     RowArguments,
+    are_matrices,
     inputs_for,
     interleave_rows,
     number_bytes,
@@ -82,12 +83,25 @@ def quantized(
     out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile, level)), np.uint8)
     run(quantize_rows(False, row_tile, inputs=inputs), level, count, _rows(x, out))
     groups = out.reshape(len(out), columns // 32, -1)
+    if are_matrices(level, row_tile, inputs):
+        return out, *(part[:count] for part in of_matrices(groups))
     own = np.ascontiguousarray(groups[..., : 64 * row_tile]).reshape(len(out), -1, row_tile, 64).swapaxes(1, 2)
     words = joined(own) if splits(level, row_tile, inputs) else np.ascontiguousarray(own).view(np.int16)
     numbers = np.ascontiguousarray(groups[..., 64 * row_tile :]).view(np.int32)
     each = number_bytes(level) // 4
     numbers = numbers.reshape(len(out), -1, row_tile, each).swapaxes(1, 2)
     return out, words.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, each)[:count]
+
+
+def of_matrices(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The words and numbers of all rows as above, from panels (panels, groups, bytes) for matrices of a level."""
+    halves = groups[..., : 4 * 16 * GROUP].copy().view(np.uint16).astype(np.uint32) << 16
+    words = halves.view(np.float32).reshape(*groups.shape[:2], 2, 16, GROUP).sum(2)
+    numbers = groups[..., 4 * 16 * GROUP :].copy().view(np.float32).reshape(*groups.shape[:2], 16, 4)
+    integers = numbers.astype(np.int32)
+    integers[..., 0] = numbers[..., 0].view(np.int32)
+    by_row = [part.swapaxes(1, 2).reshape(-1, groups.shape[1], part.shape[-1]) for part in (words, integers)]
+    return by_row[0].astype(np.int16), by_row[1]
 
 
 def joined(split: np.ndarray) -> np.ndarray:
@@ -163,15 +177,15 @@ def test_rows_are_normed_and_interleaved(level: Level) -> None:
         np.testing.assert_allclose(out.swapaxes(1, 2).reshape(4, columns)[:3], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("level", "name", "count"), pairs(levels(), available(), [1, 3, 5, 9, 20]), ids=name_of)
+@pytest.mark.parametrize(("level", "name", "count"), pairs(levels(), available(), [1, 3, 5, 9, 20, 40]), ids=name_of)
 def test_product(name: str, level: Level, count: int) -> None:
-    """36 outputs: the last tile has rows that do not exist, and none beside it. Up to 20 rows: more than the panels for
-    which weights are unpacked once."""
+    """36 outputs: the last tile has rows that do not exist, and none beside it. Up to 40 rows: more than the panels for
+    which weights are unpacked once, and than the matrices of a level have."""
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
     x = rng.standard_normal((count, 512)).astype(np.float32)
     kind = inputs_for(format, 512, level, waits=count == 1)
-    sizes = tiling(count, level, are_words=kind.are_words)
+    sizes = tiling(count, level, kind)
     panels, exact, values = given(x, values, sizes, level, kind)
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
@@ -185,7 +199,7 @@ def test_product(name: str, level: Level, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("level", "activation", "count", "name"),
-    [(*case, name) for case, name in each(pairs(levels(), ["silu", "gelu_tanh"], [1, 3, 7, 17]), available())],
+    [(*case, name) for case, name in each(pairs(levels(), ["silu", "gelu_tanh"], [1, 3, 7, 17, 33]), available())],
     ids=name_of,
 )
 def test_gated_product(name: str, level: Level, activation: str, count: int) -> None:
@@ -195,7 +209,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((count, 256)).astype(np.float32)
     kind = inputs_for(format, 256, level, waits=True)
-    sizes = tiling(count, level, are_words=kind.are_words)
+    sizes = tiling(count, level, kind)
     panels, exact, values = given(x, values, sizes, level, kind)
     bias, y = rng.standard_normal(64).astype(np.float32), np.empty((count, 32), np.float32)
     kernel = product(spec := Product(format, sizes, has_bias=True, activation=activation, inputs=kind))
@@ -236,7 +250,7 @@ def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level
     x = rng.standard_normal((count, columns)).astype(np.float32)
     outputs, kind = [], inputs_for(format, columns, level, waits=False)
     for rows in (count, 1):
-        sizes = tiling(rows, level, are_words=kind.are_words)
+        sizes = tiling(rows, level, kind)
         panels, exact, rounded = given(x, values, sizes, level, kind)
         y, spec = np.empty((count, 16), np.float32), Product(format, sizes, inputs=kind)
         for first in range(0, count, rows):
@@ -268,7 +282,7 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
     high and with the low bytes of inputs. With the 32 registers of AVX-512 few vectors go to the stack and back; AVX2
     has 16 for twice as many vectors."""
     sizes = tiling(rows, level)
-    if become_words(sizes, level):  # the next test's
+    if become_words(sizes, level) or are_matrices(level, sizes.rows):  # other tests'
         sizes = Tiling(*level.code_tiles[0])
     loop = Loop(product(Product(get(name), sizes)), level)
     products = 16 * sizes.rows * sizes.tiles * (16 // level.lanes)
@@ -330,7 +344,7 @@ def test_instructions_of_lattices(name: str, level: Level) -> None:
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
-    sizes = tiling(64, level, are_words=False)
+    sizes = tiling(64, level, Inputs.FLOATS)
     loop = Loop(product(Product(get(name), sizes, inputs=Inputs.FLOATS)), level)
     vectors = 2 * (16 // level.lanes) * sizes.tiles
     assert loop.count("vfmadd231ps") >= sizes.rows * vectors

@@ -10,6 +10,13 @@ of the last 16.
 Where panels of R rows are split (`splits`), the int16 of each eight inputs are their high bytes and then their low
 bytes (see `byte_ops.SplitSums`), fours of which are in the order of `tiles.QUAD`.
 
+Panels for matrices of a level (`Level.matrix_rows`) have 16 rows. Their int16 are split, too, into a multiple of 256
+and a signed byte, both bfloat16, and the sums are float32, exact:
+
+    high       (16, 32) bfloat16
+    low        (16, 32) bfloat16
+    numbers    (16, 4) float32      of each row
+
 Inputs are quantized to int16, not to bytes: an error of 2⁻¹⁶ of a group's largest input leaves the model as the file
 has it. Bytes would change answers (a KL divergence of .006 where two tokens are about equally likely), and would be
 faster only for prompts and large batches, since a step waits for the weights.
@@ -17,14 +24,14 @@ faster only for prompts and large batches, since a step waits for the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
-from polarlm.engine.backends.native.tiles import QUAD
+from polarlm.engine.backends.native.tiles import QUAD, ROWS
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.byte_ops import LARGEST_SPLIT, dot2
@@ -35,6 +42,7 @@ from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Type, Value, 
 from polarlm.engine.weight_formats import WeightFormat
 
 GROUP = 32  # inputs that share a scale
+MATRIX_ROW = 4 * GROUP + 16  # bytes of a group of a row of a matrix
 CROSSED = 16  # offset in the numbers of a row of the sums of products of pairs
 
 
@@ -53,6 +61,11 @@ class Inputs(Enum):
     def are_words(self) -> bool:
         return self is not Inputs.FLOATS
 
+    @staticmethod
+    def shared(kinds: Iterable[Inputs]) -> Inputs:
+        """That of products with several matrices which decides how many rows they multiply at once."""
+        return min(kinds, key=lambda kind: kind.value)
+
 
 def inputs_for(format: WeightFormat, columns: int, level: Level, *, waits: bool) -> Inputs:
     """How products with a matrix read their inputs. columns: of the matrix. waits: whether the products wait for the
@@ -68,6 +81,11 @@ def splits(level: Level, row_tile: int, inputs: Inputs = Inputs.CODES) -> bool:
     return inputs is Inputs.CODES and (level.splits_words or row_tile <= level.split_rows)
 
 
+def are_matrices(level: Level, row_tile: int, inputs: Inputs = Inputs.CODES) -> bool:
+    """Whether panels of R rows are for matrices of the level."""
+    return inputs is Inputs.CODES and row_tile == level.matrix_rows
+
+
 def number_bytes(level: Level) -> int:
     """Bytes of the numbers of a group of a row."""
     return 32 if level.halves_products else 16
@@ -78,9 +96,10 @@ def row_bytes(level: Level) -> int:
     return 2 * GROUP + number_bytes(level)
 
 
-def panel_bytes(columns: int, row_tile: int, level: Level) -> int:
+def panel_bytes(columns: int, row_tile: int, level: Level, inputs: Inputs = Inputs.CODES) -> int:
     """Bytes of a panel of `row_tile` rows; columns is a multiple of 32."""
-    return columns // GROUP * row_bytes(level) * row_tile
+    of_row = MATRIX_ROW if are_matrices(level, row_tile, inputs) else row_bytes(level)
+    return columns // GROUP * of_row * row_tile
 
 
 class RowArguments(NamedTuple):
@@ -106,7 +125,8 @@ def quantize_rows(
     """
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
-        f16, groups, size = vector(F32, 16), args.columns // 32, row_bytes(e.level)
+        f16, groups = vector(F32, 16), args.columns // 32
+        size = panel_bytes(GROUP, row_tile, e.level, inputs) // row_tile
         with _rows(e, args, begin, end, picks) as (row, source):
             panel, place = row // row_tile, row % row_tile
             start = args.out + panel * groups * (size * row_tile)
@@ -119,14 +139,17 @@ def quantize_rows(
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, float(inputs.value))
                 target = start + group * (size * row_tile)
-                words = target + place * (2 * GROUP)
-                numbers = target + place * number_bytes(e.level) + 2 * GROUP * row_tile
-                halved, is_split = [half.trunc(I16) for half in integers], splits(e.level, row_tile, inputs)
-                for number, half in enumerate(integers):
-                    e.store(_split(e, half) if is_split else halved[number], words, 32 * number)
-                sums = _negative_sums(e, e.join(halved).bits(vector(I32, 16)), crossed=e.level.halves_products)
+                if are_matrices(e.level, row_tile, inputs):
+                    numbers, of_sums = _write_matrices(e, target, place, integers), F32
+                else:
+                    words, is_split = target + place * (2 * GROUP), splits(e.level, row_tile, inputs)
+                    for number, half in enumerate(integers):
+                        e.store(_split(e, half) if is_split else half.trunc(I16), words, 32 * number)
+                    numbers, of_sums = target + place * number_bytes(e.level) + 2 * GROUP * row_tile, I32
+                halved = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
+                sums = _negative_sums(e, halved, crossed=e.level.halves_products)
                 e.store(top * (1 / inputs.value), numbers)
-                e.store(sums, numbers, 4)
+                e.store(sums if of_sums == I32 else sums.to_float(), numbers, 4)
 
     for_words = "_words" * (inputs is Inputs.WORDS)
     name = f"quantize{for_words}{'_normed' * normed}{'_picked' * picks}_{row_tile}"
@@ -153,6 +176,16 @@ def _split(e: Emitter, integers: Value) -> Value:
     ordered = e.shuffle(integers, integers, [lane & ~3 | QUAD[lane & 3] for lane in range(16)])
     high, low = (ordered + 128).ashr(8).trunc(I8), ordered.trunc(I8)
     return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
+
+
+def _write_matrices(e: Emitter, at: Value, row: Value, halves: Sequence[Value]) -> Value:
+    """Write 32 inputs of a row, int32, to the matrices at an address. Returns the address of the row's numbers."""
+    nbytes, words = 2 * GROUP * ROWS, at + row * (2 * GROUP)
+    for number, integers in enumerate(halves):
+        high = (integers + 128) & -256
+        for place, part in ((0, high), (nbytes, integers - high)):
+            e.store((part.to_float().bits(part.type) >> 16).trunc(I16), words, place + 32 * number)
+    return at + row * 16 + 2 * nbytes
 
 
 @cache

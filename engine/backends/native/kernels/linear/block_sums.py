@@ -1,4 +1,4 @@
-"""Sums of products of a block of weights, codes and scales of 16 outputs, with rows of activations."""
+"""Sums of products of weights of 16 outputs with rows of activations: of a block of codes and scales, or of numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, number_bytes, row_bytes, splits
 from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     read_pair,
+    read_plain,
     read_quad,
     read_scale,
     read_subs,
@@ -20,10 +21,12 @@ from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.byte_ops import SplitSums, Table, dot2, dot4
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I32, Value, Variable, vector
+from polarlm.engine.weight_formats import WeightFormat
 
 # Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
 # this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third. See `ahead`, too.
 AHEAD = 8192
+_F16 = vector(F32, ROWS)
 _FEW_SUMS = 8  # of which a dot product waits for the last one: two begin in a cycle, and each takes four
 
 
@@ -232,3 +235,28 @@ class Codes:
         if self._table is not None:
             return self._table[bytes_].bits(codes.type)
         return (bytes_ ^ -128).bits(codes.type) if self._is_signed and self.are_unsigned else codes
+
+
+def number_sums(
+    e: Emitter, format: WeightFormat, tiles: Sequence[Value], panel: Value, columns: Value, row_tile: int
+) -> list[list[Value]]:
+    """The sums of each tile and row, for weights in float32, float16 or bfloat16. panel: of float32."""
+    size = format.nbytes
+    # Two sums each, of even and of odd inputs, hide the latency of a multiply-add.
+    sums = [[[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(row_tile)] for _ in tiles]
+
+    def add(column: Value, count: int) -> None:
+        for i in range(count):
+            at = panel + column * (4 * row_tile)
+            factors = [e.broadcast(at, F32, ROWS, 4 * (row_tile * i + r)) for r in range(row_tile)]
+            for tile, totals in zip(tiles, sums, strict=True):
+                raw = read_plain(e, tile + column * (ROWS * size), format, ROWS, ROWS * size * i)
+                for factor, total in zip(factors, totals, strict=True):
+                    total[i].set(e.fma(raw, factor, total[i].get()))
+
+    even = columns & -2
+    with e.loop(0, even, 2) as column:
+        add(column, 2)
+    with e.loop(even, columns) as column:
+        add(column, 1)
+    return [[a.get() + b.get() for a, b in totals] for totals in sums]

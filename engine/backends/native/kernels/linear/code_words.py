@@ -148,6 +148,11 @@ class CodeWords(Words):
         self._codes, self.parts = codes, place.format.values // GROUP
         """32 inputs each, of a block."""
 
+    def _word(self, at: Value, pair: int) -> Value:
+        """A pair of codes of 16 outputs, as words. at: address of the codes of 32 inputs."""
+        words = self._codes.pair(at, pair).bits(_WORDS)
+        return words - self._codes.zero if self._codes.zero else words
+
     def write(self, block: Block, out: Value) -> None:
         """Write the words and scales of a block to `out`."""
         e, codes, place = self._e, self._codes, self._codes.place
@@ -159,8 +164,7 @@ class CodeWords(Words):
             )
             e.prefetch(at + AHEAD, place.part_bytes)
             for pair in sorted(range(_PAIRS), key=codes.vector):
-                words = codes.pair(at, pair).bits(_WORDS)
-                e.store(words - codes.zero if codes.zero else words, own, _VECTOR * pair)
+                e.store(self._word(at, pair), own, _VECTOR * pair)
             for group in range(self._groups):
                 scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
                 e.store(scale, own, self._scales + _VECTOR * group)

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
-from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, ahead, passes
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, are_matrices, row_bytes
+from polarlm.engine.backends.native.kernels.linear.block_sums import (
+    Block,
+    Codes,
+    Outputs,
+    add_block,
+    ahead,
+    number_sums,
+    passes,
+)
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
-from polarlm.engine.backends.native.kernels.linear.tile_reads import read_plain
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from polarlm.engine.backends.native.kernels.rows import gated
@@ -133,6 +141,18 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             if prefetch is not None:
                 prefetch.step((passed * parts + part) * steps + step)
 
+        if are_matrices(e.level, spec.row_tile, spec.inputs):
+            each = 1 if spec.activation is None else 2
+            with (
+                runs(e, spec.format, (begin, end), tiles, each) as (unit, count),
+                nullcontext(_operands(e, spec, args, unit, wide)) as of,
+            ):
+                tile = of.weights + of.unit * args.tile_bytes
+                given = (tile, args.tile_bytes, tiles), (count, each), (of.x, args.x_stride, args.blocks, of.rows)
+                y = of.y + of.unit * 64, args.y_stride
+                for number, row, sums in matrix_sums(e, spec.format, *given, y, scratch + SUMS):
+                    finish(of._replace(unit=of.unit + number), sums, row)
+            return
         if is_expanded(spec.format, spec.inputs, spec.tiling, e.level):
             with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
                 starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
@@ -158,7 +178,8 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 """The sums of each tile of part `part` and each row."""
                 own, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
                 if not spec.inputs.are_words:
-                    return _plain(e, spec, own, *inputs)
+                    panel = of.x + first // spec.row_tile * args.x_stride
+                    return number_sums(e, spec.format, own, panel, args.blocks, spec.row_tile)
                 return _packed(e, spec, own, *inputs, lambda step: before(passed, part, step))
 
             if parts == 1:
@@ -222,7 +243,7 @@ def _prefetches(spec: Product, level: Level) -> bool:
     """Whether the product prefetches: if it is bound by arithmetic, with several rows and few bytes per weight. Where a
     level keeps order, sums would go to the stack around the prefetch's branch."""
     bound = spec.row_tile > 1 and spec.inputs.are_words and not spec.by_expert
-    return bound and not level.keeps_order
+    return bound and not level.keeps_order and not are_matrices(level, spec.row_tile, spec.inputs)
 
 
 def _steps(spec: Product, blocks: Size) -> Size:
@@ -271,33 +292,6 @@ def _write(
         with e.loop(0, left) as lane:
             values = [e.load(scratch + lane * 4, F32, 64 * number) for number in range(len(totals))]
             e.store(finished(values, lane * 4), y + lane * 4)
-
-
-def _plain(
-    e: Emitter, spec: Product, tiles: Sequence[Value], x: Value, first: Value, columns: Value, stride: Value
-) -> list[list[Value]]:
-    """The sums of each tile and row, for weights in float32, float16 or bfloat16. x: panels of float32."""
-    size, row_tile = spec.format.nbytes, spec.row_tile
-    panel = x + first // row_tile * stride
-    # Two sums each, of even and of odd inputs, hide the latency of a multiply-add.
-    sums = [[[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(row_tile)] for _ in tiles]
-
-    def add(column: Value, count: int) -> None:
-        for i in range(count):
-            factors = [
-                e.broadcast(panel + column * (4 * row_tile), F32, 16, 4 * (row_tile * i + r)) for r in range(row_tile)
-            ]
-            for tile, totals in zip(tiles, sums, strict=True):
-                raw = read_plain(e, tile + column * (16 * size), spec.format, 16, 16 * size * i)
-                for factor, total in zip(factors, totals, strict=True):
-                    total[i].set(e.fma(raw, factor, total[i].get()))
-
-    even = columns & -2
-    with e.loop(0, even, 2) as column:
-        add(column, 2)
-    with e.loop(even, columns) as column:
-        add(column, 1)
-    return [[a.get() + b.get() for a, b in totals] for totals in sums]
 
 
 def _packed(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices
 from polarlm.engine.jit.isa.levels import Level
 
 _FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
 _FEW_ROWS = 16  # up to which words in memory save nothing, where sums are in order
 _MOST_IN_ORDER = 6  # rows whose sums have 12 of 16 registers
+_FEW_OF_MATRICES = 24  # rows for which a level's matrices are no faster: too many of theirs would be empty
 _FEW_PANELS = 2  # for which unpacking weights again would cost more than loading inputs seldom saves
 
 
@@ -26,37 +28,45 @@ class Tiling(NamedTuple):
 SINGLE = Tiling(1, 1)
 
 
-def tiling(rows: int, level: Level, *, are_words: bool = True) -> Tiling:
+def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     """The tiling for `rows` rows, in panels of about equal sizes. For few rows weights should be unpacked once, for
     many inputs should be loaded seldom.
 
-    are_words: whether all products read their inputs as words.
+    inputs: how products read them; `Inputs.shared` of several.
     """
-    if level.sums_in_order and are_words and rows <= _FEW_ROWS:
+    if level.sums_in_order and inputs.are_words and rows <= _FEW_ROWS:
         # Unpacking a tile of codes, and scaling its sums, take about as long as a row.
         size = Tiling(min(range(1, 1 + _MOST_IN_ORDER), key=lambda own: -(-rows // own) * (own + 1)), 1)
         return size._replace(unpacks_again=become_words(size, level))
-    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, are_words=are_words)
+    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, inputs)
+    if are_matrices(level, most.rows, inputs):
+        if rows > _FEW_OF_MATRICES:
+            return most
+        most = Tiling(*level.code_tiles[-1])
     if rows <= _FEW_PANELS * few.rows:
         most = few
     return Tiling(-(-rows // -(-rows // most.rows)), most.tiles)
 
 
-def expert_tiling(rows: int, level: Level, *, are_words: bool = True) -> Tiling:
+def expert_tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     """The tiling for experts that have about `rows` rows each: for few the smaller panel, of which fewer rows are
     empty. Of float32 an empty row costs as much as another: panels have about as many rows as experts."""
     if rows < _FEW:
         return SINGLE
-    if not are_words:
-        return tiling(rows, level, are_words=False)
-    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, are_words=are_words)
-    return few if few.rows < most.rows and rows <= _FEW_PANELS * few.rows else most
+    if not inputs.are_words:
+        return tiling(rows, level, inputs)
+    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, inputs)
+    are_few = rows <= (_FEW_OF_MATRICES if are_matrices(level, most.rows, inputs) else _FEW_PANELS * few.rows)
+    return few if few.rows < most.rows and are_few else most
 
 
-def largest_tiling(level: Level, *, are_words: bool = True) -> Tiling:
-    """The tiling for many rows. Of float32, it is one whose sums are few where the largest is for words in memory."""
+def largest_tiling(level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
+    """The tiling for many rows. Of float32, it is one whose sums are few where the largest is for words in memory. Of
+    codes, it is that of the level's matrices, if it has any."""
+    if level.matrix_rows and inputs is Inputs.CODES:
+        return Tiling(level.matrix_rows, 1)
     unpacks = level.unpacks_first and not level.has_room
-    return Tiling(*level.code_tiles[0 if unpacks and not are_words else -1])
+    return Tiling(*level.code_tiles[0 if unpacks and not inputs.are_words else -1])
 
 
 def become_words(size: Tiling, level: Level) -> bool:

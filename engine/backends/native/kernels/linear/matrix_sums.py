@@ -1,0 +1,200 @@
+"""Sums of products with codes where a level multiplies matrices (`Level.matrix_rows`): 16 rows and 32 inputs with 16
+outputs.
+
+Codes become bfloat16 in memory of the thread that stays in the cache, once for 32 panels; they and their scales lie
+there as in `code_words`. Both parts of an input are multiplied by the same codes, and the sum of the products is the
+same integer as at other levels. float32 has all integers up to 2²⁴. Codes that are too large for that are multiplied by
+each part alone, or become smaller by a number whose product with the sum of the inputs is added later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, MATRIX_ROW, Inputs
+from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes
+from polarlm.engine.backends.native.kernels.linear.code_words import CodeWords
+from polarlm.engine.backends.native.kernels.linear.expanding import expander
+from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair
+from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
+from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.values import F32, I16, I32, Value, Variable, vector
+from polarlm.engine.weight_formats import WeightFormat
+
+_TILES = 16  # of weights that are multiplied by inputs while these are in the cache
+_PANELS = 32  # whose sums are kept meanwhile: enough that products cost much more than expanding codes
+_INPUTS = 256  # that are multiplied at a time: those of the largest block
+_PRODUCTS = 8  # matrices that are written before they are scaled and added
+_ROW, _MATRIX = 4 * ROWS, 4 * ROWS * ROWS  # bytes of float32, or of the bfloat16 of 32 inputs
+_PANEL = MATRIX_ROW * ROWS  # bytes of 32 inputs
+_AHEAD = _PANEL // _TILES  # bytes of the next panel that each tile prefetches
+_EXACT = 1 << 24
+_F16, _I16 = vector(F32, ROWS), vector(I32, ROWS)
+
+
+def together(units: int, tiles: int, threads: int) -> int:
+    """The units that a thread takes at a time, so that many share inputs in the cache, and no thread has none. tiles:
+    of a unit."""
+    return max(1, min(_TILES // tiles, units // threads))
+
+
+@contextmanager
+def runs(
+    e: Emitter, format: WeightFormat, units: tuple[Value, Value], of_matrix: Value, tiles: int
+) -> Iterator[tuple[Value, Value]]:
+    """A loop over units from the first to the last, in runs for `matrix_sums`: the first unit of a run, and how many
+    there are. of_matrix: units of a matrix; all of a run are of one. tiles: of a unit."""
+    begin, end = units
+    first = e.variable(begin)
+    e.level.begin_tiles(e, format.group // 2)
+    with e.when(begin < end), e.repeat_while() as again:
+        own = first.get()
+        count = e.imin(e.imin(end - own, _TILES // tiles), of_matrix - own % of_matrix)
+        yield own, count
+        first.add(count)
+        again.append(first.get() < end)
+    e.level.end_tiles(e)
+
+
+def matrix_sums(
+    e: Emitter,
+    format: WeightFormat,
+    weights: tuple[Value, Value, Value],
+    units: tuple[Value, int],
+    panels: tuple[Value, Value, Value, Value],
+    y: tuple[Value, Value],
+    kept: Value,
+) -> Iterator[tuple[Value, Value, list[list[Value]]]]:
+    """Yields once, inside a loop over units and rows: the number of a unit, that of a row, and the sums of each tile of
+    the unit, of this row alone.
+
+    weights: the address of the first tile, the bytes of one, and the distance in tiles between those of a unit. units:
+    those of a run, and the tiles of each. panels: their address, the bytes of one, the blocks of a row, and the number
+    of rows. y: the outputs of the first unit, which are prefetched, and the bytes from row to row. kept: memory for 700
+    KiB.
+    """
+    (weight, tile_bytes, distance), (count, tiles), (x, stride, blocks, rows) = weights, units, panels
+    words = _Words(e, format)
+    products, of_tiles = kept, kept + _PRODUCTS * _MATRIX
+    size = _INPUTS // GROUP * words.nbytes
+    sums, zero = of_tiles + _TILES * size, e.zero(_F16)
+    with e.loop(0, rows, _PANELS * ROWS) as begin:
+        some = (e.imin(rows - begin, _PANELS * ROWS) + (ROWS - 1)) // ROWS
+        with e.loop(0, some * _TILES) as number:
+            for row in range(ROWS):
+                e.store(zero, sums + number * _MATRIX, _ROW * row)
+        with e.loop(0, blocks, words.blocks) as block:
+            own_blocks = e.imin(blocks - block, words.blocks)
+            is_last = block + words.blocks >= blocks
+            with e.loop(0, count) as unit:
+                for which in range(tiles):
+                    at = weight + (unit + distance * which) * tile_bytes + block * block_bytes(format)
+                    words.expand(at, own_blocks, of_tiles + (unit * tiles + which) * size)
+            with e.loop(0, some) as panel:
+                first = begin + panel * ROWS
+                inputs = x + first // ROWS * stride + block * (words.parts * _PANEL)
+                own_sums, out = sums + panel * (_TILES * _MATRIX), y[0] + first * y[1]
+                with e.loop(0, count * tiles) as number:
+                    with e.when(is_last):
+                        for row in range(ROWS):
+                            e.prefetch(out + (y[1] * row + number // tiles * _ROW), _ROW, level=2)
+                    own, following = of_tiles + number * size, inputs + stride + number * _AHEAD
+                    total = own_sums + number * _MATRIX
+                    words.add_matrices(own, own_blocks * words.parts, inputs, following, products, total)
+                with e.when(is_last), e.loop(0, ROWS) as row, e.loop(0, count) as unit:
+                    at = own_sums + unit * (tiles * _MATRIX) + row * _ROW
+                    yield unit, first + row, [[e.load(at, _F16, _MATRIX * which)] for which in range(tiles)]
+
+
+class _Words(CodeWords):
+    """Writes blocks of a format as bfloat16, and multiplies them.
+
+    blocks: of 256 inputs.
+    """
+
+    def __init__(self, e: Emitter, format: WeightFormat) -> None:
+        self._format, self._expander = format, expander(e, format)
+        self._layout = layout(format) if self._expander is None else self._expander.layout
+        super().__init__(e, Codes(e, self._layout))
+        self.blocks = _INPUTS // format.values
+        numbers = self._numbers()
+        most = _EXACT // (format.group * (Inputs.CODES.value + 1))
+        shift = max(0, int(numbers.max()) - most)
+        self._is_whole = int(numbers.min()) - shift >= -most
+        self._shift = shift if self._is_whole else 0
+        self._find = None
+        if len(numbers) < 256:
+            bits = (numbers - self._shift).astype(np.float32).view(np.int32) >> 16
+            self._find = e.level.word_table(e, bits.tolist())
+
+    def _numbers(self) -> np.ndarray:
+        """What each code stands for."""
+        format = self._layout.format
+        if format.table is not None:
+            return format.table.astype(np.int64)
+        if self._layout.planes == (8,):
+            return np.arange(-128, 128)
+        return np.arange(2**format.bits) - self._codes.zero
+
+    def expand(self, at: Value, count: Value, out: Value) -> None:
+        """Write the words and scales of blocks at an address."""
+        e, expand = self._e, self._expander
+        with e.loop(0, count) as number:
+            own, factor = at + number * block_bytes(self._format), 1.0
+            if expand is not None:
+                own, factor = expand(own), expand.factor
+            self.write(Block(e, self._layout, own, factor), out + number * (self.parts * self.nbytes))
+
+    def _word(self, at: Value, pair: int) -> Value:
+        """bfloat16."""
+        if self._find is not None:
+            return self._find(read_pair(self._e, self._layout, at, pair, ROWS))
+        words = super()._word(at, pair).bits(_I16)
+        low, high = ((half.ashr(16).to_float().bits(_I16)) for half in (words << 16, words))
+        return ((low >> 16) | (high & -65536)).bits(vector(I16, 2 * ROWS))
+
+    def add_matrices(
+        self, words: Value, parts: Value, inputs: Value, following: Value, products: Value, sums: Value
+    ) -> None:
+        """Add the products of a panel's rows with words to float32 (16, 16) at `sums`. parts: of 32 inputs. following:
+        what is prefetched for the next panel. products: memory for matrices."""
+        e, groups = self._e, self._groups
+        each = 1 if self._is_whole else 2
+        step = groups * each * _MATRIX
+        with e.loop(0, parts, _PRODUCTS // (groups * each)) as first:
+            count = e.imin(parts - first, _PRODUCTS // (groups * each))
+            own_words, own_inputs = words + first * self.nbytes, inputs + first * _PANEL
+            with e.loop(0, count) as number:
+                for group in range(groups):
+                    right = own_words + number * self.nbytes + _MATRIX // groups * group
+                    high = own_inputs + number * _PANEL + 2 * GROUP // groups * group
+                    out, left = products + number * step + each * _MATRIX * group, [high, high + _MATRIX]
+                    for place, own in enumerate([left] if self._is_whole else [[part] for part in left]):
+                        e.level.multiply_tiles(e, own, right, out + _MATRIX * place)
+            totals = [e.variable(e.load(sums, _F16, _ROW * row)) for row in range(ROWS)]
+            with e.loop(0, count) as number:
+                e.prefetch(following + (first + number) * _PANEL, _AHEAD + 32, level=2)
+                for group in range(groups):
+                    out = products + number * step + each * _MATRIX * group
+                    for row, total in enumerate(totals):
+                        numbers = own_inputs + number * _PANEL + (2 * _MATRIX + 16 * row)
+                        self._add_row(own_words + number * self.nbytes, group, out + _ROW * row, numbers, total)
+            for row, total in enumerate(totals):
+                e.store(total.get(), sums, _ROW * row)
+
+    def _add_row(self, words: Value, group: int, product: Value, numbers: Value, total: Variable) -> None:
+        """Add the products of a row with a group of inputs, scaled, in the order of other levels."""
+        e = self._e
+        less = e.broadcast(numbers, F32, ROWS, 4 if self._groups == 1 else 8 + 4 * group)
+        dot = e.load(product, _F16)
+        if not self._is_whole:
+            dot = dot + e.load(product, _F16, _MATRIX)
+        if self._shift:
+            dot = e.fma(less, e.like(-float(self._shift), less), dot)
+        value = dot * e.load(words, _F16, self._scales + _ROW * group)
+        if self._offsets is not None:
+            value = e.fma(less, e.load(words, _F16, self._offsets + _ROW * group), value)
+        total.set(e.fma(value, e.broadcast(numbers, F32, ROWS), total.get()))

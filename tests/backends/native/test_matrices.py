@@ -1,0 +1,133 @@
+"""Products at a level that multiplies matrices: the same as those of few rows, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from polarlm.engine.weight_formats import available, get
+from tests import weights
+from tests.backends.native.hot_loops import Loop
+from tests.backends.native.launching import launcher
+from tests.backends.native.packed_tiles import pack
+from tests.backends.native.test_product import quantized, stored
+from tests.jit.levels import name_of, run
+
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import together  # isort: skip
+from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
+from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
+from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
+from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.jit.compile.compiler import assembly
+from polarlm.engine.jit.compile.target import levels
+from polarlm.engine.jit.isa.levels import LEVELS, Level
+from polarlm.engine.weight_formats import Linear, WeightFormat
+
+CODES = [name for name in available() if get(name).unpack is not None]
+with_matrices = pytest.mark.parametrize("level", [level for level in levels() if level.matrix_rows], ids=name_of)
+
+
+def multiplied(
+    format: WeightFormat, packed: np.ndarray, x: np.ndarray, sizes: Tiling, level: Level, activation: str | None = None
+) -> np.ndarray:
+    """x times the weights of all tiles, with a bias; with an activation, half of the tiles are those of the gate."""
+    count, (panels, *_) = len(packed) // (1 if activation is None else 2), quantized(x, sizes.rows, level)
+    y, bias = np.full((len(x), 16 * count), 3, np.float32), np.arange(16 * len(packed), dtype=np.float32)
+    spec = Product(format, sizes, adds=activation is None, has_bias=True, activation=activation)
+    arguments = ProductArguments(
+        weights=packed,
+        x=panels,
+        y=y,
+        bias=bias,
+        hint=NO_HINT,
+        blocks=x.shape[1] // format.values,
+        tile_bytes=packed.shape[1],
+        x_stride=panels.strides[0],
+        y_stride=y.strides[0],
+        rows=len(x),
+        outputs=16 * count,
+        tiles=count,
+    )
+    run(product(spec), level, count, arguments)
+    return y
+
+
+# Product: codes of each format become bfloat16, and are added, in a way of its own.
+@with_matrices
+@pytest.mark.parametrize("name", CODES)
+def test_matrices_give_what_few_rows_give(name: str, level: Level) -> None:
+    """More tiles than a run has, a last slice of fewer inputs than others, and a last panel with rows that are missing;
+    of one format more panels than have their sums in the cache."""
+    rng = np.random.default_rng(0)
+    columns = 544 if get(name).values == 32 else 512
+    format, packed, _ = stored(rng, name, 18 * 16, columns)
+    x = rng.standard_normal((530 if name == "q4_0" else 41, columns)).astype(np.float32)
+    few, many = Tiling(*level.code_tiles[0]), largest_tiling(level)
+    for activation in (None, "silu"):
+        np.testing.assert_array_equal(
+            *(multiplied(format, packed, x, sizes, level, activation) for sizes in (few, many))
+        )
+
+
+# Product: codes of each format become bfloat16, and are added, in a way of its own.
+@with_matrices
+@pytest.mark.parametrize("name", CODES)
+def test_the_largest_sums_are_exact(name: str, level: Level) -> None:
+    """All codes are the lowest or the highest, where the bits of both are equal, and all inputs have the largest
+    magnitude, of one sign or of two in turn."""
+    format, few = get(name), Tiling(*level.code_tiles[0])
+    raw = weights.random_blocks(np.random.default_rng(1), name, 16, 256)
+    blocks = raw.reshape(-1, format.nbytes)
+    x = np.ones((32, 256), np.float32)
+    x[1], x[2, ::2], x[3, 1::3] = -1, -1, 0.5
+    for byte in (0, 0x7F, 0x80, 0xFF):
+        blocks[:, bytes_of_codes(format)] = byte
+        packed = pack(raw, format)
+        tilings = few, largest_tiling(level)
+        np.testing.assert_array_equal(*(multiplied(format, packed, x, sizes, level) for sizes in tilings))
+
+
+def bytes_of_codes(format: WeightFormat) -> list[int]:
+    """The bytes of a stored block that no scale depends on."""
+    assert format.unpack is not None
+    stored = np.full((1 + format.nbytes, format.nbytes), 0x35, np.uint8)
+    stored[1:] ^= np.eye(format.nbytes, dtype=np.uint8) * 0xFF
+    depends = np.zeros(format.nbytes, bool)
+    for name in ("scale", "sub_scale", "offset", "sub_offset"):
+        field = getattr(format.unpack(stored), name, None)
+        if field is not None:
+            depends |= (field[1:] != field[:1]).reshape(format.nbytes, -1).any(1)
+    return np.flatnonzero(~depends).tolist()
+
+
+@with_matrices
+def test_threads_share_the_units(level: Level) -> None:
+    rng = np.random.default_rng(2)
+    stored_ = weights.StoredBytes(weights.random_blocks(rng, "q5_k", 37 * 16, 256), "q5_k")
+    x, found = rng.standard_normal((50, 256)).astype(np.float32), []
+    for threads in (1, 2, 3):
+        ops = LinearOps(launcher(level, threads))
+        found.append(ops.linear(x, Linear(ops.load([stored_]))).copy())
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_threads_take_many_units_and_none_has_nothing_to_do() -> None:
+    assert together(96, 1, 2) == 16
+    assert together(96, 2, 2) == 8
+    assert together(16, 1, 4) == 4
+    assert together(3, 1, 4) == 1
+
+
+# Product: formats differ in how many products and sums there are.
+@pytest.mark.parametrize("level", [level for level in LEVELS if level.matrix_rows], ids=name_of)
+@pytest.mark.parametrize(("name", "products", "sums"), [("q4_0", 2, 1), ("q5_1", 2, 1), ("q8_0", 2, 2), ("q6_k", 4, 2)])
+def test_instructions(name: str, products: int, sums: int, level: Level) -> None:
+    """For 32 inputs of 16 rows and outputs a product with each part of the inputs, and one sum of both that is written;
+    a sum for each where codes have 8 bits, and two of each where 16 inputs have a scale. At most one vector goes to the
+    stack."""
+    kernel = product(Product(get(name), largest_tiling(level)))
+    text = assembly(kernel, level)
+    assert text.count("tdpbf16ps") == products
+    assert text.count("tilestored") == sums
+    assert Loop(kernel, level, product=True).spilled <= 1
