@@ -104,9 +104,9 @@ def matrix_sums(
                     own, following = of_tiles + number * size, inputs + stride + number * _AHEAD
                     total = own_sums + number * _MATRIX
                     words.add_matrices(own, own_blocks * words.parts, inputs, following, products, total)
-                with e.when(is_last), e.loop(0, ROWS) as row, e.loop(0, count) as unit:
-                    at = own_sums + unit * (tiles * _MATRIX) + row * _ROW
-                    yield unit, first + row, [[e.load(at, _F16, _MATRIX * which)] for which in range(tiles)]
+                with e.when(is_last), e.loop(0, ROWS) as place, e.loop(0, count) as unit:
+                    at = own_sums + unit * (tiles * _MATRIX) + place * _ROW
+                    yield unit, first + place, [[e.load(at, _F16, _MATRIX * which)] for which in range(tiles)]
 
 
 class _Words(CodeWords):

@@ -148,10 +148,11 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 nullcontext(_operands(e, spec, args, unit, wide)) as of,
             ):
                 tile = of.weights + of.unit * args.tile_bytes
-                given = (tile, args.tile_bytes, tiles), (count, each), (of.x, args.x_stride, args.blocks, of.rows)
+                weights, panels = (tile, args.tile_bytes, tiles), (of.x, args.x_stride, args.blocks, of.rows)
                 y = of.y + of.unit * 64, args.y_stride
-                for number, row, sums in matrix_sums(e, spec.format, *given, y, scratch + SUMS):
-                    finish(of._replace(unit=of.unit + number), sums, row)
+                found = matrix_sums(e, spec.format, weights, (count, each), panels, y, scratch + SUMS)
+                for number, first, sums in found:
+                    finish(of._replace(unit=of.unit + number), sums, first)
             return
         if is_expanded(spec.format, spec.inputs, spec.tiling, e.level):
             with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
