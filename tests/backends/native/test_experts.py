@@ -199,10 +199,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Product, np.ndarray]]:
 
 
 def test_few_rows_of_an_expert_fill_small_panels(asked: list[tuple[Product, np.ndarray]]) -> None:
-    """Once their kernels are compiled: prompts take those for many rows meanwhile, with the same results."""
+    """Once their kernels are compiled: prompts take those for many rows meanwhile, with the same results. No other test
+    needs these kernels."""
     rng = np.random.default_rng(4)
     launch = launcher(best())
-    ops, matrices = ExpertOps(launch), Layer(rng, ("q4_k",) * 3, 8, 256, 256, False).on(LinearOps(launch))
+    ops, matrices = ExpertOps(launch), Layer(rng, ("q5_k",) * 3, 8, 256, 256, False).on(LinearOps(launch))
 
     def run(rows: int, *, recorded: bool = False) -> np.ndarray:
         x, logits = (np.random.default_rng(5).standard_normal((rows, size)).astype(np.float32) for size in (256, 8))
