@@ -42,7 +42,7 @@ def quality_table(types: Sequence[str] | None = None) -> str:
     """
     lines: list[tuple[float, str]] = []
     sources: list[tuple[Measured, list[str]]] = []
-    for measured, rows in _newest_of_each(f"quality-{DEMO}"):
+    for measured, rows in newest_of_each(f"quality-{DEMO}"):
         full = measured["exact_perplexity"]
         own = [name for name in rows if types is None or name in types]
         for name in own:
@@ -56,7 +56,7 @@ def quality_table(types: Sequence[str] | None = None) -> str:
     return "\n".join([header, *(line for _, line in sorted(lines, key=lambda line: line[0])), "", _sources(sources)])
 
 
-def _newest_of_each(name: str) -> list[tuple[Measured, dict[str, dict[str, dict]]]]:
+def newest_of_each(name: str) -> list[tuple[Measured, dict[str, dict[str, dict]]]]:
     """The measurements whose file names match the pattern `name` and which have the windows of the newest, newest
     first, each with the rows of those types that no newer one has."""
     files = sorted(RESULTS.glob(f"{name}.json"), reverse=True)
@@ -71,7 +71,7 @@ def _newest_of_each(name: str) -> list[tuple[Measured, dict[str, dict[str, dict]
 
 
 def _sources(measurements: Sequence[tuple[Measured, Sequence[str]]]) -> str:
-    """What was measured when, and by which commands. measurements: as of `_newest_of_each`, with the types shown."""
+    """What was measured when, and by which commands. measurements: as of `newest_of_each`, with the types shown."""
     (first, _), *others = ((measured, own) for measured, own in measurements if own)
     of_others = (
         f"Other rows ({'; '.join(map(_label, own))}) on {measured['date']} with\n`{measured['command']}`."
@@ -221,7 +221,7 @@ def hybrid_peers_table() -> str:
 
 def _peers(name: str) -> str:
     """Of each type the newest measurement on the same windows. name: a pattern of file names."""
-    measurements = _newest_of_each(name)
+    measurements = newest_of_each(name)
     header = ["Keys/values", "bits/value", "perplexity", "KL", "KL 99 %", "drafts accepted", "KL, every token coded"]
     rows = []
     for measured, found in measurements:

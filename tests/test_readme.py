@@ -117,9 +117,10 @@ def test_the_parts_of_encoding_are_worth_what_the_document_says():
 
 
 def test_the_headline_is_what_the_default_costs():
-    rows = newest(f"quality-{make_quality_table.DEMO}")
-    (default,) = (r for r in rows["rows"] if (r["type"], r["scored_as"]) == ("ring4/ring3.5", "as served"))
-    more = 100 * (default["perplexity"] / rows["exact_perplexity"] - 1)
+    measurements = make_quality_table.newest_of_each(f"quality-{make_quality_table.DEMO}")
+    ((measured, rows),) = (one for one in measurements if "ring4/ring3.5" in one[1])
+    default = rows["ring4/ring3.5"]["as served"]
+    more = 100 * (default["perplexity"] / measured["exact_perplexity"] - 1)
     text = " ".join(make_quality_table.README.read_text(encoding="utf-8").split())
     assert f"raises perplexity by {more:.1f} %" in text
     assert 3.9 < default["bits_per_value"] < 4.1
