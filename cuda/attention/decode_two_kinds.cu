@@ -4,7 +4,7 @@
 // keys, values, key_tables, value_tables are of the coarser blocks; finer_… of those with more bits. Records of keys
 // and values lie in one memory, STRIDE bytes apart. Of a span's places, the first are of finer blocks (Span in
 // prelude.cuh).
-// acc, ml, counts have twice the size; behind all counts are as many again as one kind has.
+// acc, ml, counts have twice the size; after all counts come as many again as one kind has.
 //
 // A CTA reads blocks of one kind, so that it needs the tables of that kind alone: the first CTAs have the units of
 // finer blocks, the others all others. There are as many of the first as their share of all units says, one at least.

@@ -236,7 +236,7 @@ struct WarpSums {
 // Where both kinds of blocks have units of a cell, the sum of a head over one kind becomes that over both. Returns
 // whether it is complete: the CTA of the kind that comes last has it. Each kind's sum is stored where its cell has one
 // for a warp, which has been added by now. Memory for sums of finer blocks follows that of the others, and so do
-// counts; behind these is, for each head, a count of kinds that have come.
+// counts; after these comes, for each head, a count of kinds that have come.
 __device__ __forceinline__ bool both_kinds(HeadSum &head, const Sums &sums, int *counts, int cell, int c,
                                            const Span &span) {
     if (!IS_FINER && span.finer() == 0) return true;  // as every sequence with rows has a current block

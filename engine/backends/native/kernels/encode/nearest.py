@@ -126,10 +126,10 @@ class NearestOfRings:
         Among equal scores the lowest code wins, so a coordinate is negative only if that makes the score less.
         """
         e, (p, q) = self._e, found.points
-        rest, beside = (p * p + q * q) * 0.5, image[1] * q
-        is_low = (x[1] < 0.0) & (rest - image[0] * p + beside > score)
-        beside = e.select((x[1] < 0.0) & ~is_low, -beside, beside)
-        is_left = (x[0] < 0.0) & (rest + image[0] * p - beside > score)
+        rest, across = (p * p + q * q) * 0.5, image[1] * q
+        is_low = (x[1] < 0.0) & (rest - image[0] * p + across > score)
+        across = e.select((x[1] < 0.0) & ~is_low, -across, across)
+        is_left = (x[0] < 0.0) & (rest + image[0] * p - across > score)
         signs = e.select(is_left, e.constant(_I16, 256), e.zero(_I16)) | e.select(
             is_low, e.constant(_I16, 512), e.zero(_I16)
         )
