@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from tests.server.lines import PATIENCE
@@ -132,7 +133,8 @@ class Soak:
                 memory.add(pids.get(name, 0), taken, told[name].get("memory", 0))
             for name in CHATTING:
                 if told[name]["status"]["value"] == "loaded":
-                    self._count_blocks(name)
+                    with suppress(httpx.TransportError):  # its process was killed while it answered
+                        self._count_blocks(name)
             with suppress(psutil.NoSuchProcess):  # its clients tell
                 server = psutil.Process(self.house.process.pid)
                 self.memory.setdefault("the server", Memory()).add(server.pid, server.memory_info().rss, 0)
