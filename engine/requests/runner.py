@@ -16,7 +16,7 @@ from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
-from polarlm.engine.state.cache_types import BY_AGE, BY_ROOM, TWO_KINDS
+from polarlm.engine.state.cache_types import TWO_KINDS, of_two_kinds
 from polarlm.engine.state.finer.coding_again import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
@@ -131,7 +131,7 @@ class Runner:
         finer = self._store.finer
         if finer is None:
             return None
-        names = TWO_KINDS[BY_AGE if self._store.shape.is_by_age else BY_ROOM].names
+        names = TWO_KINDS[of_two_kinds(self._store.shape)].names
         return dict(zip(names, finer.blocks.places.counts(), strict=True))
 
     def cache_stats(self) -> CacheStats:

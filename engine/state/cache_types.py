@@ -157,6 +157,11 @@ def stored(config: EngineConfig, shape: CacheShape) -> tuple[str, str]:
     return by_layer([k for k, _ in names]), by_layer([v for _, v in names])
 
 
+def of_two_kinds(shape: CacheShape) -> str:
+    """Return the cache type of a shape with two kinds of blocks."""
+    return BY_AGE if shape.is_by_age else BY_ROOM
+
+
 def in_words(config: EngineConfig, shape: CacheShape) -> str:
     """Return the types of a store for people: as they were asked for, and what auto has chosen.
 

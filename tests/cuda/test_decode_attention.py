@@ -58,7 +58,7 @@ def attend(
     chunks, columns = launch_configs.decode_cells(group, most)
     layouts = cache.key_layout, cache.value_layout
     order, before, behind = rotation
-    config = launch_configs.decode_blocks(warps, *layouts, group, most, len(cache.spans), order)
+    config = launch_configs.decode_attention_by(warps, *layouts, group, most, len(cache.spans), order)
     cells = len(cache.spans) * cache.kv_heads * chunks
     out = poisoned(q.shape, kind)
     text = source(

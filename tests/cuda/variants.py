@@ -173,7 +173,7 @@ def _decode_two_kinds() -> list[Variant]:
 
 def _decode_blocks() -> list[Variant]:
     caches = [Cache(*finer, d, finer=finer) for (_, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
-    configs = [launch_configs.decode_records(*cache.layouts()) for cache in caches]
+    configs = [launch_configs.decode_blocks(*cache.layouts()) for cache in caches]
     return [
         Variant("decode_blocks", config.defines, replace(cache, finer=None), config.shared)
         for cache, config in zip(caches, configs, strict=True)

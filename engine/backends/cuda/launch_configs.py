@@ -137,7 +137,7 @@ def decode_attention(
 ) -> LaunchConfig:
     """The launch for `group` query heads per KV head and at most `most` rows of a sequence. order: of the Hadamard
     matrix in the rotation back."""
-    return decode_blocks(_decode_warps(keys, values, most), keys, values, group, most, sequences, order)
+    return decode_attention_by(_decode_warps(keys, values, most), keys, values, group, most, sequences, order)
 
 
 def decode_two_kinds(
@@ -145,7 +145,7 @@ def decode_two_kinds(
 ) -> LaunchConfig:
     """The launch for two kinds of blocks, of these layouts of keys and values; the rest as for `decode_attention`."""
     warps = min(_decode_warps(*both, most) for both in (layouts, finer))
-    config = decode_blocks(warps, *layouts, group, most, sequences, order)
+    config = decode_attention_by(warps, *layouts, group, most, sequences, order)
     return config._replace(shared=config.shared + 4)
 
 
@@ -158,7 +158,7 @@ def _decode_warps(keys: Layout, values: Layout, most: int) -> int:
     return 8 if wide else 12
 
 
-def decode_blocks(
+def decode_attention_by(
     warps: int, keys: Layout, values: Layout, group: int, most: int, sequences: int, order: int
 ) -> LaunchConfig:
     """`decode_attention` with so many warps of a block."""
@@ -201,7 +201,7 @@ def prefill_wgmma(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfi
     return LaunchConfig(defines, 32 * warps, shared), 16 * warps
 
 
-def decode_records(keys: Layout, values: Layout) -> LaunchConfig:
+def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of the kernel decode_blocks."""
     shared = table_bytes(keys, values)
     return LaunchConfig({"WARPS": _DECODE_WARPS, "SHARED": shared}, WARP * _DECODE_WARPS, shared)

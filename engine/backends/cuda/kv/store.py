@@ -217,7 +217,7 @@ class CacheOps:
         self._launch(
             "decode_blocks",
             (len(blocks), format.kv_heads),
-            launch_configs.decode_records(*layouts),
+            launch_configs.decode_blocks(*layouts),
             *(*buffer, cache.keys.quantized, cache.values.quantized, ids),
             *(cache.keys.tables, cache.values.tables, format.kv_heads),
             layouts=layouts,
