@@ -90,13 +90,13 @@ def load(
     otherwise it reads them piece by piece. The tokenizer is read by a thread while the caller loads the weights.
     `verbose` receives lines of progress. `fits` chooses among GGUF files on the hub. Raises LoadError.
     """
-    from polarlm.model_loaders.demo import DEMO_GENERATION, demo_model
+    from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
     name = _hub_name(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where, mmap) if where.is_dir() else _load_gguf(where, mmap)
-    if path is None:
-        model = replace(model, generation=DEMO_GENERATION)
+    if path is None or is_demo(where):
+        model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if name is not None and where.is_dir():
         model = replace(model, name=name.short)  # the folder is named after a commit
     if verbose is not None:
