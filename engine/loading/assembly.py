@@ -194,8 +194,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 )
             held = None if experts is None else ExpertCache(experts.experts)
             weights = load(progress=progress, cache=held) if mapped is None else load(kept=mapped)
-            if warning := source.left_out():  # what is wrong with the tokenizer is an error of loading
-                say(warning)
+            if lost := source.left_out():  # what is wrong with the tokenizer is an error of loading
+                say(lost)
             bars.close()
             if not source.config.is_encoder:
                 ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))
