@@ -86,7 +86,7 @@ class Model:
         advice = ": is it this model's tokenizer?" if 9 * count > self.tokenizer.vocab_size else ""
         return (
             f"warning: the embedding of {self.name} has no rows for {count:,} of its tokenizer's ids ({shown}), which "
-            f"are left out of prompts{advice}"
+            f"are left out{advice}"
         )
 
 

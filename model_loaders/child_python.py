@@ -22,7 +22,8 @@ def python(run: str, *arguments: str) -> list[str]:
     It has this process's path, without the current folder unless this project is imported from there.
     """
     ours = str(Path(sys.modules["polarlm"].__file__ or "").resolve().parents[1])
-    path = [entry for entry in sys.path if entry and (_is_same(entry, ours) or not _is_same(entry, os.curdir))]
+    given = (entry for entry in sys.path if entry and isinstance(entry, str))  # as imports take them
+    path = [entry for entry in given if _is_same(entry, ours) or not _is_same(entry, os.curdir)]
     path[:0] = [] if any(_is_same(entry, ours) for entry in path) else [ours]
     kept = ["-X", f"utf8={sys.flags.utf8_mode}", *(["-B"] if sys.flags.dont_write_bytecode else [])]
     return [sys.executable, "-I", *kept, "-c", _START, run, str(len(path)), *path, *arguments]

