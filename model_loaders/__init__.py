@@ -75,6 +75,20 @@ class Model:
         """The ids that have both a text and an embedding; a file may have more of either."""
         return range(min(self.config.vocab_size, self.tokenizer.vocab_size))
 
+    def left_out(self) -> str | None:
+        """A sentence for users about ids of the tokenizer that the embedding has no rows for; None if there are none.
+        Raises LoadError."""
+        pieces, special = self.tokenizer.left_out
+        count, first = len(pieces) + len(special), [*pieces[:3], *sorted(special)][:3]
+        if not count:
+            return None
+        shown = ", ".join(map(str, first)) + (", …" if count > 3 else "")
+        advice = ": is it this model's tokenizer?" if 9 * count > self.tokenizer.vocab_size else ""
+        return (
+            f"warning: the embedding of {self.name} has no rows for {count:,} of its tokenizer's ids ({shown}), which "
+            f"are left out{advice}"
+        )
+
 
 def load(
     path: str | Path | None,
@@ -90,13 +104,13 @@ def load(
     otherwise it reads them piece by piece. The tokenizer is read by a thread while the caller loads the weights.
     `verbose` receives lines of progress. `fits` chooses among GGUF files on the hub. Raises LoadError.
     """
-    from polarlm.model_loaders.demo import DEMO_GENERATION, demo_model
+    from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
     name = _hub_name(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where, mmap) if where.is_dir() else _load_gguf(where, mmap)
-    if path is None:
-        model = replace(model, generation=DEMO_GENERATION)
+    if path is None or is_demo(where):
+        model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if name is not None and where.is_dir():
         model = replace(model, name=name.short)  # the folder is named after a commit
     if verbose is not None:
@@ -132,6 +146,7 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
             config=config,
             weights=weights,
             read_tokenizer=_in_thread(
+                config.vocab_size,
                 tokenizers.load_for_folder,
                 folder,
                 read_json(folder / "config.json"),
@@ -160,7 +175,7 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
             path=file,
             config=config,
             weights=weights,
-            read_tokenizer=_in_thread(tokenizers.load_for_gguf, gguf),
+            read_tokenizer=_in_thread(config.vocab_size, tokenizers.load_for_gguf, gguf),
             template=templates.for_gguf(gguf),
             generation=GenerationDefaults(),
             dtype=main_dtype(weights),
@@ -171,13 +186,15 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
         raise
 
 
-def _in_thread(read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:
-    """Return a function that returns what `read(*arguments)` does, which a thread calls now."""
+def _in_thread(rows: int, read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:
+    """Return a function that returns what `read(*arguments)` does, which a thread calls now, with the ids of `rows`."""
     found: Future[Tokenizer] = Future()
 
     def run() -> None:
         try:
-            found.set_result(read(*arguments))
+            tokenizer = read(*arguments)
+            tokenizer.keep_rows(rows)
+            found.set_result(tokenizer)
         except BaseException as error:
             found.set_exception(error)
 

@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from polarlm.model_loaders.child_python import python
 from polarlm.model_loaders.forks import renew_in_children
 
 OUT_OF_MEMORY = 3  # exit code of a worker
 TOO_LONG = -getattr(signal, "SIGPROF", 0)  # exit code of a process at the end of its processor time
-# The worker has this process's path, without the folder of its own script.
-_START = "import runpy, sys; worker, *sys.path = sys.argv[1:]; runpy.run_path(worker, run_name='__main__')"
 
 # The worker's own limit counts processor time. These count seconds, for systems without that limit; they are generous,
 # since the worker may have to wait on a busy machine.
@@ -84,7 +83,7 @@ class LimitedProcess:
     def _start(self) -> None:
         try:
             worker = subprocess.Popen(
-                [sys.executable, "-c", _START, str(self._file), *sys.path],
+                python(str(self._file)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -43,6 +43,15 @@ class LibraryTokenizer(BaseTokenizer):
         self._library = library
         self._byte_level = byte_level
 
+    def keep_rows(self, rows: int) -> None:
+        super().keep_rows(rows)
+        added = self._library.get_added_tokens_decoder()
+        if any(token_id >= rows and not token.special for token_id, token in added.items()):  # they become plain text
+            description = json.loads(self._library.to_str())
+            description["added_tokens"] = [entry for entry in description["added_tokens"] if entry["id"] < rows]
+            self._library = tokenizers.Tokenizer.from_str(json.dumps(description))
+            self._library.encode_special_tokens = True
+
     @cached_property
     def _without_space(self) -> tokenizers.Tokenizer:
         """The same vocabulary, which adds no leading space."""

@@ -28,6 +28,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_fo
 from tests.model_loaders import vocabularies as vocab
 from tests.pairs import each
 from tests.shared_data import shared
+from tests.tiny import VOCABULARY, tokenizer_json
 
 VECTORS = {  # llama.cpp's name of its test vectors → tokenizers that must agree with them
     "llama-bpe": ("llama3-gguf", "llama3-json", "llama3-tiktoken"),
@@ -343,6 +344,35 @@ class TestTokenizerModelFolders:
         assert 263 not in tokenizer.tokenize("<|im_end|>")
         assert 264 in tokenizer.tokenize("he<tool_call>")
         assert 263 in tokenizer.eos_ids
+
+    def test_ids_beyond_the_embedding_are_in_no_text(self, tmp_path: Path) -> None:
+        sentencepiece_file(tmp_path)
+        added = {
+            "263": {"content": "<|im_end|>", "special": True},
+            "264": {"content": "<tool_call>", "special": False},
+        }
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"added_tokens_decoder": added, "add_bos_token": True})
+        )
+        tokenizer = load_for_folder(tmp_path, {"bos_token_id": 1, "eos_token_id": [2, 100_000, 2**32 - 1]}, {})
+        tokenizer.keep_rows(263)
+        assert tokenizer.left_out == (range(263, 265), {100_000})  # 2³² − 1 is none
+        assert tokenizer.vocab_size == 263
+        assert tokenizer.eos_ids == {2}
+        assert tokenizer.bos_id == 1
+        assert text_of(tokenizer, tokenizer.tokenize("he<|im_end|><tool_call>he", control=True)) == " he<|im_end|>he"
+        tokenizer.keep_rows(1)
+        assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, frozenset())
+
+    def test_an_added_word_beyond_the_embedding_is_plain_text(self, tmp_path: Path) -> None:
+        library = tokenizers.Tokenizer.from_str(tokenizer_json())
+        library.add_tokens([tokenizers.AddedToken("ice"), tokenizers.AddedToken("rain")])
+        (tmp_path / "tokenizer.json").write_text(library.to_str())
+        tokenizer = load_for_folder(tmp_path, {}, {})
+        tokenizer.keep_rows(VOCABULARY + 1)
+        ids = tokenizer.tokenize("ice and rain")
+        assert VOCABULARY in ids
+        assert text_of(tokenizer, ids) == "ice and rain"
 
     def test_space_only_at_the_start_unless_legacy(self, tmp_path: Path) -> None:
         sentencepiece_file(tmp_path)
