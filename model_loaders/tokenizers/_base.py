@@ -65,7 +65,7 @@ class BaseTokenizer(ABC):
     ) -> None:
         """shrinks: the most bytes of text that normalization turns into one; None if it may drop text.
 
-        lacks: bytes without an id in the vocabulary. takes: the control tokens that remove white space.
+        lacks: bytes without an id in the vocabulary. takes: the added tokens that remove white space.
         """
         self.vocab_size = vocab_size
         self.bos_id = special.bos_id
@@ -75,7 +75,7 @@ class BaseTokenizer(ABC):
         self.strips_leading_space = space.at_start
         self.adds_space_after_control = space.after_control
         self._space = space
-        self._shrinks, self._lacks = shrinks, lacks
+        self._shrinks, self._lacks = shrinks, lacks + _SPACE.encode() if takes else lacks
         self._takes = takes
         self._control = {string: token_id for string, token_id in control.items() if string}
         self._control_names = {token_id: string for string, token_id in self._control.items()}

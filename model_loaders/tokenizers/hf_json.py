@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import tokenizers
 
@@ -29,14 +30,16 @@ class LibraryTokenizer(BaseTokenizer):
         byte_level: bool,
         space: LeadingSpace = LeadingSpace(),  # noqa: B008 - frozen
         vocab_size: int | None = None,
+        takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
+        """takes: control tokens that remove white space, besides those that the library knows of."""
         if vocab_size is None:
             vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         lacks = bytes(byte for byte in range(256) if library.token_to_id(_spelling(byte, byte_level)) is None)
         added = library.get_added_tokens_decoder().values()
-        takes = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
+        known = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
         shrinks = None if lacks and not byte_level else _shrinks(library, byte_level)
-        super().__init__(vocab_size, control, special, space, shrinks=shrinks, lacks=lacks, takes=takes)
+        super().__init__(vocab_size, control, special, space, shrinks=shrinks, lacks=lacks, takes={**known, **takes})
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone
@@ -120,11 +123,8 @@ def _spelling(byte: int, byte_level: bool) -> str:
 def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
     """The most bytes of text that become one byte; three if characters are composed or "▁" replaces a space.
 
-    None if text may be dropped: by a normalizer or a pre-tokenizer, or by added tokens that remove the white space
-    around them.
+    None if text may be dropped by a normalizer or a pre-tokenizer.
     """
-    if any(token.lstrip or token.rstrip for token in library.get_added_tokens_decoder().values()):
-        return None
     stages = {"normalizer": library.normalizer, "pre_tokenizer": library.pre_tokenizer}
     given = {stage: json.loads(step.__getstate__()) for stage, step in stages.items() if step is not None}
     if not all(map(_keeps_text, _steps(given))):
