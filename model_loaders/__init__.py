@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json
-from polarlm.model_loaders.files.folder import generation_defaults, open_folder
+from polarlm.model_loaders.files.folder import open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
 from polarlm.model_loaders.files.pooling import (
@@ -138,7 +139,7 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
                 read_json(folder / "generation_config.json", required=False),
             ),
             template=templates.for_folder(folder, read_json(folder / "tokenizer_config.json", required=False)),
-            generation=generation_defaults(folder),
+            generation=generation.of_folder(folder, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_folder(folder),
             prompts=prompts_of_folder(folder),
@@ -162,7 +163,7 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
             weights=weights,
             read_tokenizer=_in_thread(tokenizers.load_for_gguf, gguf),
             template=templates.for_gguf(gguf),
-            generation=GenerationDefaults(),
+            generation=generation.of_gguf(gguf, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_gguf(gguf),
         )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from polarlm.model_loaders.errors import LoadError
 
+_LOG = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e12
 _SMALLEST_POSITIVE = 1e-15  # below the least epsilon of files, 1e-12, rounded to float32
@@ -30,6 +34,15 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
     return content
 
 
+def usable(read: Callable[[], _Value]) -> _Value | None:
+    """What `read()` returns of a setting that a model works without; None, with a warning, if it raises LoadError."""
+    try:
+        return read()
+    except LoadError as problem:
+        _LOG.warning("%s It is left out.", problem)
+        return None
+
+
 class Fields:
     """The keys of one configuration; null counts as absent.
 
@@ -48,6 +61,10 @@ class Fields:
     def given(self) -> list[str]:
         """The keys that are not absent."""
         return [key for key, value in self._values.items() if value is not None]
+
+    def value(self, key: str) -> object:
+        """What the key has, of any type; None if it is absent."""
+        return self._values.get(key)
 
     def is_text(self, key: str) -> bool:
         return isinstance(self._values.get(key), str)

@@ -1,11 +1,11 @@
-"""Reads a model from a folder in Hugging Face's layout: configuration, weights and generation defaults."""
+"""Reads a model from a folder in Hugging Face's layout: configuration and weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
+from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, quantizations, table_name, take_apart
 from polarlm.model_loaders.fields import Fields, read_json
@@ -43,28 +43,6 @@ def read_configuration(folder: Path) -> ModelConfig:
             "use the model's F16 or BF16 weights, or a GGUF file."
         )
     return configure(fields)
-
-
-def generation_defaults(folder: Path) -> GenerationDefaults:
-    """The defaults in `generation_config.json`; all None if it does not exist.
-
-    `do_sample: false` means greedy only if there is no temperature; in many files it is a leftover.
-    """
-    path = folder / "generation_config.json"
-    fields = Fields(read_json(path, required=False), path)
-    temperature = _number(fields, "temperature", 100.0)
-    return GenerationDefaults(
-        temperature=temperature,
-        top_k=fields.integer("top_k", minimum=0) if fields.has("top_k") else None,
-        top_p=_number(fields, "top_p", 1.0),
-        min_p=_number(fields, "min_p", 1.0),
-        repeat_penalty=_number(fields, "repetition_penalty", 100.0),
-        greedy=not fields.flag("do_sample", True) and temperature is None,
-    )
-
-
-def _number(fields: Fields, key: str, maximum: float) -> float | None:
-    return fields.number(key, maximum=maximum) if fields.has(key) else None
 
 
 def _refuse_other_layouts(folder: Path) -> None:
