@@ -133,10 +133,12 @@ class Fields:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings; empty if the key is absent."""
+        """A list of strings, or one string; empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             return []
+        if isinstance(value, str):
+            return [value]
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refuse(key, "but must be a list of strings")
         return value
@@ -163,9 +165,9 @@ class Fields:
         return value
 
     def section(self, key: str) -> Fields | None:
-        """The object under `key`; None if it is absent or empty."""
+        """The object under `key`; None if it is absent or empty, in whatever form."""
         value = self._values.get(key)
-        if value is None or value == {}:
+        if value in (None, {}, [], "", False):
             return None
         if not isinstance(value, dict):
             raise self.refuse(key, "but must be an object")
