@@ -124,7 +124,7 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:
-    """The template of a model folder: of chat_template.jinja, tokenizer_config.json or chat_template.json, else a default.
+    """The template of a folder: of chat_template.jinja, tokenizer_config.json or chat_template.json, else a default.
 
     Raises LoadError if a file exists but cannot be read.
     """

@@ -81,10 +81,8 @@ class TestWhereItComesFrom:
     ) -> None:
         assert for_folder(tmp_path, {"chat_template": value}).is_default
         assert for_gguf(gguf(**{"tokenizer.chat_template": value})).is_default
-        files = (f"{tmp_path / 'tokenizer_config.json'}", "tiny.gguf")
-        assert caplog.messages == [
-            f"{one}: chat_template is {value!r}, which is no text; it is left out" for one in files
-        ]
+        says = f"chat_template is {value!r}, which is no text; it is left out"
+        assert caplog.messages == [f"{file}: {says}" for file in (tmp_path / "tokenizer_config.json", "tiny.gguf")]
 
     def test_the_last_place_is_chat_template_json(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         file = tmp_path / "chat_template.json"
