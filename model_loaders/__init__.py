@@ -205,16 +205,19 @@ def _existing(path: str | Path) -> Path:
                 f"{path} is not a folder here but looks like a model's name on the hub: to download it, write "
                 f"-hf {path} on a command line, and {HUB_PREFIX}{path} in Python."
             )
-        raise LoadError(
-            f"{shown} does not exist; give a folder with config.json and safetensors files, or a .gguf file."
-        )
+        bare = shown.strip().strip("\"'").removeprefix("file://")
+        near = next((one for one in (bare, f"{bare}.gguf") if one and os.path.exists(one)), None)
+        advice = "a folder with config.json and safetensors files, or a .gguf file" if near is None else near
+        raise LoadError(f"{shown} does not exist; give {advice}.")
     if where.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
         raise LoadError(
             f"{where} is a pickle checkpoint, which can run any code when opened and is not read; "
             "give a folder with safetensors files, or a .gguf file."
         )
-    if where.suffix == ".safetensors":
-        raise LoadError(f"{where} is only the weights; give its folder, {where.parent}, with config.json in it.")
+    if where.suffix in {".safetensors", ".json", ".jinja", ".model"}:
+        raise LoadError(
+            f"{where} is only a part of a model; give its folder, {where.parent}, with config.json and weights in it."
+        )
     return where
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, stand_in
 
 _LOG = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
@@ -20,15 +20,17 @@ _SMALLEST_POSITIVE = 1e-15  # below the least epsilon of files, 1e-12, rounded t
 def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
     """The JSON object in `path`; an empty one if the file is absent and not required."""
     try:
-        content = json.loads(path.read_bytes())
+        raw = path.read_bytes()
     except FileNotFoundError:
         if not required:
             return {}
         raise LoadError(f"{path} is missing; download the model's folder completely.") from None
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
+    try:
+        content = json.loads(raw)
     except (ValueError, RecursionError):
-        raise LoadError(f"{path} is not valid JSON; download it again.") from None
+        raise (stand_in(path, raw) or LoadError(f"{path} is not valid JSON; download it again.")) from None
     if not isinstance(content, dict):
         raise LoadError(f"{path} should hold a JSON object but holds a {type(content).__name__}; download it again.")
     return content
