@@ -22,6 +22,7 @@ from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names, patterns
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, SpecialIds, Takes
+from polarlm.model_loaders.tokenizers._pieces import byte_of
 from polarlm.model_loaders.tokenizers._protocol import Pair
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer, WordPieceTokenizer
 
@@ -99,7 +100,8 @@ class _Vocabulary:
         ends |= {i for name, i in self.listed.items() if name in known_names.CODE_ENDS and self.types[i] in _ADDED}
         end = self.named.get("eos") if self.metadata.get("tokenizer.ggml.add_eos_token", closes) is True else None
         pair = None if end is None else Pair((end, end), second_type=False)  # of XLM-R, whose separator is the end
-        return SpecialIds(self.named.get("bos") if wants else None, frozenset(ends), end, pair)
+        bos = self.named.get("bos", self.control.get("<bos>"))
+        return SpecialIds(bos if wants else None, frozenset(ends), end, pair)
 
     def takes(self) -> dict[str, Takes]:
         """The control tokens that remove white space around them."""
@@ -171,6 +173,8 @@ def load(gguf: GgufFile) -> BaseTokenizer:
         raise LoadError(f"{gguf.path} has tokens of the unknown type {min(unknown)} (tokenizer.ggml.token_type).")
     if _Type.UNDEFINED in types:
         types = [one or int(_Type.UNUSED) for one in types]
+    if kind == "llama" and _Type.BYTE not in types:
+        types = [one if byte_of(token) is None else int(_Type.BYTE) for token, one in zip(tokens, types, strict=True)]
     vocabulary = _Vocabulary(gguf.path, gguf.metadata, tokens, types)
     vocabulary.correct_types()
     return builders[kind](vocabulary)
@@ -299,5 +303,5 @@ def _specify(model: Any, vocabulary: _Vocabulary, kind: Any) -> None:
     normalizer.add_dummy_prefix = setting("tokenizer.ggml.add_space_prefix", True) is True
     normalizer.remove_extra_whitespaces = setting("tokenizer.ggml.remove_extra_whitespaces", False) is True
     charsmap = setting("tokenizer.ggml.precompiled_charsmap", [])
-    if isinstance(charsmap, list) and charsmap:
+    if isinstance(charsmap, list) and all(isinstance(value, int) for value in charsmap):
         normalizer.precompiled_charsmap = bytes(value & 0xFF for value in charsmap)

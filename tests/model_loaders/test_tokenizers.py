@@ -325,6 +325,16 @@ def test_words_that_merges_make_end_nothing() -> None:
     assert tokenizer.eos_ids == set()
 
 
+def test_a_vocabulary_without_types() -> None:
+    """Bytes are known by their names, and control tokens by the keys that name them."""
+    typed, gguf = vocab.tiny_spm(), vocab.tiny_spm()
+    del gguf.metadata["tokenizer.ggml.token_type"]
+    tokenizer = load_for_gguf(gguf)
+    for text in ("he é\n", "<s>he</s>"):
+        assert tokenizer.tokenize(text, control=True) == load_for_gguf(typed).tokenize(text, control=True)
+    assert text_of(tokenizer, tokenizer.tokenize("he é\n")) == " he é\n"
+
+
 def test_a_token_without_a_type_is_unused() -> None:
     tokenizer = load_for_gguf(vocab.tiny_spm(("hehe", 0)))
     assert 263 not in tokenizer.tokenize("hehe")
