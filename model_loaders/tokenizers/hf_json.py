@@ -11,6 +11,7 @@ import tokenizers
 
 from polarlm.model_loaders.errors import LoadError, stand_in
 from polarlm.model_loaders.forks import cached_property
+from polarlm.model_loaders.tokenizers import known_names
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
 from polarlm.model_loaders.tokenizers._byte_level import spelling, spelt_bytes
 from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
@@ -105,11 +106,12 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
             f"{file} holds a {kind} vocabulary; byte-level BPE, SentencePiece and WordPiece ones are supported."
         )
     first, last = _outer_control_tokens(steps)
+    named = str(settings.tokenizer.get("tokenizer_class")), token_string(settings.tokenizer.get("bos_token"))
     special = for_folder(
         settings,
         control,
         library.token_to_id,
-        adds_bos=first is not None or _is_known_to_begin_with_bos(settings),
+        adds_bos=first is not None or known_names.class_adds_bos(*named),
         default_bos=library.token_to_id(first) if first else None,
         closing_id=library.token_to_id(last) if last else None,
         pair=_pair(steps, library.token_to_id),
@@ -195,9 +197,3 @@ def _pair(steps: list[dict], lookup: Callable[[str], int | None]) -> Pair | None
             known = tuple(one for one in between if one is not None)
             return Pair(known, parts[places[1]][1]["type_id"] == 1) if known and len(known) == len(between) else None
     return None
-
-
-def _is_known_to_begin_with_bos(settings: FolderSettings) -> bool:
-    """Llama 2's class adds BOS in code; Llama 3's first files had no post-processor to say so."""
-    llama_class = str(settings.tokenizer.get("tokenizer_class", "")).startswith("LlamaTokenizer")
-    return llama_class or token_string(settings.tokenizer.get("bos_token")) == "<|begin_of_text|>"

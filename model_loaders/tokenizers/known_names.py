@@ -52,12 +52,19 @@ def words(names: Collection[str]) -> frozenset[str]:
 def begins_with_bos(family: str, names: Collection[str], flag: object, default: bool) -> bool:
     """Whether sequences begin with BOS. flag: what the file says, if it is a truth value; default: if it says nothing.
 
-    Gemma 4's files say that they do not, and its base models write nothing of use without it. Llama 2's class adds it
-    in code.
+    Gemma 4's files say that they do not, and its base models write nothing of use without it.
     """
     if family.startswith("gemma4") or "<turn|>" in names:
         return True
     return flag if isinstance(flag, bool) else default
+
+
+def class_adds_bos(name: str, bos: str | None) -> bool:
+    """Whether a tokenizer begins sequences with BOS though tokenizer.json does not. name: that of transformers' class.
+
+    Llama 2's class adds it in code; Llama 3's first files had no post-processor to say so.
+    """
+    return name.startswith("LlamaTokenizer") or bos == "<|begin_of_text|>"
 
 
 def white_space(family: str, model: str, kind: str, control: Collection[str]) -> dict[str, Takes]:
