@@ -205,6 +205,8 @@ def _existing(path: str | Path) -> Path:
                 f"{path} is not a folder here but looks like a model's name on the hub: to download it, write "
                 f"-hf {path} on a command line, and {HUB_PREFIX}{path} in Python."
             )
+        if os.path.islink(where):
+            raise LoadError(f"{shown} is a link to a file that does not exist; download the model again.")
         bare = shown.strip().strip("\"'").removeprefix("file://")
         near = next((one for one in (bare, f"{bare}.gguf") if one and os.path.exists(one)), None)
         advice = "a folder with config.json and safetensors files, or a .gguf file" if near is None else near

@@ -88,6 +88,8 @@ CASES: dict[str, Case] = {
         )
         for given in ("hub", "hub/models--x--y", "hub/models--x--y/snapshots", "hub/models--x--y/blobs")
     },
+    "a link to no GGUF": (ONE, {"a.gguf": "@ blobs/gone"}, "a.gguf", "a.gguf is a link to a file that does not exist"),
+    "a blob of the hub's cache": (ONE, {WHOLE: "> blobs/a1b2"}, "blobs/a1b2", "give one, or the folder of a model"),
     "a path in quotation marks": (ONE, {}, "'{root}'", "does not exist; give {root}."),
     "a path without its end": (ONE, {"a.gguf": "x"}, "a", "does not exist; give {root}/a.gguf."),
 }
@@ -103,7 +105,7 @@ def changed(folder: Path, changes: dict[str, str | None]) -> None:
             (folder / change[2:]).parent.mkdir(parents=True, exist_ok=True)
             file.rename(folder / change[2:])
         elif change.startswith("@ "):
-            file.unlink()
+            file.unlink(missing_ok=True)
             file.symlink_to(folder / change[2:])
         else:
             file.write_text(change)
