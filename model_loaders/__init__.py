@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json
-from polarlm.model_loaders.files.folder import generation_defaults, open_folder
+from polarlm.model_loaders.files.folder import open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
 from polarlm.model_loaders.files.pooling import (
@@ -153,7 +154,7 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
                 read_json(folder / "generation_config.json", required=False),
             ),
             template=templates.for_folder(folder, read_json(folder / "tokenizer_config.json", required=False)),
-            generation=generation_defaults(folder),
+            generation=generation.of_folder(folder, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_folder(folder),
             prompts=prompts_of_folder(folder),
@@ -177,7 +178,7 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
             weights=weights,
             read_tokenizer=_in_thread(config.vocab_size, tokenizers.load_for_gguf, gguf),
             template=templates.for_gguf(gguf),
-            generation=GenerationDefaults(),
+            generation=generation.of_gguf(gguf, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_gguf(gguf),
         )
@@ -221,16 +222,21 @@ def _existing(path: str | Path) -> Path:
                 f"{path} is not a folder here but looks like a model's name on the hub: to download it, write "
                 f"-hf {path} on a command line, and {HUB_PREFIX}{path} in Python."
             )
-        raise LoadError(
-            f"{shown} does not exist; give a folder with config.json and safetensors files, or a .gguf file."
-        )
+        if os.path.islink(where):
+            raise LoadError(f"{shown} is a link to a file that does not exist; download the model again.")
+        bare = shown.strip().strip("\"'").removeprefix("file://")
+        near = next((one for one in (bare, f"{bare}.gguf") if one and os.path.exists(one)), None)
+        advice = "a folder with config.json and safetensors files, or a .gguf file" if near is None else near
+        raise LoadError(f"{shown} does not exist; give {advice}.")
     if where.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
         raise LoadError(
             f"{where} is a pickle checkpoint, which can run any code when opened and is not read; "
             "give a folder with safetensors files, or a .gguf file."
         )
-    if where.suffix == ".safetensors":
-        raise LoadError(f"{where} is only the weights; give its folder, {where.parent}, with config.json in it.")
+    if where.suffix in {".safetensors", ".json", ".jinja", ".model"}:
+        raise LoadError(
+            f"{where} is only a part of a model; give its folder, {where.parent}, with config.json and weights in it."
+        )
     return where
 
 

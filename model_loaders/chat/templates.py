@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
 from polarlm.model_loaders.chat.template_process import TemplateFailed, TemplateProcess
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import read_json, usable
 from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers._special import token_string
@@ -20,6 +22,7 @@ from polarlm.model_loaders.tokenizers._special import token_string
 if TYPE_CHECKING:
     from polarlm.model_loaders.files.gguf_file import GgufFile
 
+_LOG = logging.getLogger(__name__)
 _MOST_VARIABLES = 64  # choices of variables for which the place of an answer is kept
 
 _CHATML = (
@@ -127,7 +130,7 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:
-    """The template of a model folder: chat_template.jinja, else tokenizer_config.json's, else a default.
+    """The template of a folder: of chat_template.jinja, tokenizer_config.json or chat_template.json, else a default.
 
     Raises LoadError if a file exists but cannot be read.
     """
@@ -137,6 +140,9 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
     else:
         file = folder / "tokenizer_config.json"
         source = _named_template(file, tokenizer_config.get("chat_template"))
+    if source is None:
+        file = folder / "chat_template.json"
+        source = _named_template(file, (usable(lambda: read_json(file, required=False)) or {}).get("chat_template"))
     vocabulary = folder / "tokenizer.json"
     spellings = json.dumps(tokenizer_config) + (_text(vocabulary) if not source and vocabulary.is_file() else "")
     return _template(
@@ -149,7 +155,7 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
 
 
 def for_gguf(gguf: GgufFile) -> ChatTemplate:
-    """The template inside a GGUF file, else a default. Raises LoadError if it is not text."""
+    """The template inside a GGUF file, else a default."""
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, (list, Strings)) else ()
 
@@ -173,13 +179,17 @@ def _template(source: str | None, origin: str, *, bos_token: str, eos_token: str
 
 
 def _named_template(file: Path, value: object) -> str | None:
-    """The template for chats in `value`, which is text or a list of named templates."""
+    """The template for chats in `value`, which is text, or named templates; None, with a warning, if it is neither."""
+    chosen = value
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
-        value = named.get("default", next(iter(named.values()), None))
-    if value is not None and not isinstance(value, str):
-        raise LoadError(f"{file} has a chat_template that is not text: download it again.")
-    return value
+        entries = [entry for entry in value if isinstance(entry, Mapping)]
+        chosen = {str(entry.get("name")): entry.get("template") for entry in entries}
+    if isinstance(chosen, Mapping):
+        chosen = chosen.get("default", next(iter(chosen.values()), None))
+    if chosen is None or isinstance(chosen, str):
+        return chosen
+    _LOG.warning("%s: chat_template is %.60r, which is no text; it is left out", file, value)
+    return None
 
 
 def _text(file: Path) -> str:

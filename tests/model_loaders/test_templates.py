@@ -75,12 +75,23 @@ class TestWhereItComesFrom:
         assert 'as lines of "User:" and "Assistant:"' in plain
         assert for_folder(tmp_path, {"chat_template": "{{ messages }}"}).missing("its own") is None
 
-    @pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default", "template": 7}]])
-    def test_a_chat_template_that_is_not_text_is_refused(self, tmp_path: Path, value: object) -> None:
-        with pytest.raises(LoadError, match=r"tokenizer_config\.json .*chat_template"):
-            for_folder(tmp_path, {"chat_template": value})
-        with pytest.raises(LoadError, match=r"tiny\.gguf .*chat_template"):
-            for_gguf(gguf(**{"tokenizer.chat_template": value}))
+    @pytest.mark.parametrize("value", [7, True, [{"name": "default", "template": 7}], {"default": [7]}])
+    def test_a_chat_template_that_is_not_text_is_left_out_with_a_warning(
+        self, tmp_path: Path, value: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert for_folder(tmp_path, {"chat_template": value}).is_default
+        assert for_gguf(gguf(**{"tokenizer.chat_template": value})).is_default
+        says = f"chat_template is {value!r}, which is no text; it is left out"
+        assert caplog.messages == [f"{file}: {says}" for file in (tmp_path / "tokenizer_config.json", "tiny.gguf")]
+
+    def test_the_last_place_is_chat_template_json(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        file = tmp_path / "chat_template.json"
+        file.write_text('{"chat_template": {"default": "Hi"}}')
+        assert for_folder(tmp_path, {}).source == "Hi"
+        assert for_folder(tmp_path, {"chat_template": "x"}).source == "x"
+        file.write_text("{")
+        assert for_folder(tmp_path, {}).is_default
+        assert "chat_template.json is not valid JSON" in caplog.text
 
     def test_an_unreadable_file_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
