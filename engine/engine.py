@@ -226,7 +226,7 @@ class Engine(Vectors):
         with self._exclusive():
             self._runner.submit(new)
         cancel, cached = lambda: self._cancel(new.sequence), lambda: new.cached or 0
-        return Ticket(len(new.sequence.prompt), cancel, cached, new.conversation)
+        return Ticket(len(new.sequence.prompt), cancel, cached, new.conversation, new.warnings)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""

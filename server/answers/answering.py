@@ -41,8 +41,8 @@ class _Answering:
     plan: _Plan
     ticket: Ticket
 
-    def __init__(self, engine: Engine, asked: ParsedRequest, index: int) -> None:
-        self._engine, self._asked, self._index = engine, asked, index
+    def __init__(self, engine: Engine, asked: ParsedRequest, index: int, warnings: list[str] | None) -> None:
+        self._engine, self._asked, self._index, self._warnings = engine, asked, index, warnings
 
     def submit(self, prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
         """Queue the request as `Engine.submit` does. An error in its constraint names the request's field."""
@@ -58,15 +58,20 @@ class _Answering:
             refusal = error if own else ConstraintError(f"tools: {error}", error.code)
             refusal.field = self._asked.constrained_by if own else "tools"
             raise refusal from None
+        if self._warnings is not None:
+            self._warnings += self.ticket.warnings
         return self.ticket
 
 
-async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncGenerator[Piece, None]:
+async def answer(
+    driver: Driver, asked: ParsedRequest, index: int = 0, warnings: list[str] | None = None
+) -> AsyncGenerator[Piece, None]:
     """Yield answer `index` of a request in pieces. Closing the generator cancels it. Raises what the driver raises.
 
-    The first piece of a streamed answer says that the engine has accepted the request.
+    The first piece of a streamed answer says that the engine has accepted the request. By then, `warnings` has those of
+    its ticket.
     """
-    under_way = _Answering(driver.engine, asked, index)
+    under_way = _Answering(driver.engine, asked, index, warnings)
     stream = driver.stream(
         asked.prompt,
         asked.params,
