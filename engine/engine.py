@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -20,7 +21,7 @@ from polarlm.engine.requests.answers import Answers, Known
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
-from polarlm.engine.requests.prompts import Prompt, checked_ids, prompt_ids
+from polarlm.engine.requests.prompts import Prompt, checked_ids, closing_tag, prompt_ids
 from polarlm.engine.requests.request import Outbox, Request, Ticket
 from polarlm.engine.requests.runner import Runner
 from polarlm.engine.requests.salts import salt_of
@@ -250,7 +251,10 @@ class Engine(Vectors):
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self.adapters}
-        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone)}
+        after = closing_tag(prompt, self.model, options) if params.is_constrained else ""
+        if (tag := self.model.tokenizer.control_tokens().get(after)) is not None:
+            params = replace(params, shown_tokens=(*params.shown_tokens, tag))
+        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone, after=after)}
         request = Request.create(prompt, params, options, self.model, self.context, **more)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.found = self._tiers.find(request.sequence.prompt[:-1], request.salt)

@@ -14,6 +14,8 @@ from polarlm.engine.limits import RANK, check_roles
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.prompt import chat_ids
+from polarlm.model_loaders.chat.reasoning import Place
+from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
@@ -145,6 +147,33 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     channels = model.template.channels if options.continue_final_message else None
     header = "" if channels is None else channels.header(channels.final)
     return text + header + str(begun["content"])
+
+
+def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Model, options: PromptOptions) -> Place:
+    """Return where the answer to messages begins: before, inside or after its reasoning. Raises EngineError."""
+    last = prompt[-1] if isinstance(prompt[-1], Mapping) else {}
+    try:
+        tags = model.template.tags
+        after_result = last.get("role") == "tool"
+        place = model.template.place_of_answer(options.template_variables, after_result=after_result)
+    except LoadError as error:
+        raise EngineError(str(error)) from None
+    if tags is None or not options.continue_final_message:
+        return place
+    begun = str(last.get("content"))
+    opened = place == "inside" or tags.open in begun
+    return "inside" if opened and tags.close not in begun else "after"
+
+
+def closing_tag(prompt: Prompt, model: model_loaders.Model, options: PromptOptions) -> str:
+    """Return the tag that closes the reasoning with which the answer begins, if the prompt opens it; else nothing.
+
+    A constraint is one of the text behind it. Raises EngineError.
+    """
+    if not is_chat(prompt) or place_of_answer(prompt, model, options) != "inside":
+        return ""
+    assert model.template.tags is not None
+    return model.template.tags.close
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.requests.answers import Conversation
-from polarlm.engine.requests.prompts import Prompt, is_chat
+from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
 from polarlm.engine.sampling.schemas import prepared_for_text
 from polarlm.model_loaders.chat.call_format import CallFormat
@@ -123,12 +123,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     try:
         if template.channels is not None:
             return _plan_of_channels(template.channels, template.calls, asked, params, control, schema)
-        after_result = asked.prompt[-1].get("role") == "tool"
-        place = template.place_of_answer(asked.options.template_variables, after_result=after_result)
-        if asked.options.continue_final_message and template.tags is not None:
-            begun = asked.prompt[-1]["content"]
-            opened = place == "inside" or template.tags.open in begun
-            place = "inside" if opened and template.tags.close not in begun else "after"
+        place = place_of_answer(asked.prompt, engine.model, asked.options)
         reasoning = None if place == "after" else template.tags
         format = None if asked.tools is None else template.calls
     except LoadError as error:
@@ -137,8 +132,6 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     literals = [] if reasoning is None else [reasoning.open, reasoning.close]
     if tags is None and format is None:
         return _Plan(replace(params, shown_tokens=_control_in(literals, control)))
-    # A constraint applies from the answer's first token on, so it leaves no room for reasoning.
-    thinks = tags is not None and place == "inside" and not params.is_constrained
     names: Sequence[str] = ()
     if asked.tools is not None and format is not None:
         functions = functions_of(asked.tools.callable)
@@ -159,14 +152,13 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
                 control,
                 calls=asked.tools.calls,
                 several=asked.tools.several,
-                tags=reasoning,
-                thinks=place == "inside",
+                tags=reasoning if place == "before" else None,  # a constraint begins behind reasoning that is open
                 schema=schema,
             )
             params = replace(params, grammar=text)
         if asked.tools.calls == "none":
             format = None
-    parser = AnswerParser(format, names, control, tags, thinks=thinks)
+    parser = AnswerParser(format, names, control, tags, thinks=tags is not None and place == "inside")
     return _Plan(replace(params, shown_tokens=_control_in(literals, control)), parser)
 
 
