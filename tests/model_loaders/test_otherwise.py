@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from tests import call_templates
@@ -50,6 +50,7 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
 REAL = {path.stem: path.read_text(encoding="utf-8") for path in FIXTURES.glob("*.jinja")}
 
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+TALK = [{"role": "user", "content": "why"}]
 _TEXTS = iter(range(10**6))
 
 
@@ -171,7 +172,17 @@ def assert_reuses(engine: Engine) -> None:
         messages += [{"role": "assistant", "content": again.text}, *said("uds")]
 
 
-def test_a_template_that_fails_in_every_way_says_so(tmp_path: Path) -> None:
+def test_parts_and_developers_are_taken_from_python(tmp_path: Path) -> None:
+    with tool_engine(tmp_path, FIRST_ALONE) as engine:
+        parts = [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]
+        given, same = ([{"role": "developer", "content": content}, *TALK] for content in (parts, "be kind"))
+        assert engine.prompt_ids(given) == engine.prompt_ids(same)
+        assert engine.prompt_ids(same) != engine.prompt_ids(TALK)
+        with pytest.raises(EngineError, match=r"messages\[0\]\.content must be a string"):
+            engine.prompt_ids([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
+
+
+def test_a_template_that_fails_in_every_way_says_so() -> None:
     template = ChatTemplate("{{ raise_exception('never') }}")
     put = put_otherwise(template, said("suas"), (), {})
     assert [one["role"] for one in put.messages] == ["system", "user", "assistant", "system"]
