@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard, cast
 
@@ -165,15 +166,20 @@ def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Mo
     return "inside" if opened and tags.close not in begun else "after"
 
 
-def closing_tag(prompt: Prompt, model: model_loaders.Model, options: PromptOptions) -> str:
-    """Return the tag that closes the reasoning with which the answer begins, if the prompt opens it; else nothing.
+def behind_reasoning(
+    prompt: Prompt, params: SamplingParams, options: PromptOptions, model: model_loaders.Model
+) -> tuple[SamplingParams, str]:
+    """Return `params`, and the tag behind which their constraint begins: that which closes the reasoning that the
+    prompt opens. It is part of the answer's text. Empty if there is no constraint or no such reasoning.
 
-    A constraint is one of the text behind it. Raises EngineError.
+    Raises EngineError.
     """
-    if not is_chat(prompt) or place_of_answer(prompt, model, options) != "inside":
-        return ""
+    if not params.is_constrained or not is_chat(prompt) or place_of_answer(prompt, model, options) != "inside":
+        return params, ""
     assert model.template.tags is not None
-    return model.template.tags.close
+    tag = model.template.tags.close
+    shown = [token for name, token in model.tokenizer.control_tokens().items() if name == tag]
+    return replace(params, shown_tokens=(*params.shown_tokens, *shown)), tag
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:

@@ -159,6 +159,11 @@ class Request:
         more = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
         self.sampler = Sampler(self.sequence, self.params, self.sampling, *more)
 
+    def ticket(self, cancel: Callable[[], None]) -> Ticket:
+        """Return the submitter's handle; `cancel` is its method."""
+        prompt = len(self.sequence.prompt)
+        return Ticket(prompt, cancel, lambda: self.cached or 0, self.conversation, self.warnings)
+
     def record_prefix_hit(self, length: int) -> None:
         """Record the length of the prefix hit, which is fixed once the first token exists."""
         if self.sequence.generated == 0:

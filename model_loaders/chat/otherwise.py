@@ -185,9 +185,9 @@ def _one_call(messages: Messages) -> Messages:
         at += len(results)
         for number, call in enumerate(message["tool_calls"]):
             said.append(_without_number(message, tool_calls=[call], **({"content": ""} if number else {})))
-            mine = [one for one in results if one.get("tool_call_id") == call["id"]]
-            said += mine
-            results = [one for one in results if one not in mine]
+            ids = [one.get("tool_call_id", call["id"]) for one in results]
+            mine = ids.index(call["id"]) if call["id"] in ids else None
+            said += [] if mine is None else [results.pop(mine)]
         said += results
     return said
 
