@@ -90,7 +90,8 @@ class LimitedProcess:
                 start_new_session=True,  # Ctrl-C goes to this process alone
             )
         except (OSError, ValueError, TypeError) as error:  # TypeError: a program without an interpreter's path
-            raise ProcessFailed(f"no process could be started for it ({error})") from error
+            reason = error.strerror if isinstance(error, OSError) else error  # without the interpreter's path
+            raise ProcessFailed(f"no process could be started for it ({reason})") from error
         self._end = weakref.finalize(self, _end, worker)
         self._worker = worker
 

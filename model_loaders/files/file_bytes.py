@@ -49,7 +49,7 @@ class FileBytes:
                 chunks.append(chunk)
                 count -= len(chunk)
         except OSError as error:
-            raise LoadError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+            raise LoadError(f"{self.path.name} cannot be read: {error.strerror or error}.") from error
         return b"".join(chunks)
 
     def view(self, offset: int, count: int) -> np.ndarray:
@@ -76,7 +76,7 @@ class FileBytes:
             raise self._changed()
 
     def _changed(self) -> LoadError:
-        return LoadError(f"{self.path} has changed while it was read; wait until its download has finished.")
+        return LoadError(f"{self.path.name} has changed while it was read; wait until its download has finished.")
 
     def expect(self, offset: int, count: int) -> None:
         """Lets the system read a range ahead: many requests to a disk at a time are several times as fast as one."""

@@ -25,7 +25,7 @@ RESULT = {"role": "tool", "tool_call_id": "c", "content": "so"}
 
 def template(name: str) -> ChatTemplate:
     source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    return ChatTemplate(source, origin=name, bos_token="<s>", eos_token="</s>")
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
 
 
 def test_channels_of_gpt_oss() -> None:

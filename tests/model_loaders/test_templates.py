@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def template(source: str, **tokens: str) -> ChatTemplate:
-    return ChatTemplate(source, origin="model.gguf", **tokens)
+    return ChatTemplate(source, **tokens)
 
 
 def render(source: str, **variables: object) -> str:
@@ -151,7 +151,7 @@ class TestWhatItCanNotDo:
         ],
     )
     def test_errors_carry_the_templates_words(self, source: str, complaint: str) -> None:
-        with pytest.raises(LoadError, match=rf"^The chat template of model\.gguf failed: .*{complaint}"):
+        with pytest.raises(LoadError, match=rf"^The model's chat template failed: .*{complaint}"):
             render(source)
 
     @pytest.mark.slow(keep=1)
@@ -176,7 +176,7 @@ class TestWhatItCanNotDo:
         ],
     )
     def test_a_hostile_template_ends_without_harm(self, source: str) -> None:
-        with pytest.raises(LoadError, match=r"^The chat template of model\.gguf failed: it "):
+        with pytest.raises(LoadError, match=r"^The model's chat template failed: it "):
             render(source)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory alike")
