@@ -32,6 +32,7 @@ __all__ = ["PATHS", "error_body", "routes"]
 
 PATHS = ("/api",)
 
+_SAME_NAMES = ("model", "cache_prompt", "cache_salt")  # but for the first, not in Ollama's API
 _OPTIONS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")},
     **{name: name for name in ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")},
@@ -56,8 +57,8 @@ _OF_THE_MACHINE = (  # options without an effect here
     *("num_gqa", "rope_frequency_base", "rope_frequency_scale", "draft_num_predict"),
 )
 _KNOWN = {
-    *(*_REFUSED, "model", "messages", "prompt", "system", "suffix", "raw", "images", "tools"),
-    *("stream", "options", "format", "think", "logprobs", "top_logprobs"),
+    *(*_REFUSED, "messages", "prompt", "system", "suffix", "raw", "images", "tools"),
+    *("stream", "options", "format", "think", "logprobs", "top_logprobs", *_SAME_NAMES),
     *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
 _EFFORTS = ("low", "medium", "high")
@@ -151,7 +152,8 @@ class _Embedded:
     ) -> Sequence[tuple[str, int]]:
         """(JSON of the vector, tokens of the text) for each prompt."""
         text("model", body.get("model") or "")
-        options = read_options({}, parse_special=self.driver.config.parse_special)
+        isolated = {name: body.get(name) for name in _SAME_NAMES}
+        options = read_options(isolated, parse_special=self.driver.config.parse_special)
         options = self.driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(body, truncates=True))
 
@@ -163,7 +165,7 @@ class _Embedded:
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of both endpoints except the prompt, in our own names. Raises BadRequest."""
-    own: dict[str, Any] = {"model": body.get("model"), "stream": body.get("stream", True)}
+    own: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
     for name, value in members("options", body.get("options", {})).items():
         if name in _OPTIONS:
             own[_OPTIONS[name]] = value

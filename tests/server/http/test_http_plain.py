@@ -18,7 +18,7 @@ from polarlm.engine import Engine
 from polarlm.server.http.plain import tokens as tokens_of_texts
 from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.server.lines import PATIENCE
-from tests.tiny import CHARACTERS, VOCABULARY
+from tests.tiny import CHARACTERS, PLAIN, VOCABULARY, load_tiny
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +286,13 @@ def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
         parts = sum(running[f"polarlm_kv_blocks_{part}"] for part in ("used", "kept", "free"))
         assert parts == running["polarlm_kv_blocks"]
     eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
+
+
+def test_routers_learn_the_blocks_of_the_whole_store(tiny_path: Path) -> None:
+    with load_tiny(tiny_path, **PLAIN, kv_memory="1M") as engine, serving(engine) as server:
+        (group,) = engine._store.groups
+        assert group.quantized.size > 2 * engine.context // 8
+        assert f'num_gpu_blocks="{group.quantized.size}"' in server.http.get("/metrics").text
 
 
 def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None:
