@@ -227,7 +227,7 @@ class Connection(asyncio.Protocol):
         return last_of(chunk, self._config.hide_cached_tokens)
 
     async def _transferred(self, session: Awaitable[int]) -> dict[str, Any]:
-        """The last message of a request that saves or loads a session, with the number of tokens unless it is hidden."""
+        """The last message of a request that saves or loads a session; the number of tokens may be hidden."""
         tokens = await session
         return {"done": True} | ({} if self._config.hide_cached_tokens else {"tokens": tokens})
 

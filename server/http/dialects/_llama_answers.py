@@ -12,7 +12,7 @@ from polarlm.engine.sampling.sample import resolve
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import About
 from polarlm.server.http.openai.completions import PromptText, read_raw
 from polarlm.server.http.openai.shapes import prompt_progress
@@ -36,9 +36,9 @@ _INFILLED = ("input_prefix", "input_suffix", "prompt")
 def error_body(error: ApiError) -> dict[str, Any]:
     """The body of the response with an error."""
     kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    if error.code == "context_length_exceeded":
+    if error.code == TOO_LONG:
         kind = "exceed_context_size_error"
-    shown = {"code": error.status, "message": error.message, "type": kind, "param": error.param}
+    shown = {"code": error.status, "message": error.told("llama-server"), "type": kind, "param": error.param}
     return {"error": {**shown, **error.numbers}}
 
 

@@ -14,19 +14,20 @@ from tests.server.http_server import Serving, serving
 TEXT = "then he ran on and the rain ran on and then the end"
 MESSAGES = [{"role": "user", "content": TEXT}]
 CHAT, RAW = {"messages": MESSAGES, "max_tokens": 2}, {"prompt": TEXT, "max_tokens": 2}
+ITEMS, INPUT, RANKED = {"input": TEXT, "max_output_tokens": 2}, {"input": TEXT}, {"query": "a", "documents": [TEXT]}
 OPTIONS = {"num_predict": 2}
 GENERATING: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("/v1/chat/completions", "/chat/completions", "/v1/messages"), CHAT),
     **dict.fromkeys(("/v1/completions", "/completions", "/completion"), RAW),
-    **dict.fromkeys(("/v1/responses", "/responses"), {"input": TEXT, "max_output_tokens": 2}),
+    **dict.fromkeys(("/v1/responses", "/responses"), ITEMS),
     "/infill": {"input_prefix": TEXT, "input_suffix": "on", "n_predict": 2},
     "/api/chat": {"messages": MESSAGES, "options": OPTIONS},
     "/api/generate": {"prompt": TEXT, "options": OPTIONS},
 }
 VECTORS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding", "/api/embed"), {"input": TEXT}),
+    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding", "/api/embed"), INPUT),
     "/api/embeddings": {"prompt": TEXT},
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/reranking", "/v1/reranking"), {"query": "a", "documents": [TEXT]}),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/reranking", "/v1/reranking"), RANKED),
 }
 COMPUTE_NOTHING = {  # they count, convert, save and describe, or belong to the page
     *("/tokenize", "/detokenize", "/apply-template", "/sessions/save", "/sessions/load", "/documents/text"),
@@ -56,12 +57,12 @@ def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> 
 
     def cached(**more: Any) -> int:
         before = filling.driver.snapshot().cached_tokens
-        response = filling.post(path, {**body, **more})
+        response = filling.post(path, {**GENERATING, **VECTORS}[path] | more)
         assert response.status_code == 200, response.text
         assert "X-PolarLM-Warning" not in response.headers
         return filling.driver.snapshot().cached_tokens - before
 
-    for path, body in [*GENERATING.items(), *VECTORS.items()]:
+    for path in [*GENERATING, *VECTORS]:
         salt = f"of {path}"
         cached()
         assert cached(cache_salt=salt) == 0, path
