@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
             if not self._known or (has_key and len(message) == 1):
                 return
             request_id = read_id(message)
-            if message.get("cancel") is not None:
+            if message.get("cancel"):
                 self._cancel(request_id, message["cancel"])
             else:
                 self._start(request_id, message)
@@ -171,14 +171,14 @@ class Connection(asyncio.Protocol):
 
     def _work(self, request_id: Id, message: dict[str, Any]) -> Work:
         """The coroutine function of a message's request, which returns the last message to the client."""
-        if message.get("save") is not None and message.get("load") is not None:
+        if message.get("save") and message.get("load"):
             raise BadRequest("load", "give either save or load, not both")
-        if message.get("save") is not None:
+        if message.get("save"):
             saved = read_name("save", message["save"])
             prompt = read_prompt(message)
             options = read_saved(message, self._config, self._driver.engine.adapters.scales)
             return lambda: self._transferred(self._driver.save_session(saved, prompt, options))
-        if message.get("load") is not None:
+        if message.get("load"):
             loaded = read_name("load", message["load"])
             salt = read_salt(message.get("cache_salt"))
             return lambda: self._transferred(self._driver.load_session(loaded, salt))

@@ -22,6 +22,7 @@ from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
+from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest, flag, shown, text, wrong
 from polarlm.server.running.driver import Driver
@@ -57,6 +58,7 @@ _KNOWN = {
     *("prompt_cache_retention", "stream_options", "max_tool_calls", "moderation", "client_metadata", "image"),
     *("background_options", "access_programs"),
 }
+_TRUNCATIONS = ("auto", "disabled")
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
@@ -86,7 +88,7 @@ class Responses:
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
         """The request. Raises BadRequest."""
-        body = {name: value for name, value in body.items() if value is not None}
+        body = given(body)
         own = _own(body)
         tools = read_response_tools(body.get("tools", []))
         if tools.functions:
@@ -108,14 +110,15 @@ class Responses:
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         """Sentences about unknown fields and about tools that are left out."""
-        return left_out(body) + unknown_fields(body, _KNOWN)
+        cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
+        return left_out(body) + cut + unknown_fields(body, _KNOWN)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body in our own names. Raises BadRequest."""
     refuse(body, _REFUSED)
-    if body.get("truncation", "disabled") != "disabled":
-        raise BadRequest("truncation", "truncation must be disabled: this server cuts no prompt")
+    if body.get("truncation", "auto") not in _TRUNCATIONS:
+        raise wrong("truncation", " or ".join(_TRUNCATIONS), body["truncation"])
     own = {name: body[name] for name in _SAME_NAMES if name in body}
     if "max_output_tokens" in body:
         own["max_tokens"] = body["max_output_tokens"]
@@ -136,13 +139,13 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
         found.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
-    given = body.get("input")
-    if isinstance(given, str):
-        return [*found, {"places": Places({"": "input"}), "role": "user", "content": text("input", given)}]
-    if not isinstance(given, list) or not given:
-        raise wrong("input", "a string, or an array with at least one item", given)
+    asked = body.get("input")
+    if isinstance(asked, str):
+        return [*found, {"places": Places({"": "input"}), "role": "user", "content": text("input", asked)}]
+    if not isinstance(asked, list) or not asked:
+        raise wrong("input", "a string, or an array with at least one item", asked)
     reasoning = ""
-    for index, one in enumerate(given):
+    for index, one in enumerate(asked):
         at = f"input[{index}]"
         item = members(at, one)
         kind = item.get("type", "message")
@@ -231,7 +234,7 @@ def _text_settings(value: Any) -> dict[str, Any]:
         return {}
     settings = members("text", value)
     own = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
-    if "format" in settings:
+    if settings.get("format"):
         format = members("text.format", settings["format"])
         kind = format.get("type")
         if kind not in ("text", "json_object", "json_schema"):

@@ -15,6 +15,7 @@ from polarlm.engine.outputs import embedding
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.streams import while_there
+from polarlm.server.reading.fields import given
 from polarlm.server.reading.prompts import read_salt
 from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, text, wrong
 from polarlm.server.running import refused
@@ -38,13 +39,13 @@ class Rerank:
         "top_n" limits the results; with "return_documents" they have the documents. Raises BadRequest, Refused,
         EngineError, ApiError, or ClientDisconnect.
         """
-        body = await read_body(request, self._driver.config.max_body)
+        body = given(await read_body(request, self._driver.config.max_body))
         documents = _documents(body.get("documents"))
-        query = text("query", body.get("query"))
+        query = text("query", body.get("query", ""))
         if not query:
             raise wrong("query", "a text that is not empty", query)
         top = body.get("top_n")
-        most = len(documents) if top is None else count("top_n", top, 1, LARGEST)
+        most = len(documents) if top in (None, 0, -1) else count("top_n", top, 1, LARGEST)
         returns = flag("return_documents", body.get("return_documents") or False)
         engine = self._driver.engine
         salt = read_salt(body.get("cache_salt"))
@@ -76,8 +77,7 @@ def _score(chunks: Any) -> tuple[float, int]:
 
 
 def _instruction(body: dict[str, Any]) -> str | None:
-    given = body.get("instruction")
-    return None if given is None else text("instruction", given)
+    return text("instruction", body["instruction"]) if "instruction" in body else None
 
 
 def _documents(value: Any) -> list[str]:
