@@ -14,6 +14,7 @@ from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.prefill import units_of
 from polarlm.engine.model.score import score
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.store import Span
@@ -334,3 +335,14 @@ def test_a_cpu_counts_the_inputs_of_all_layers_of_a_prompt(monkeypatch: pytest.M
     load = Load(config, bare_model(config, weights).store.plan.shape.widest, tokens, 1)
     assert ops.work_bytes(load) == inputs.nbytes
     assert ops.work_bytes(replace(load, model=replace(config, layer_embedding=0))) == 0
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 16])
+def test_no_prompt_is_cut_so_that_a_single_row_is_left(step: int) -> None:
+    """Kernels of steps would compute it, and the size of a unit would change a result."""
+    for count in range(1, 70):
+        units = units_of(count, step)
+        assert [row for unit in units for row in range(count)[unit]] == [*range(count)]
+        sizes = [unit.stop - unit.start for unit in units]
+        assert max(sizes) <= step
+        assert step < 3 or min(sizes) > 1 or sizes == [1]
