@@ -145,9 +145,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             residual += y
 
     def softcap(self, x: np.ndarray, cap: float) -> None:
-        lost = ~np.isfinite(x)
         softcap(x, cap)
-        x[lost] = np.nan
 
     @quiet
     def activate(self, x: np.ndarray, up: np.ndarray, activation: str) -> None:
