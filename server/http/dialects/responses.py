@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
+from polarlm.engine import EngineError
+from polarlm.server.answers.pieces import Piece
 from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.dialects._response_tools import (
     ResponseTools,
@@ -17,7 +21,7 @@ from polarlm.server.http.dialects._response_tools import (
     read_response_tools,
 )
 from polarlm.server.http.dialects._shared import Places, items, members, read_own, refuse
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED, Framing
@@ -67,7 +71,7 @@ _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 def routes(driver: Driver) -> list[Route]:
     """The endpoints."""
-    serve = Generation(driver, Responses()).serve
+    serve = _Generation(driver, Responses()).serve
     count = Counting(driver, Responses(), {"object": "response.input_tokens"}).serve
     return [
         *(Route(path, serve, methods=["POST"]) for path in PATHS),
@@ -112,6 +116,22 @@ class Responses:
         """Sentences about unknown fields and about tools that are left out."""
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
         return left_out(body) + cut + unknown_fields(body, _KNOWN)
+
+
+class _Generation(Generation):
+    """The endpoint. A stream whose prompt is too long is a response that failed, as at OpenAI: Codex, which would go on
+    with a shorter one, takes an error's status for the end."""
+
+    async def respond(self, request: Request, body: dict[str, Any]) -> Response:
+        """The response. Raises what `Generation.respond` does."""
+        try:
+            return await super().respond(request, body)
+        except EngineError as error:
+            if error.code != TOO_LONG or not body.get("stream"):
+                raise
+            _, writer = self._endpoint.read(body, self._about)
+            events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
+            return Response(b"".join(map(NAMED.frame, events)), media_type=NAMED.media_type)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -238,11 +238,22 @@ def test_wishes_are_ignored_with_a_warning(server: Serving) -> None:
     assert told.endswith("; truncation is ignored: this server cuts no prompt")
 
 
+def test_a_prompt_that_is_too_long_has_a_status_or_is_a_stream_that_failed(server: Serving) -> None:
+    """Codex compacts a conversation after such a stream alone."""
+    too_long = arguments(input="then " * 300)
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai.responses.create(**too_long)
+    assert caught.value.code == "context_length_exceeded"
+    first, *_, last = server.openai.responses.create(**too_long, stream=True)
+    assert (first.type, last.type, last.response.status) == ("response.created", "response.failed", "failed")
+    assert last.response.error.code == "context_length_exceeded"
+    assert "maximum context length" in last.response.error.message
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_before_the_first_event_has_a_status(server: Serving, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        server.openai.responses.create(**arguments(input="then " * 300, stream=stream))
-    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError):
+        server.openai.responses.create(**arguments(input=[], stream=stream))
     with pytest.raises(openai.NotFoundError):
         server.openai.responses.retrieve("resp_1")
 

@@ -31,7 +31,8 @@ WORDS: dict[str, tuple[dict[str, Any], tuple[str, dict[str, Any]]]] = {
 def test_a_full_context_is_told_in_the_words_of_each_api(tiny: Engine) -> None:
     with serving(tiny) as server:
         for path, (body, (words, fields)) in WORDS.items():
-            for stream in (False, True):
+            # A stream of Responses fails with the same code: tests/server/dialects/test_http_responses.py.
+            for stream in (False, True) if path != "/v1/responses" else (False,):
                 response = server.post(path, {**body, "stream": stream})
                 assert response.status_code == 400, path
                 error = response.json()["error"]
