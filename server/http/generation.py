@@ -90,7 +90,8 @@ class Generation:
         asked, writer = self._endpoint.read(body, self._about)
         options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
         asked = replace(asked, options=options)
-        warnings, told = self._endpoint.warnings(body), list[str]()  # before and while the prompt is tokenized
+        warnings = [sentence for _, sentence in asked.warnings] + self._endpoint.warnings(body)
+        told: list[str] = []  # while the prompt is tokenized
         if asked.answers > (room := self._driver.room):
             given = "prompt" if asked.more_prompts else "n"
             wanted = f"{given} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"

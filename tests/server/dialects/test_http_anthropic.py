@@ -224,7 +224,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": "on"}, "stop_sequences"),
-        ({"stop_sequences": ["on", ""]}, "stop_sequences[1]"),
+        ({"stop_sequences": ["on", 5]}, "stop_sequences[1]"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),
