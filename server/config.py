@@ -131,8 +131,8 @@ class ServerConfig:
         None,
         "--models-memory",
         metavar="SIZE",
-        help="most memory that loaded models have together, such as 12G; without it, as much as is free. For another "
-        "model, the one that has not been used for longest is unloaded",
+        help="most memory that loaded models have together, with their processes, such as 12G; without it, as much "
+        "as is free. For another model, the one that has not been used for longest is unloaded",
     )
     idle_unload: float | None = setting(
         None,

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-
-import psutil
+from contextlib import contextmanager
 
 from polarlm.engine import EngineError
-from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
+from polarlm.server.models.memory import Memory
 from polarlm.server.models.process import ModelProcess, how
 from polarlm.server.models.registry import NamedModel, Registry, listed
 from polarlm.server.models.served import (
@@ -39,18 +36,17 @@ class Supervisor:
     """The processes of all models. All methods belong to one event loop.
 
     Models are downloaded and loaded beside each other, each in a task. What decides between them is the memory that
-    each has, or that is set aside for it (`Served.need`), and is decided without waiting in between: a process says
-    whether its model fits into what is left, and is asked again if that has changed meanwhile. A model without room
-    joins `_short` and has others unloaded. It waits for these, and for models that are being loaded or are before it in
-    `_short`; each of them ends by itself, so that no two wait for each other.
+    each has, or that is set aside for it (`Memory`), and is decided without waiting in between: a process says whether
+    its model fits into what is left, and is asked again if that has changed meanwhile. A model without room queues for
+    it and has others unloaded. It waits for these, for models that are being loaded, and for those before it in the
+    queue, so no two wait for each other.
     """
 
     def __init__(self, registry: Registry, config: ServerConfig) -> None:
         self.registry, self._config = registry, config
-        self._most = None if config.models_memory is None else parse_size(config.models_memory)
         self._served: dict[str, Served] = {}
-        self._short: list[Served] = []  # models that wait for memory, in the order in which they began to
-        self._changed = asyncio.Event()  # set, and replaced, when memory is set aside or given back
+        most = None if config.models_memory is None else parse_size(config.models_memory)
+        self._memory = Memory(self._served, most)
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = False
 
@@ -190,7 +186,7 @@ class Supervisor:
                     await process.end_at_once()
             finally:
                 served.process, served.state = None, UNLOADED if was_given_up else FAILED
-                self._set_aside(served, None)
+                self._memory.set_aside(served, None)
             if not self.closing:
                 _note(_given_up(served).message if was_given_up else f"{name} cannot be loaded: {error}")
             if not isinstance(error, (EngineError, Refused)):
@@ -204,58 +200,38 @@ class Supervisor:
         served.waiting.clear()
         served.keep = self.usual_keep(served)
         served.touch()
-        self._set_aside(served, served.need)  # from now on it can be unloaded
+        self._memory.set_aside(served, served.need)  # from now on it can be unloaded
         _note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
 
     async def _take_memory(self, served: Served, process: ModelProcess) -> None:
         """Set memory aside for the model, and unload others until there is enough. Raises EngineError or Refused."""
         try:
             while True:
-                seen = self._changed
-                need = await process.need(self._reserved(served), self._left(served))
+                seen = self._memory.changed
+                need = await process.need(self._memory.reserved(served), self._memory.left(served))
                 if seen.is_set():
                     continue
                 if need.fits:
                     break
-                if served not in self._short:
-                    self._short.append(served)
+                if served not in self._memory.short:
+                    self._memory.short.append(served)
                 served.need, served.state = need, WAITING
-                if victim := self._victim(served):
+                if victim := self._memory.victim(served):
                     if victim.state == READY:
                         _note(f"{victim.model.name} makes room for {served.model.name}: {format_bytes(need.bytes)}")
-                    await asyncio.wait([self.unload(victim)])
-                elif any(one.state == LOADING for one in self._before(served)) or served is not self._short[0]:
-                    await seen.wait()
-                else:
-                    self._check_most(served, need)
+                    self.unload(victim)
+                elif not self._memory.waits_for_others(served):
+                    self._memory.check_most(served, need)
                     break  # the model tries what there is, and says what it lacks
+                await seen.wait()
             served.need, served.state = need, LOADING
         except BaseException:
             served.need = None
             raise
         finally:
-            if served in self._short:
-                self._short.remove(served)
-            self._set_aside(served, served.need)
-
-    def _victim(self, served: Served) -> Served | None:
-        """The model that is unloaded next for another one; the one that ends soonest, as far as that is known."""
-        others = [one for one in self._before(served) if one.state in (READY, STOPPING)]
-        movable = [one for one in others if one.state == STOPPING or not one.model.pinned]
-        return min(movable, key=lambda one: (one.active > 0, one.state != STOPPING, one.used), default=None)
-
-    def _check_most(self, served: Served, need: Need) -> None:
-        """Raise EngineError if --models-memory rules a model out, with no other to unload."""
-        left = self._left(served)
-        if self._most is None or left is None or need.bytes <= left:
-            return
-        others = [one.model for one in self._before(served)]
-        stay = f"; {listed(others)} stay, being pinned" if others else ""
-        raise EngineError(
-            f"There is no room for {served.model.name}: it needs {format_bytes(need.bytes)}, and --models-memory "
-            f"leaves {format_bytes(left)} of {format_bytes(self._most)}{stay}",
-            "out_of_memory",
-        )
+            if served in self._memory.short:
+                self._memory.short.remove(served)
+            self._memory.set_aside(served, served.need)
 
     async def _stop(self, served: Served) -> None:
         """End the process of a loaded model when it has no requests."""
@@ -268,7 +244,7 @@ class Supervisor:
         if served.state == STOPPING:
             await served.process.end()
             served.state, served.process = UNLOADED, None
-            self._set_aside(served, None)
+            self._memory.set_aside(served, None)
             _note(f"{served.model.name} is unloaded")
 
     def _ended(self, served: Served, process: ModelProcess | None, code: int) -> None:
@@ -277,52 +253,10 @@ class Supervisor:
             return
         if served.state == READY or (served.state == STOPPING and served.active):
             served.state, served.process = FAILED, None
-            self._set_aside(served, None)
+            self._memory.set_aside(served, None)
             served.error = ended(served.model.name, code)
             _note(f"The process of {served.model.name} ended {how(code)}; the next request starts it again")
             served.free.set()
-
-    # -- memory ------------------------------------------------------------------------------------------------
-
-    def _set_aside(self, served: Served, need: Need | None) -> None:
-        """Note which memory is a model's; None: it has none. All that wait for memory look again."""
-        served.need = need
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    def _before(self, served: Served) -> list[Served]:
-        """The other models with memory; of those that wait for it, only the ones before this model."""
-        later = self._short[self._short.index(served) :] if served in self._short else [served]
-        return [one for one in self._served.values() if one.need is not None and one not in later]
-
-    def _promised(self, served: Served) -> Counter[str]:
-        """Bytes of each device that models before this one wait for, besides what stopping ones will give back."""
-        promised, given_back = Counter[str](), Counter[str]()
-        for one in self._before(served):
-            if one.need is not None and one.state in (WAITING, STOPPING):
-                (promised if one in self._short else given_back)[one.need.device] += one.need.bytes
-        return promised - given_back
-
-    def _left(self, served: Served) -> int | None:
-        """Bytes that --models-memory leaves to a model."""
-        if self._most is None:
-            return None
-        taken = sum(one.need.bytes for one in self._before(served) if one.need is not None and one not in self._short)
-        return max(0, self._most - taken - sum(self._promised(served).values()))
-
-    def _reserved(self, served: Served) -> dict[str, int]:
-        """Bytes of each device's memory that others will still take: blocks that nothing was written to, and models
-        that are being loaded or wait. What a GPU gives a model it has taken when it is loaded."""
-        found = self._promised(served)
-        for one in self._before(served):
-            if one.need is None or one.process is None or one in self._short:
-                continue
-            if one.need.device != "cpu":
-                found[one.need.device] += one.need.bytes * (one.state == LOADING)
-                continue
-            with suppress(psutil.Error):
-                found["cpu"] += max(0, one.need.bytes - psutil.Process(one.process.pid).memory_info().rss)
-        return dict(+found)
 
     # -- idle models -------------------------------------------------------------------------------------------
 
