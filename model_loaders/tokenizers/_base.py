@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from polarlm.model_loaders.errors import panics_told
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers._protocol import Pair
 
@@ -100,7 +101,8 @@ class BaseTokenizer(ABC):
                 continue
             plain = part.replace(mark, "") if mark else part
             if plain:
-                ids += self._tokenize_plain(plain, leading_space)
+                with panics_told("Tokenizing"):
+                    ids += self._tokenize_plain(plain, leading_space)
                 leading_space = False
         return ids
 

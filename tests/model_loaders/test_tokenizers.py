@@ -28,6 +28,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_fo
 from tests.model_loaders import vocabularies as vocab
 from tests.pairs import each
 from tests.shared_data import shared
+from tests.tiny import tokenizer_json
 
 VECTORS = {  # llama.cpp's name of its test vectors → tokenizers that must agree with them
     "llama-bpe": ("llama3-gguf", "llama3-json", "llama3-tiktoken"),
@@ -421,6 +422,14 @@ class TestErrors:
         (tmp_path / file).write_bytes(content)
         with pytest.raises(LoadError, match=re.escape(str(tmp_path / file))):
             load_for_folder(tmp_path, {}, {})
+
+    @pytest.mark.parametrize(("charsmap", "reads"), [("AAAA", False), ("BAAAAP////8=", True)])
+    def test_a_panic_of_the_library_is_an_error_like_others(self, tmp_path: Path, charsmap: str, reads: bool) -> None:
+        damaged = json.loads(tokenizer_json())
+        damaged["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(damaged))
+        with pytest.raises(LoadError, match="Tokenizing failed" if reads else re.escape(str(tmp_path))):
+            load_for_folder(tmp_path, {}, {}).tokenize("a ship")
 
     @pytest.mark.parametrize("content", ["{", "[]"])
     def test_a_damaged_tokenizer_config_is_named(self, tmp_path: Path, content: str) -> None:
