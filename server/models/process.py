@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ _START = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
     "from polarlm.server.models.child import main; sys.exit(main())"
 )
+_OWNER = "model"  # the file with the name of the model whose sessions are in a folder
 _END_SECONDS = 40.0  # for a process to end in order: it lets its answers end for 30
 _KILLED_SECONDS = 5.0  # for a killed process to be gone; one that waits for a disk that hangs outlives SIGKILL
 _STILL_SECONDS = 120.0  # without any sign of work, after which a process that loads is given up
@@ -176,11 +179,7 @@ def how(code: int) -> str:
 
 def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
     """The settings of a child's server: those of its parent about requests, and an address and a key of its own."""
-    folder = None
-    if config.sessions is not None:
-        own = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
-        own += "_" * files.is_device(own)
-        folder = str(Path(config.sessions) / own)
+    folder = None if config.sessions is None else str(_sessions_of(Path(config.sessions).expanduser(), name))
     return replace(
         ServerConfig(),
         api_key=key,
@@ -195,3 +194,20 @@ def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
         hide_cached_tokens=config.hide_cached_tokens,
         log_prompts=config.log_prompts,
     )
+
+
+def _sessions_of(folder: Path, name: str) -> Path:
+    """The folder of a model's sessions, in which a file says whose it is.
+
+    Names such as a.b and a_b, or, on some disks, A and a, would have the same one: the second gets another.
+    """
+    own = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
+    own += "_" * files.is_device(own)
+    with suppress(OSError):  # the process says what is wrong with the folder
+        (folder / own).mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder / own / _OWNER
+        if not owner.exists():  # as of servers that wrote none
+            owner.write_text(name, encoding="utf-8")
+        if owner.read_text(encoding="utf-8", errors="replace") != name:
+            own += f"-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return folder / own
