@@ -96,6 +96,9 @@ class ServerConfig:
     max_sessions_size: str = setting(
         "10G", "--max-sessions-size", metavar="SIZE", help="what all sessions together may take on the disk"
     )
+    max_conversations_size: str = setting(
+        "1G", "--max-conversations-size", metavar="SIZE", help="what the file of --conversations may take on the disk"
+    )
     parse_special: bool = setting(
         True,
         "--no-parse-special",
@@ -271,6 +274,7 @@ _CHECKS: Mapping[str, Check] = {
     "conversations": _PATH,
     "mcp_config": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
     "max_sessions_size": _size,
+    "max_conversations_size": _size,
     "models": that(lambda text: Path(text).expanduser().exists(), "there is no such folder or file"),
     "models_memory": _size,
     "idle_unload": that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),

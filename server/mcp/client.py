@@ -15,12 +15,10 @@ the server has started ends as well, even in sessions of its own.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
 import re
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -36,6 +34,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 from pydantic import ValidationError
 
+from polarlm.server.mcp import left_behind
 from polarlm.server.mcp.file import McpServer
 
 _MEMORY = 32 << 20  # bytes that what a server sends may take here, besides several times what an answer may have
@@ -45,8 +44,6 @@ _PAGES = 20  # of a list of tools
 _GONE = {-32000, -32600}  # codes of errors after which a connection is of no use: closed; the session is not known
 _STDERR = 4096  # characters of a program's messages that are kept
 _ID = re.compile(r'"id"\s*:\s*(\d{1,15})')
-_ROUNDS = 20  # of ending what the server has started, which may start more meanwhile
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
 class _Trouble(Exception):
@@ -233,7 +230,7 @@ class _Session:
         most = memory().rss + _MEMORY + 8 * self._most
         while True:
             await anyio.sleep(_LOOK_SECONDS)
-            _bury(self._programs)
+            left_behind.bury(self._programs)
             if memory().rss > most:
                 raise _Trouble("It sent more than can be read, and was ended")
             if self._stream is not None and self._stream.since_answer > _MESSAGES:
@@ -292,34 +289,6 @@ def _unreadable(error: ValidationError) -> SessionMessage | ValidationError:
     return SessionMessage(JSONRPCError(jsonrpc="2.0", id=said["id"], error=told))
 
 
-def _adopt() -> None:
-    """Become the parent of what the server starts and leaves behind, where the system can do that: on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-
-
-def _bury(programs: set[int] | None) -> None:
-    """Take the exit status of an adopted process that has ended. programs: those of which the transport takes it."""
-    if sys.platform != "linux" or programs is None:
-        return
-    with suppress(ChildProcessError):
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None and ended.si_pid not in programs:
-            os.waitpid(ended.si_pid, os.WNOHANG)
-
-
-def _end_children() -> None:
-    """End all that the server has started and that is left."""
-    for _ in range(_ROUNDS):
-        left = psutil.Process().children(recursive=True)
-        if not left:
-            return
-        for process in left:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=_LOOK_SECONDS)
-
-
 def _answer(result: Any) -> tuple[str, bool]:
     """The text of a tool's answer, in which what is no text is named; and whether it is an error."""
     parts = list(_parts(result.content))
@@ -349,14 +318,14 @@ async def _main() -> None:
     first = await parent.hear()
     if first is None:
         return
-    _adopt()
+    left_behind.adopt()
     session = _Session(parent, McpServer(**first["server"]), first["most"])
     try:
         await session.run()
     except Exception as error:  # whatever it is, the parent tells the user
         parent.tell(failed=session.trouble(error))
     finally:
-        _end_children()
+        left_behind.end()
 
 
 def main() -> int:
