@@ -87,8 +87,8 @@ class Web(uvicorn.Server):
 def _in_origin_form(app: ASGIApp) -> ASGIApp:
     """ASGI middleware for requests of clients that take the server for a proxy: `GET http://host/health`.
 
-    The host of such a target has to be one of the server's, as that of the header Host: if they differ, the guard sees
-    both, and refuses that.
+    The host of the target becomes the header Host. If the client has sent another one there, the guard sees both, and
+    refuses that.
     """
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,7 +20,7 @@ def adopt() -> None:
 
 
 def bury(programs: set[int] | None) -> None:
-    """Take the exit status of an adopted process that has ended. programs: those of which the transport takes it."""
+    """Take the exit status of an adopted process that has ended. programs: the transport takes theirs."""
     if sys.platform != "linux" or programs is None:
         return
     with suppress(ChildProcessError):
