@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -22,3 +24,17 @@ def stand_in(path: Path, beginning: bytes) -> LoadError | None:
             "/blob/, and logged in if the model needs it."
         )
     return None
+
+
+@contextmanager
+def panics_told(where: str) -> Iterator[None]:
+    """A context in which a panic of a library in Rust is a LoadError that begins with `where`.
+
+    PyO3 raises one as a BaseException, whose class no module has.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise LoadError(f"{where} failed in its library ({error}): the tokenizer's file is damaged.") from None

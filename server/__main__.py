@@ -104,7 +104,7 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
         if config.sessions is not None:
             sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
         if config.conversations is not None:  # here already, before a model is downloaded and read
-            ConversationStore(config.conversations).close()
+            ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
         early = bound.enter_context(EarlyClients(http))
         with Engine.load(model.weights, config=model, verbose=lambda told: _note(note_in_flags(told))) as engine:
             missing = engine.model.template.missing(engine.model.name)

@@ -96,6 +96,9 @@ class ServerConfig:
     max_sessions_size: str = setting(
         "10G", "--max-sessions-size", metavar="SIZE", help="what all sessions together may take on the disk"
     )
+    max_conversations_size: str = setting(
+        "1G", "--max-conversations-size", metavar="SIZE", help="what the file of --conversations may take on the disk"
+    )
     parse_special: bool = setting(
         True,
         "--no-parse-special",
@@ -131,8 +134,8 @@ class ServerConfig:
         None,
         "--models-memory",
         metavar="SIZE",
-        help="most memory that loaded models have together, such as 12G; without it, as much as is free. For another "
-        "model, the one that has not been used for longest is unloaded",
+        help="most memory that loaded models have together, with their processes, such as 12G; without it, as much "
+        "as is free. For another model, the one that has not been used for longest is unloaded",
     )
     idle_unload: float | None = setting(
         None,
@@ -271,6 +274,7 @@ _CHECKS: Mapping[str, Check] = {
     "conversations": _PATH,
     "mcp_config": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
     "max_sessions_size": _size,
+    "max_conversations_size": _size,
     "models": that(lambda text: Path(text).expanduser().exists(), "there is no such folder or file"),
     "models_memory": _size,
     "idle_unload": that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),

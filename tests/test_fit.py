@@ -29,7 +29,7 @@ from polarlm.engine.loading.fit import (
     fit_weights,
     steps_to,
 )
-from polarlm.engine.loading.need import need
+from polarlm.engine.loading.need import PROCESS_BYTES, need
 from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -314,13 +314,13 @@ def test_what_a_model_needs_is_what_it_takes_when_it_is_loaded(tiny_path: Path) 
     assert found.fits
     with Engine.load(config=config) as engine:
         assert found.tokens == engine.context
-        assert found.bytes == engine._model.weights.bytes + engine._parts.plan.bytes
+        assert found.bytes == PROCESS_BYTES + engine._model.weights.bytes + engine._parts.plan.bytes
         assert found.store == engine._parts.plan.bytes
 
 
 def test_the_least_that_a_model_needs_is_the_least_that_it_fits_into(tiny_path: Path) -> None:
     config = settle(tiny_path, None, {"device": "cpu"})
-    least = need(config, reserved=1 << 60)
+    least = need(config, {"cpu": 1 << 60})
     assert (least.fits, least.store, least.tokens) == (False, 0, 0)
     assert need(config, most=least.bytes).fits
     assert not need(config, most=least.bytes - 1).fits
@@ -334,7 +334,7 @@ def test_memory_that_others_will_take_is_left_to_them(tiny_path: Path, monkeypat
     whole, free = need(config), 1 << 20
     monkeypatch.setattr(host_memory, "available", lambda: free)
     monkeypatch.setattr(host_memory, "most", lambda: free)
-    weights = whole.bytes - whole.store
+    weights = whole.bytes - whole.store - PROCESS_BYTES
     reserved = free - weights - 2 * whole.store
-    assert need(config, reserved).store == whole.store
-    assert need(config, reserved + 2).store < whole.store
+    assert need(config, {"cpu": reserved, "another": 1 << 60}).store == whole.store
+    assert need(config, {"cpu": reserved + 2}).store < whole.store

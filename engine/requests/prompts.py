@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard, cast
@@ -24,6 +25,16 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
 _MOST_CHARACTERS = 16  # per token of the context; of a longer text, a lower bound of its tokens is checked first
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is wrong with a template or a tokenizer, as EngineError."""
+    try:
+        yield
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+
+
+@_told()
 def prompt_ids(
     prompt: Prompt,
     model: model_loaders.Model,
@@ -53,13 +64,10 @@ def prompt_ids(
         return ids if closing is None else [*ids, closing]
     if is_chat(prompt):
         check_roles(prompt)
-        try:
-            messages, begun = _split(prompt) if options.continue_final_message else (prompt, None)
-            tools, variables = options.tools, options.template_variables
-            ids = chat_ids(messages, model.template, tokenizer, check, warn, tools=tools, variables=variables)
-            return ids if begun is None else ids + _begun_ids(begun, model, check)
-        except ValueError as error:
-            raise EngineError(str(error)) from None
+        messages, begun = _split(prompt) if options.continue_final_message else (prompt, None)
+        tools, variables = options.tools, options.template_variables
+        ids = chat_ids(messages, model.template, tokenizer, check, warn, tools=tools, variables=variables)
+        return ids if begun is None else ids + _begun_ids(begun, model, check)
     if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
         raise EngineError(f"A prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
     if not any(isinstance(part, str) for part in prompt):
@@ -90,6 +98,7 @@ def _before(model: model_loaders.Model, options: PromptOptions) -> str:
     return prompts.texts[name]
 
 
+@_told()
 def pair_ids(query: str, document: str, model: model_loaders.Model, context: int) -> list[int]:
     """Return the ids of a pair of texts as the model's tokenizer joins them. Raises EngineError as `prompt_ids`."""
     tokenizer, pair = model.tokenizer, model.tokenizer.pair

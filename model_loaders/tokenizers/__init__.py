@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polarlm.model_loaders.errors import LoadError, stand_in
+from polarlm.model_loaders.errors import LoadError, panics_told, stand_in
 from polarlm.model_loaders.fields import read_json
 from polarlm.model_loaders.tokenizers import gguf_vocab, hf_json
 from polarlm.model_loaders.tokenizers._protocol import Tokenizer
@@ -29,7 +29,8 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     whole, model = folder / "tokenizer.json", folder / "tokenizer.model"
     settings = FolderSettings(folder, config, generation, read_json(folder / "tokenizer_config.json", required=False))
     if whole.is_file():
-        return hf_json.load(whole, settings)
+        with panics_told(f"Reading {whole}"):
+            return hf_json.load(whole, settings)
     if not model.is_file():
         others = [name for name in _OTHERS if (folder / name).is_file()]
         unread = f" ({' and '.join(others)} cannot be read)" if others else ""
@@ -45,9 +46,11 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     from polarlm.model_loaders.tokenizers import sentence_piece, tiktoken_file  # their libraries take memory
 
     kind = tiktoken_file if tiktoken_file.recognises(content) else sentence_piece
-    return kind.load(model, content, settings)
+    with panics_told(f"Reading {model}"):
+        return kind.load(model, content, settings)
 
 
 def load_for_gguf(gguf: GgufFile) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises LoadError if its vocabulary is of an unknown kind or incomplete."""
-    return gguf_vocab.load(gguf)
+    with panics_told(f"Reading the vocabulary of {gguf.path}"):
+        return gguf_vocab.load(gguf)

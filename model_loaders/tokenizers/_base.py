@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from polarlm.model_loaders.errors import panics_told
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers._protocol import Pair
 
@@ -120,7 +121,8 @@ class BaseTokenizer(ABC):
                 continue
             plain = part.replace(mark, "") if mark else part
             if plain:
-                found = self._tokenize_plain(plain, leading_space)
+                with panics_told("Tokenizing"):
+                    found = self._tokenize_plain(plain, leading_space)
                 ids += [one for one in found if one < self.vocab_size] if self.left_out[0] else found
                 leading_space = False
         return ids

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
@@ -29,7 +30,9 @@ class Conversations:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._store = None if config.conversations is None else ConversationStore(config.conversations)
+        self._store = None
+        if config.conversations is not None:
+            self._store = ConversationStore(config.conversations, parse_size(config.max_conversations_size))
 
     def routes(self) -> list[Route]:
         return [

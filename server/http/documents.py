@@ -16,9 +16,11 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_bytes
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import while_there
+from polarlm.server.running.refused import busy
 
 LARGER = 16  # a PDF may have this many times the bytes of --max-body: most of them are fonts and pictures
-_AT_ONCE = 2  # files that are received or read; others wait
+_AT_ONCE = 2  # files that are read; others wait
+_MOST = 16  # files in memory: that arrive, wait or are read; further ones are refused
 _SECONDS = 30.0
 
 
@@ -28,18 +30,25 @@ class Documents:
     def __init__(self, config: ServerConfig) -> None:
         self._most = config.max_body
         self._free = asyncio.Semaphore(_AT_ONCE)
+        self._files = 0
 
     def routes(self) -> list[Route]:
         return [Route("/documents/text", self.text, methods=["POST"])]
 
     async def text(self, request: Request) -> Response:
-        """A PDF → {"text", "pages"}. Raises ApiError, or ClientDisconnect."""
+        """A PDF → {"text", "pages"}. Raises ApiError, Refused, or ClientDisconnect."""
         if find_spec("pypdf") is None:
             sentence = "This server reads no PDF files: its extra pdf is not installed (pip install 'polarlm[pdf]')"
             raise ApiError(501, sentence, "not_supported")
-        async with self._free:
+        if self._files >= _MOST:
+            raise busy(f"The server has {_MOST} files to read", 2)
+        self._files += 1
+        try:
             data = bytes(await read_bytes(request, LARGER * self._most))
-            found = json.loads(await while_there(request.receive, _read(data, self._most)))
+            async with self._free:  # only now: a slow client keeps nobody else from it
+                found = json.loads(await while_there(request.receive, _read(data, self._most)))
+        finally:
+            self._files -= 1
         if "error" in found:
             raise ApiError(400, found["error"], "invalid_request")
         return JSONResponse(found)

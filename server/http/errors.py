@@ -88,7 +88,7 @@ def api_error(error: Exception) -> ApiError:
         field = error.field if isinstance(error, ConstraintError) else None
         return ApiError(_ENGINE_STATUS.get(error.code, 400), in_flags(error), error.code, field, numbers=error.numbers)
     if isinstance(error, Refused):
-        headers = dict(_RETRYING_IS_NO_USE) if error.code == "timeout" else {}
+        headers = dict(_RETRYING_IS_NO_USE) if error.code in ("timeout", "model_not_loaded") else {}
         if error.retry_after is not None:
             headers["Retry-After"] = str(error.retry_after)
         return ApiError(_REFUSED_STATUS.get(error.code, 503), error.message, error.code, headers=headers)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from urllib.parse import unquote
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.uvicorn_connection import WebConnection
@@ -18,15 +20,16 @@ _LAST_SECONDS = 5  # time for clients to read their last responses
 # Longer than clients keep an idle connection (usually 5 seconds): otherwise a request could be sent on a connection
 # that the server has just closed.
 _IDLE_SECONDS = 30
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
 class Web(uvicorn.Server):
     """Serves an ASGI application at a listening socket; see `server.running.listening`."""
 
-    def __init__(self, app: Any, config: ServerConfig, bound: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, bound: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                _in_origin_form(app),
                 http=WebConnection,
                 ws="none",
                 lifespan="off",
@@ -79,3 +82,20 @@ class Web(uvicorn.Server):
         """Wait a few seconds for responses to end, then close all connections."""
         self.should_exit = True
         await self._task
+
+
+def _in_origin_form(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware for requests of clients that take the server for a proxy: `GET http://host/health`.
+
+    The host of the target becomes the header Host. If the client has sent another one there, the guard sees both, and
+    refuses that.
+    """
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        if found := _ABSOLUTE.fullmatch(scope.get("raw_path", b"")):
+            host, path = found[1].lower(), found[2] or b"/"
+            others = [item for item in scope["headers"] if item[0] != b"host" or item[1].lower() != host]
+            scope.update(headers=[*others, (b"host", host)], raw_path=path, path=unquote(path.decode("ascii")))
+        await app(scope, receive, send)
+
+    return wrapped

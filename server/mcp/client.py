@@ -8,7 +8,8 @@ It speaks JSON lines with its parent, over standard input and output:
     child → parent  {"call": N, "text", "is_error"}
     child → parent  {"failed": a sentence}, and the process ends
 
-It ends, and the server's process with it, when its parent does: its standard input is then closed.
+It ends, and the server's process with it, when its parent does: its standard input is then closed. On Linux whatever
+the server has started ends as well, even in sessions of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +31,11 @@ import httpx2
 import psutil
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
+from pydantic import ValidationError
 
+from polarlm.server.mcp import left_behind
 from polarlm.server.mcp.file import McpServer
 
 _MEMORY = 32 << 20  # bytes that what a server sends may take here, besides several times what an answer may have
@@ -38,6 +44,7 @@ _MESSAGES = 10_000  # that a server may send between two answers
 _PAGES = 20  # of a list of tools
 _GONE = {-32000, -32600}  # codes of errors after which a connection is of no use: closed; the session is not known
 _STDERR = 4096  # characters of a program's messages that are kept
+_ID = re.compile(r'"id"\s*:\s*(\d{1,15})')
 
 
 class _Trouble(Exception):
@@ -73,7 +80,8 @@ class _Parent:
 
 
 class _Watched:
-    """A transport's stream of messages from the server, which counts them and tells when it ends."""
+    """A transport's stream of messages from the server, which counts them and tells when it ends. An answer that cannot
+    be parsed becomes an error for the request that waits for it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -87,7 +95,7 @@ class _Watched:
             self.ended.set()
             raise
         self.since_answer += 1
-        return message
+        return _unreadable(message) if isinstance(message, ValidationError) else message
 
     def __aiter__(self) -> _Watched:
         return self
@@ -141,6 +149,7 @@ class _Session:
         self._calls: dict[int, anyio.CancelScope] = {}
         self._stream: _Watched | None = None
         self._status = ""  # of an address that answers with an error, in brackets
+        self._programs: set[int] | None = None  # the processes that the transport has started, once they are known
 
     async def run(self) -> None:
         """Serve the parent until it is gone. Raises _Trouble, MCPError, or what the transport raises."""
@@ -209,6 +218,7 @@ class _Session:
         )
         async with stdio_client(program, self._messages.file) as (read, write):
             self._messages.file.close()  # so that the pipe ends when the program does
+            self._programs = {child.pid for child in psutil.Process().children()}
             self._stream = _Watched(read)
             yield self._stream, write
 
@@ -216,11 +226,12 @@ class _Session:
         self._status = f" (status {response.status_code})" if response.status_code >= 400 else ""
 
     async def _watch(self) -> None:
-        """Raises _Trouble for a server that sends too much."""
+        """Raises _Trouble for a server that sends too much. Buries what the server has left behind."""
         memory = psutil.Process().memory_info
         most = memory().rss + _MEMORY + 8 * self._most
         while True:
             await anyio.sleep(_LOOK_SECONDS)
+            left_behind.bury(self._programs)
             if memory().rss > most:
                 raise _Trouble("It sent more than can be read, and was ended")
             if self._stream is not None and self._stream.since_answer > _MESSAGES:
@@ -263,6 +274,22 @@ async def _tools(client: Client) -> list[dict[str, Any]]:
     raise _Trouble(f"Its list of tools has more than {_PAGES} pages")
 
 
+def _unreadable(error: ValidationError) -> SessionMessage | ValidationError:
+    """An error for the request that a message is the answer of; the message as it is, if it is of none."""
+    wrong = error.errors(include_url=False)[0]
+    said = wrong["input"]
+    if isinstance(said, str):  # no JSON, or JSON that the protocol's own package does not read
+        try:
+            said = json.loads(said)
+        except (ValueError, RecursionError):
+            found = _ID.search(said) if '"jsonrpc"' in said else None
+            said = {"jsonrpc": "2.0", "id": found and int(found[1])}
+    if not isinstance(said, dict) or "jsonrpc" not in said or "method" in said or not isinstance(said.get("id"), int):
+        return error  # such as a line of a log
+    told = ErrorData(code=PARSE_ERROR, message=f"The answer cannot be read ({wrong['msg']})")
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=said["id"], error=told))
+
+
 def _answer(result: Any) -> tuple[str, bool]:
     """The text of a tool's answer, in which what is no text is named; and whether it is an error."""
     parts = list(_parts(result.content))
@@ -292,11 +319,14 @@ async def _main() -> None:
     first = await parent.hear()
     if first is None:
         return
+    left_behind.adopt()
     session = _Session(parent, McpServer(**first["server"]), first["most"])
     try:
         await session.run()
     except Exception as error:  # whatever it is, the parent tells the user
         parent.tell(failed=session.trouble(error))
+    finally:
+        left_behind.end()
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ from polarlm.server.models.lists import Lists
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.pulling import AT_ONCE, hub_name, pulled
 from polarlm.server.models.registry import Registry, listed
-from polarlm.server.models.served import LOADING, READY, Served
+from polarlm.server.models.served import READY, Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
@@ -141,17 +141,18 @@ class _Api:
     async def load(self, request: Request) -> Response:
         """POST /models/load: begins to load a model; /models tells when it is. Raises ApiError or Refused."""
         served = await self._named(request)
-        if served.state in (LOADING, READY):
+        if served.is_loading or served.state == READY:
             raise ApiError(400, f"{served.model.name} is {served.state} already", "invalid_request", "model")
         self._supervisor.begin(served)
         return JSONResponse({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        """POST /models/unload: ends a model's process once it has answered its requests. Raises ApiError or Refused."""
+        """POST /models/unload: ends a model's process once it has answered its requests, and a load or download
+        at once. Raises ApiError or Refused."""
         served = await self._named(request)
-        if served.state != READY:
+        if not served.is_loading and served.state != READY:
             raise ApiError(400, f"{served.model.name} is {served.state}, not loaded", "invalid_request", "model")
-        self._supervisor.unload(served)
+        self._supervisor.give_up(served)
         return JSONResponse({"success": True})
 
     async def _named(self, request: Request) -> Served:

@@ -2,10 +2,11 @@
 
 It speaks JSON lines with its parent, over standard input and output:
 
-    parent → child  {"name", "engine": settings, "server": settings, "reserved", "most"}
+    parent → child  {"name", "engine": settings, "server": settings}
     child → parent  {"fetching": {"done", "total"}}, any number of times; then {"fetched": {"path"}}
-    child → parent  {"fit": a Need, as an object}
-    parent → child  {"load": false, "reserved", "most"}: look again; or {"load": true}
+    parent → child  {"load": false, "reserved": {device: bytes}, "most"}, any number of times
+    child → parent  {"fit": a Need, as an object}, for each of these
+    parent → child  {"load": true}
     child → parent  {"loaded": {"port"}}
     child → parent  {"failed": {"message", "code"}}, and the process ends
 
@@ -34,7 +35,7 @@ from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.commands import note_in_flags
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.loading.need import Need, fetched, need
+from polarlm.engine.loading.need import fetched, need
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
@@ -119,7 +120,7 @@ def _run(parent: _Parent) -> None:
     if first["server"] is None:
         return
     config = ServerConfig(**first["server"])
-    model = _asked(parent, model, first)
+    model = _asked(parent, model)
     sessions = None
     if config.sessions is not None:
         sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
@@ -142,21 +143,19 @@ def _run(parent: _Parent) -> None:
             asyncio.run(ready)
 
 
-def _asked(parent: _Parent, model: EngineConfig, said: dict[str, Any]) -> EngineConfig:
-    """The settings to load the model with, once the parent says so. Raises EngineError."""
-    while True:
+def _asked(parent: _Parent, model: EngineConfig) -> EngineConfig:
+    """The settings to load the model with, once the parent says so. Raises EngineError.
+
+    Beside other models the KV store may be less than `kv_memory`; on a CPU it is what was told, since another model may
+    take memory before this one does. It is 0 of an encoder, and where it does not fit.
+    """
+    settings = model
+    while not (said := parent.hear())["load"]:
         found = need(model, said["reserved"], said["most"])
         parent.tell(fit=asdict(found))
-        limits = said["reserved"] or said["most"] is not None
-        said = parent.hear()
-        if said["load"]:
-            return _within(model, found) if limits and found.fits else model
-
-
-def _within(model: EngineConfig, found: Need) -> EngineConfig:
-    """The settings for the KV store that fits beside other models, which may be less than `kv_memory`; an encoder has
-    none."""
-    return replace(model, kv_memory=str(found.store)) if found.store else model
+        limited = found.store and (found.device == "cpu" or said["reserved"] or said["most"] is not None)
+        settings = replace(model, kv_memory=str(found.store)) if limited else model
+    return settings
 
 
 def _note(sentence: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from polarlm import model_loaders
 from polarlm.server.http.described import listed, shown
 from polarlm.server.models.registry import NamedModel
-from polarlm.server.models.served import FAILED, READY, STOPPING, Served
+from polarlm.server.models.served import FAILED, LOADING, READY, STOPPING, WAITING, Served
 from polarlm.server.models.supervisor import Supervisor
 
 _NEVER = "9999-12-31T23:59:59Z"
@@ -27,7 +27,8 @@ class Lists:
 
     def openai(self, served: Served) -> dict[str, Any]:
         """In OpenAI's shape, with the fields of llama-server's router: aliases, and "unloaded", "loading", "loaded"."""
-        status: dict[str, Any] = {"value": "loaded" if served.state == STOPPING else served.state, "args": []}
+        value = {STOPPING: READY, WAITING: LOADING}.get(served.state, served.state)
+        status: dict[str, Any] = {"value": value, "args": []}
         if served.state == FAILED:
             status |= {"value": "unloaded", "failed": True, "error": str(served.error or "an unexpected error")}
         described: dict[str, Any] = {

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
@@ -19,7 +24,11 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel
 from polarlm.server.running.refused import Refused
 
+_OWNER = "model"  # the file with the name of the model whose sessions are in a folder
 _END_SECONDS = 40.0  # for a process to end in order: it lets its answers end for 30
+_KILLED_SECONDS = 5.0  # for a killed process to be gone; one that waits for a disk that hangs outlives SIGKILL
+_STILL_SECONDS = 120.0  # without any sign of work, after which a process that loads is given up
+_LOOK_SECONDS = 1.0  # between two looks for such signs
 
 
 @dataclass(eq=False)
@@ -40,12 +49,10 @@ class ModelProcess:
         model: NamedModel,
         config: ServerConfig | None,
         ended: Callable[[int], None],
-        reserved: int = 0,
-        most: int | None = None,
     ) -> ModelProcess:
         """Start the process of a model. config: that of its parent; None for a process that only fetches the model.
 
-        ended: is called with the exit code. reserved, most: as for `need`.
+        ended: is called with the exit code.
         """
         key = secrets.token_urlsafe()
         process = await asyncio.create_subprocess_exec(
@@ -58,7 +65,7 @@ class ModelProcess:
         started._reading = asyncio.create_task(started._read(ended))
         engine = asdict(model.config)
         server = None if config is None else asdict(_of_child(config, model.name, key))
-        started._tell(name=model.name, engine=engine, server=server, reserved=reserved, most=most)
+        started._tell(name=model.name, engine=engine, server=server)
         return started
 
     @property
@@ -69,16 +76,13 @@ class ModelProcess:
         """The path of the model's files, once they are there. Raises EngineError if that fails, or Refused."""
         return Path((await self._hear())["fetched"]["path"])
 
-    async def need(self) -> Need:
-        """What the model needs. Raises as `fetched` does."""
+    async def need(self, reserved: Mapping[str, int], most: int | None) -> Need:
+        """What the model needs now, as `need` of `loading.need` says. Raises as `fetched` does."""
+        self._tell(load=False, reserved=reserved, most=most)
         return Need(**(await self._hear())["fit"])
 
-    def look_again(self, reserved: int, most: int | None) -> None:
-        """Ask for another `need`."""
-        self._tell(load=False, reserved=reserved, most=most)
-
     async def load(self) -> None:
-        """Load the model; return when it takes requests. Raises EngineError."""
+        """Load the model; return when it takes requests. Raises as `fetched` does."""
         self._tell(load=True)
         self.port = (await self._hear())["loaded"]["port"]
 
@@ -89,8 +93,12 @@ class ModelProcess:
         try:
             await asyncio.wait_for(asyncio.shield(self._reading), _END_SECONDS)
         except asyncio.TimeoutError:
-            self.kill()
-            await self._reading
+            await self.end_at_once()
+
+    async def end_at_once(self) -> None:
+        """Kill the process, and return when it is gone, or after 5 seconds."""
+        self.kill()
+        await asyncio.wait([self._reading], timeout=_KILLED_SECONDS)
 
     def kill(self) -> None:
         if self._process.returncode is None:
@@ -106,12 +114,43 @@ class ModelProcess:
         self._process.stdin.write(json.dumps(said).encode() + b"\n")
 
     async def _hear(self) -> dict[str, Any]:
-        said = await self._said.get()
+        said = await self._said_next()
         if said is None:
             raise Refused("model_ended", f"The process of {self.name} ended while it loaded, {how(await self.ended())}")
         if "failed" in said:
             raise EngineError(said["failed"]["message"], said["failed"]["code"])
         return said
+
+    async def _said_next(self) -> dict[str, Any] | None:
+        """What the process says next; None when it has ended. Raises Refused if it does not work towards that.
+
+        A slow disk or line shows in what the process has read, a long computation in its time.
+        """
+        said = asyncio.ensure_future(self._said.get())
+        signs, since = self._signs(), time.monotonic()
+        try:
+            while not said.done():
+                await asyncio.wait([said], timeout=_LOOK_SECONDS)
+                if (now := self._signs()) != signs:
+                    signs, since = now, time.monotonic()
+                elif time.monotonic() - since > _STILL_SECONDS:
+                    sentence = (
+                        f"{self.name} was given up: its process neither read nor computed for {_STILL_SECONDS:.0f} "
+                        "seconds, as where a disk hangs; the next request tries again"
+                    )
+                    raise Refused("timeout", sentence)
+            return said.result()
+        finally:
+            said.cancel()
+
+    def _signs(self) -> Any:
+        """Numbers that change while the process reads or computes."""
+        try:
+            process = psutil.Process(self.pid)
+            read = process.io_counters().read_bytes if hasattr(process, "io_counters") else 0
+            return self.fetching, read, process.memory_info().rss, process.cpu_times()[:2]
+        except psutil.Error:  # it has just ended
+            return None
 
     async def _read(self, ended: Callable[[int], None]) -> None:
         """Queue what the process says until it ends."""
@@ -133,11 +172,7 @@ def how(code: int) -> str:
 
 def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
     """The settings of a child's server: those of its parent about requests, and an address and a key of its own."""
-    folder = None
-    if config.sessions is not None:
-        own = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
-        own += "_" * files.is_device(own)
-        folder = str(Path(config.sessions) / own)
+    folder = None if config.sessions is None else str(_sessions_of(Path(config.sessions).expanduser(), name))
     return replace(
         ServerConfig(),
         api_key=key,
@@ -152,3 +187,20 @@ def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
         hide_cached_tokens=config.hide_cached_tokens,
         log_prompts=config.log_prompts,
     )
+
+
+def _sessions_of(folder: Path, name: str) -> Path:
+    """The folder of a model's sessions, in which a file says whose it is.
+
+    Names such as a.b and a_b, or, on some disks, A and a, would have the same one: the second gets another.
+    """
+    own = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
+    own += "_" * files.is_device(own)
+    with suppress(OSError):  # the process says what is wrong with the folder
+        (folder / own).mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder / own / _OWNER
+        if not owner.exists():  # as of servers that wrote none
+            owner.write_text(name, encoding="utf-8")
+        if owner.read_text(encoding="utf-8", errors="replace") != name:
+            own += f"-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return folder / own

@@ -87,8 +87,8 @@ class Proxy:
 
     def _unload(self, served: Served, path: str) -> Response:
         """The answer to a request to unload a model, in Ollama's API."""
-        if served.state == READY and not served.model.pinned:
-            self._supervisor.unload(served)
+        if not served.model.pinned:
+            self._supervisor.give_up(served)
         written = waiting.empty_piece(path, served.model.name) | {"done": True, "done_reason": "unload"}
         return Response(json.dumps(written), media_type="application/json")
 

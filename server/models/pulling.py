@@ -57,5 +57,5 @@ async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[d
         registry.add(registry.on_hub(str(name)))
         yield {"status": "success"}
     finally:
-        process.kill()
-        await asyncio.gather(fetching, return_exceptions=True)
+        fetching.cancel()
+        await asyncio.gather(fetching, process.end_at_once(), return_exceptions=True)

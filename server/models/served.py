@@ -16,7 +16,10 @@ from polarlm.server.models.process import ModelProcess, how
 from polarlm.server.models.registry import NamedModel
 from polarlm.server.running.refused import Refused
 
-UNLOADED, LOADING, READY, STOPPING, FAILED = "unloaded", "loading", "loaded", "stopping", "failed"
+# Unloaded → loading, which begins with a download → waiting, if there is no room → loading → loaded → stopping →
+# unloaded. One that is given up while it loads or waits is stopping, too. A failed one is loaded again by a request.
+UNLOADED, LOADING, WAITING, READY = "unloaded", "loading", "waiting for memory", "loaded"
+STOPPING, FAILED = "stopping", "failed"
 
 
 @dataclass(eq=False)
@@ -28,12 +31,12 @@ class Place:
 
 @dataclass(eq=False)
 class Served:
-    """A model and its process. `state` is one of the five above; a failed model is started again when asked for."""
+    """A model and its process. `state` is one of the six above."""
 
     model: NamedModel
     state: str = UNLOADED
     process: ModelProcess | None = None
-    need: Need | None = None  # of the loaded model
+    need: Need | None = None  # memory that it has, or that is set aside for it
     error: Exception | None = None  # of a failed one
     starts: int = 0
     active: int = 0  # requests that the process has
@@ -41,8 +44,13 @@ class Served:
     keep: float | None = None  # seconds without requests until it is unloaded; None: as long as there is room
     waiting: list[Place] = field(default_factory=list)
     free: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request or the process ends
-    loading: asyncio.Task[None] | None = None
+    loading: asyncio.Task[None] | None = None  # it waits for `stopping` first
     stopping: asyncio.Task[None] | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it is loaded, or will be once the process before has ended."""
+        return self.loading is not None and not self.loading.done()
 
     @property
     def is_idle(self) -> bool:

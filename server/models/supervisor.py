@@ -8,12 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
-
 from polarlm.engine import EngineError
-from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
+from polarlm.server.models.memory import Memory
 from polarlm.server.models.process import ModelProcess, how
 from polarlm.server.models.registry import NamedModel, Registry, listed
 from polarlm.server.models.served import (
@@ -22,6 +20,7 @@ from polarlm.server.models.served import (
     READY,
     STOPPING,
     UNLOADED,
+    WAITING,
     Place,
     Served,
     ended,
@@ -34,13 +33,20 @@ _SWEEP_SECONDS = 1.0  # most between two looks for idle models
 
 
 class Supervisor:
-    """The processes of all models. All methods belong to one event loop."""
+    """The processes of all models. All methods belong to one event loop.
+
+    Models are downloaded and loaded beside each other, each in a task. What decides between them is the memory that
+    each has, or that is set aside for it (`Memory`), and is decided without waiting in between: a process says whether
+    its model fits into what is left, and is asked again if that has changed meanwhile. A model without room queues for
+    it and has others unloaded. It waits for these, for models that are being loaded, and for those before it in the
+    queue, so no two wait for each other.
+    """
 
     def __init__(self, registry: Registry, config: ServerConfig) -> None:
         self.registry, self._config = registry, config
-        self._most = None if config.models_memory is None else parse_size(config.models_memory)
         self._served: dict[str, Served] = {}
-        self._turn = asyncio.Lock()  # one model is loaded at a time: the next one sees what is left
+        most = None if config.models_memory is None else parse_size(config.models_memory)
+        self._memory = Memory(self._served, most)
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = False
 
@@ -81,10 +87,13 @@ class Supervisor:
         if served.state == READY:
             served.active += 1
             return
-        place = Place()
+        place, loading = Place(), self.begin(served)
         served.waiting.append(place)
         try:
-            await asyncio.shield(self.begin(served))
+            await asyncio.wait([loading])  # which goes on if this client leaves
+            if loading.cancelled():
+                raise refused.closing() if self.closing else _given_up(served)
+            loading.result()
         except BaseException:  # the error of loading, or the client has gone
             if place.granted:
                 self.release(served)
@@ -107,7 +116,7 @@ class Supervisor:
             yield served.process
         finally:
             self.release(served)
-            if keep == 0 and not served.model.pinned:
+            if keep == 0 and not served.model.pinned and served.state == READY:
                 self.unload(served)
 
     def release(self, served: Served) -> None:
@@ -117,7 +126,7 @@ class Supervisor:
         served.free.set()
 
     def begin(self, served: Served) -> asyncio.Task[None]:
-        """The task that loads a model, which is begun if need be."""
+        """The task that loads a model, which is begun if need be. It goes on without clients, until `give_up`."""
         self._sweeper = self._sweeper or asyncio.create_task(self._sweep())
         if served.loading is None or served.loading.done():
             served.loading = asyncio.create_task(self._load(served))
@@ -130,81 +139,99 @@ class Supervisor:
             served.stopping = asyncio.create_task(self._stop(served))
         return served.stopping
 
+    def give_up(self, served: Served) -> None:
+        """End the load of a model, at which its clients get an error, or else unload the model."""
+        loading = served.loading
+        if loading is None or loading.done():
+            self.unload(served)
+            return
+        loading.cancel()
+        served.loading = None
+        if served.state != STOPPING:  # the task has a process to end; otherwise it waits for the one before to end
+            served.state, served.stopping = STOPPING, loading
+
     async def close(self) -> None:
         """Take no more requests, let the processes end those that they have, and end the processes."""
         self.closing = True
         if self._sweeper is not None:
             self._sweeper.cancel()
-        running = [one for one in self._served.values() if one.process is not None]
-        for one in running:
-            if one.state == LOADING and one.process is not None:
-                one.process.kill()
-        await asyncio.gather(*(one.process.end() for one in running if one.process is not None))
+        for one in self._served.values():
+            if one.is_loading:
+                self.give_up(one)
+        given_up = [one.stopping for one in self._served.values() if one.stopping is not None and one.process is None]
+        ends = [one.process.end() for one in self._served.values() if one.process is not None]
+        await asyncio.gather(*given_up, *ends, return_exceptions=True)
 
     # -- loading and unloading ---------------------------------------------------------------------------------
 
     async def _load(self, served: Served) -> None:
-        """Start the model's process, and unload others until it has room. Raises EngineError or Refused."""
-        async with self._turn:
-            if self.closing:
-                raise refused.closing()
-            if served.stopping is not None:
-                await served.stopping
-            served.state, served.error, name = LOADING, None, served.model.name
-            served.starts += 1
-            since = time.monotonic()
+        """Start the model's process, and have it load the model when there is room. Raises EngineError or Refused."""
+        if served.stopping is not None:
+            await asyncio.wait([served.stopping])  # which goes on if this task is cancelled
+        if self.closing:
+            raise refused.closing()
+        served.state, served.error, name = LOADING, None, served.model.name
+        served.starts += 1
+        since, process = time.monotonic(), None
+        try:
+            started = ModelProcess.start(served.model, self._config, lambda code: self._ended(served, process, code))
+            served.process = process = await started
+            await process.fetched()
+            await self._take_memory(served, process)
+            await process.load()
+        except BaseException as error:
+            was_given_up = isinstance(error, asyncio.CancelledError)
             try:
-                process = await ModelProcess.start(
-                    served.model,
-                    self._config,
-                    lambda code: self._ended(served, code),
-                    self._reserved(),
-                    self._left(),
-                )
-                served.process = process
-                await process.fetched()
-                need = await process.need()
-                while not need.fits and await self._make_room(served, need):
-                    process.look_again(self._reserved(), self._left())
-                    need = await process.need()
-                await process.load()
-            except BaseException as error:
-                if served.process is not None:
-                    served.process.kill()
-                    await served.process.ended()
-                served.state, served.process = FAILED, None
-                if not self.closing:
-                    _note(f"{name} cannot be loaded: {error}")
-                if not isinstance(error, (EngineError, Refused)):
-                    raise
-                served.error = without_folder(error, served.model.path)
-                raise served.error from None
-            served.need, served.state = need, READY
-            for place in served.waiting:  # they come before a model that needs the memory
-                place.granted = True
-            served.active += len(served.waiting)
-            served.waiting.clear()
-            served.keep = self.usual_keep(served)
-            served.touch()
-            _note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
+                if process is not None:
+                    await process.end_at_once()
+            finally:
+                served.process, served.state = None, UNLOADED if was_given_up else FAILED
+                self._memory.set_aside(served, None)
+            if not self.closing:
+                _note(_given_up(served).message if was_given_up else f"{name} cannot be loaded: {error}")
+            if not isinstance(error, (EngineError, Refused)):
+                raise
+            served.error = without_folder(error, served.model.path)
+            raise served.error from None
+        served.state = READY
+        for place in served.waiting:  # they come before a model that needs the memory
+            place.granted = True
+        served.active += len(served.waiting)
+        served.waiting.clear()
+        served.keep = self.usual_keep(served)
+        served.touch()
+        self._memory.set_aside(served, served.need)  # from now on it can be unloaded
+        _note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
 
-    async def _make_room(self, served: Served, need: Need) -> bool:
-        """Unload another model; return False if there is none. Raises EngineError if --models-memory rules this out."""
-        others = [one for one in self._served.values() if one.state in (READY, STOPPING) and one is not served]
-        movable = [one for one in others if not one.model.pinned]
-        if movable:
-            victim = min(movable, key=lambda one: (one.active > 0, one.used))
-            _note(f"{victim.model.name} makes room for {served.model.name}, which needs {format_bytes(need.bytes)}")
-            await self.unload(victim)
-            return True
-        stay = f"; {listed([one.model for one in others])} stay, being pinned" if others else ""
-        if self._most is not None and need.bytes > self._most - self._loaded():
-            raise EngineError(
-                f"There is no room for {served.model.name}: it needs {format_bytes(need.bytes)}, and --models-memory "
-                f"leaves {format_bytes(max(0, self._most - self._loaded()))} of {format_bytes(self._most)}{stay}",
-                "out_of_memory",
-            )
-        return False  # the model tries what there is, and says what it lacks
+    async def _take_memory(self, served: Served, process: ModelProcess) -> None:
+        """Set memory aside for the model, and unload others until there is enough. Raises EngineError or Refused."""
+        try:
+            while True:
+                seen = self._memory.changed
+                need = await process.need(self._memory.reserved(served), self._memory.left(served))
+                if seen.is_set():
+                    continue
+                if need.fits:
+                    break
+                if served not in self._memory.short:
+                    self._memory.short.append(served)
+                served.need, served.state = need, WAITING
+                if victim := self._memory.victim(served):
+                    if victim.state == READY:
+                        _note(f"{victim.model.name} makes room for {served.model.name}: {format_bytes(need.bytes)}")
+                    self.unload(victim)
+                elif not self._memory.waits_for_others(served):
+                    self._memory.check_most(served, need)
+                    break  # the model tries what there is, and says what it lacks
+                await seen.wait()
+            served.need, served.state = need, LOADING
+        except BaseException:
+            served.need = None
+            raise
+        finally:
+            if served in self._memory.short:
+                self._memory.short.remove(served)
+            self._memory.set_aside(served, served.need)
 
     async def _stop(self, served: Served) -> None:
         """End the process of a loaded model when it has no requests."""
@@ -216,38 +243,20 @@ class Supervisor:
             await served.free.wait()
         if served.state == STOPPING:
             await served.process.end()
-            served.state, served.process, served.need = UNLOADED, None, None
+            served.state, served.process = UNLOADED, None
+            self._memory.set_aside(served, None)
             _note(f"{served.model.name} is unloaded")
 
-    def _ended(self, served: Served, code: int) -> None:
+    def _ended(self, served: Served, process: ModelProcess | None, code: int) -> None:
         """A process has ended. If nobody meant it to, its requests end with an error, and the next one starts it."""
-        if not self.closing and (served.state == READY or (served.state == STOPPING and served.active)):
-            served.state, served.process, served.need = FAILED, None, None
+        if self.closing or served.process is not process:
+            return
+        if served.state == READY or (served.state == STOPPING and served.active):
+            served.state, served.process = FAILED, None
+            self._memory.set_aside(served, None)
             served.error = ended(served.model.name, code)
             _note(f"The process of {served.model.name} ended {how(code)}; the next request starts it again")
             served.free.set()
-
-    # -- memory ------------------------------------------------------------------------------------------------
-
-    def _loaded(self) -> int:
-        """Bytes that loaded models may take."""
-        return sum(one.need.bytes for one in self._served.values() if one.need is not None)
-
-    def _left(self) -> int | None:
-        """Bytes that --models-memory leaves."""
-        return None if self._most is None else max(0, self._most - self._loaded())
-
-    def _reserved(self) -> int:
-        """Bytes of the computer's memory that loaded models have not taken yet: blocks that nothing was written to."""
-        found = 0
-        for one in self._served.values():
-            if one.need is not None and one.process is not None and one.need.device == "cpu":
-                try:
-                    resident = psutil.Process(one.process.pid).memory_info().rss
-                except psutil.Error:
-                    continue
-                found += max(0, one.need.bytes - resident)
-        return found
 
     # -- idle models -------------------------------------------------------------------------------------------
 
@@ -270,6 +279,11 @@ def _seen(loading: asyncio.Task[None]) -> None:
     """Take a task's error: whoever waits for the model gets it, and perhaps nobody waits any more."""
     if not loading.cancelled():
         loading.exception()
+
+
+def _given_up(served: Served) -> Refused:
+    name = served.model.name
+    return Refused("model_not_loaded", f"{name} was unloaded before it was loaded: a new request loads it")
 
 
 def _note(sentence: str) -> None:

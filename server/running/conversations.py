@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polarlm.engine import EngineError
+from polarlm.engine.state.plan import format_bytes
 
 FILE = "conversations.sqlite3"
 _BUSY_SECONDS = 10.0  # for which another server with the same folder may write
@@ -39,12 +40,13 @@ class Change:
 class ConversationStore:
     """Conversations by id, in a file in `folder`. Every change has a revision, a number that grows over all of them.
 
-    Threads and servers may use it at the same time. Its methods raise EngineError if the disk is full or
-    the file is damaged.
+    Threads and servers may use it at the same time. Its methods raise EngineError if the disk or the file is full, or
+    the file is damaged. What is deleted makes room in the file.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, folder: str, most: int) -> None:
+        """most: bytes that the file may have; one that has more already does not grow. Raises EngineError."""
+        self._lock, self._most = threading.Lock(), most
         try:
             path = Path(folder).expanduser()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,6 +56,8 @@ class ConversationStore:
             )
             self._file.execute("PRAGMA journal_mode = WAL")
             self._file.executescript(_TABLES)
+            (page,) = self._file.execute("PRAGMA page_size").fetchone()
+            self._file.execute(f"PRAGMA max_page_count = {max(1, most // page)}")
         except (OSError, RuntimeError, sqlite3.Error) as error:  # RuntimeError: ~ without a home folder
             reason = getattr(error, "strerror", None) or str(error).rstrip(".")
             raise EngineError(
@@ -65,7 +69,7 @@ class ConversationStore:
 
     def since(self, revision: int) -> tuple[dict[str, Change], int, bool]:
         """(what changed after a revision, by conversation; the revision that this leads to; whether there is more)."""
-        with self._lock, _told():
+        with self._lock, self._told():
             rows = self._file.execute(
                 "SELECT revision, id, NULL, head FROM conversations WHERE revision > ? UNION ALL "
                 "SELECT revision, conversation, id, body FROM messages WHERE revision > ? ORDER BY 1",
@@ -87,7 +91,7 @@ class ConversationStore:
 
     def write(self, conversation: str, base: int, head: str, messages: Mapping[str, str]) -> int | None:
         """Change a conversation, and return the revision; None, and no change, if it has changed after `base`."""
-        with self._lock, _told(), _transaction(self._file):
+        with self._lock, self._told(), _transaction(self._file):
             if self._revision_of(conversation) > base:
                 return None
             revision = self._next()
@@ -100,11 +104,20 @@ class ConversationStore:
 
     def remove(self, conversation: str) -> int:
         """Delete a conversation; that it was deleted is kept, so that others hear of it. Returns the revision."""
-        with self._lock, _told(), _transaction(self._file):
+        with self._lock, self._told(), _transaction(self._file):
             revision = self._next()
             self._file.execute("DELETE FROM messages WHERE conversation = ?", (conversation,))
             self._file.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, NULL)", (conversation, revision))
             return revision
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Errors of SQLite as EngineError."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            full = f"; --max-conversations-size allows {format_bytes(self._most)}: delete some" * ("full" in str(error))
+            raise EngineError(f"conversations cannot be kept or read now: {error}{full}", "storage") from None
 
     def _revision_of(self, conversation: str) -> int:
         row = self._file.execute("SELECT revision FROM conversations WHERE id = ?", (conversation,)).fetchone()
@@ -116,21 +129,13 @@ class ConversationStore:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Errors of SQLite as EngineError."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise EngineError(f"conversations cannot be kept or read now: {error}", "storage") from None
-
-
-@contextmanager
 def _transaction(file: sqlite3.Connection) -> Iterator[None]:
     """A transaction in which no other server writes between its reads and its writes; an error undoes all of it."""
     file.execute("BEGIN IMMEDIATE")
     try:
         yield
     except BaseException:
-        file.execute("ROLLBACK")
+        if file.in_transaction:  # SQLite has undone it already where there was no room
+            file.execute("ROLLBACK")
         raise
     file.execute("COMMIT")

@@ -37,5 +37,7 @@ class Job(Mailbox):
         try:
             if not self.closed:
                 self.append(work())
-        except Exception as error:
-            self.append(error)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            self.append(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))

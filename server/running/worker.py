@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+
+_LOG = logging.getLogger(__name__)
 
 
 class Worker:
@@ -19,7 +22,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queue `work`, which must not raise."""
+        """Queue `work`. What it raises goes to the log: nobody waits for it here."""
         self._queue.put(work)
 
     def stop(self, seconds: float) -> bool:
@@ -34,4 +37,9 @@ class Worker:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            work()
+            try:
+                work()
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a panic of a library in Rust is no Exception
+                _LOG.exception("work in the thread %s failed", self._thread.name)

@@ -603,6 +603,14 @@ class TestErrors:
         with pytest.raises(LoadError, match=re.escape(str(tmp_path / file))):
             load_for_folder(tmp_path, {}, {})
 
+    @pytest.mark.parametrize(("charsmap", "reads"), [("AAAA", False), ("BAAAAP////8=", True)])
+    def test_a_panic_of_the_library_is_an_error_like_others(self, tmp_path: Path, charsmap: str, reads: bool) -> None:
+        damaged = json.loads(tokenizer_json())
+        damaged["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(damaged))
+        with pytest.raises(LoadError, match="Tokenizing failed" if reads else re.escape(str(tmp_path))):
+            load_for_folder(tmp_path, {}, {}).tokenize("a ship")
+
     @pytest.mark.parametrize("content", ["{", "[]"])
     def test_a_damaged_tokenizer_config_is_named(self, tmp_path: Path, content: str) -> None:
         sentencepiece_file(tmp_path)

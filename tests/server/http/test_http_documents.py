@@ -7,6 +7,8 @@ import io
 import random
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pypdf
@@ -16,6 +18,11 @@ from polarlm.engine import Engine
 from polarlm.server.http import documents
 from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.server.pdfs import made_pdf
+
+HEAD = (
+    f"POST /documents/text HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    "Content-Type: application/pdf\r\nContent-Length: 4\r\n\r\n"
+).encode()
 
 
 @pytest.fixture
@@ -85,9 +92,35 @@ def test_a_client_that_leaves_ends_the_reading_of_its_file(guarded: Serving, mon
         return data
 
     monkeypatch.setattr(documents, "_read", endless)
-    head = f"POST /documents/text HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     with socket.create_connection(("127.0.0.1", guarded.port), timeout=60) as connection:
-        connection.sendall(f"{head}Content-Type: application/pdf\r\nContent-Length: 4\r\n\r\n%PDF".encode())
+        connection.sendall(HEAD + b"%PDF")
         eventually(lambda: told)
         assert told == ["began"]
     eventually(lambda: told == ["began", "ended"])
+
+
+def test_clients_that_send_slowly_keep_no_other_from_it(guarded: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[object] = []
+    receive = documents.read_bytes
+
+    async def noted(*arguments: Any) -> bytearray:
+        begun.append(arguments)
+        return await receive(*arguments)
+
+    monkeypatch.setattr(documents, "read_bytes", noted)
+    monkeypatch.setattr(documents, "_MOST", 4)
+    with ExitStack() as connections:
+
+        def begin() -> None:
+            client = connections.enter_context(socket.create_connection(("127.0.0.1", guarded.port), timeout=60))
+            client.sendall(HEAD)
+
+        for _ in range(3):
+            begin()
+        eventually(lambda: len(begun) == 3)
+        assert send(guarded, made_pdf("Hello")).json()["text"] == "Hello"
+        begin()
+        eventually(lambda: len(begun) == 5)
+        answer = send(guarded, made_pdf("Hello"))
+        assert (answer.status_code, "retry-after" in answer.headers) == (429, True)
+    eventually(lambda: send(guarded, made_pdf("Hello")).status_code == 200)

@@ -15,9 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http import uvicorn_connection, uvicorn_server
+from polarlm.server.http.guard import Guard
 from polarlm.server.http.uvicorn_connection import WebConnection
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.running.listening import tcp_socket
@@ -304,3 +308,29 @@ def test_a_request_to_upgrade_is_answered_without_a_word_in_the_log(
     headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
     assert httpx.get(server.url, headers=headers).status_code == 200
     assert not [record for record in log.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/health?a=1", "localhost", 200),
+        ("HTTP://LocalHost:80/health", "localhost:80", 200),
+        ("http://localhost/nothing", "localhost", 404),
+        ("http://evil.example/health", "evil.example", 421),
+        ("http://evil.example/health", "localhost", 421),
+        ("http://localhost/health", "evil.example", 421),
+        ("http://localhost@evil.example/health", "localhost", 421),
+        ("http://localhost", "localhost", 404),
+    ],
+)
+def test_a_request_as_to_a_proxy_is_served_by_the_servers_own_names(target: str, host: str, status: int) -> None:
+    async def health(_request: Any) -> PlainTextResponse:
+        return PlainTextResponse("ok")
+
+    serving = Serving(Guard(Starlette(routes=[Route("/health", health)]), ServerConfig()))
+    try:
+        with serving.connect() as client:
+            client.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            assert client.makefile("rb").readline().split()[1] == str(status).encode()
+    finally:
+        serving.stop()

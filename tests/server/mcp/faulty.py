@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -54,6 +55,13 @@ def crash() -> str:
 @server.tool()
 def pid() -> str:
     return str(os.getpid())
+
+
+@server.tool()
+def leave() -> str:
+    """The number of a process that it has started, in a session of its own."""
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    return str(subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL).pid)
 
 
 @server.tool()

@@ -1,4 +1,4 @@
-"""A program that speaks the protocol of 2025 by hand, and says what is not so: `python liar.py [pages|schema]`."""
+"""A program that speaks the protocol of 2025 by hand, and says what is not so: `python liar.py [pages|schema|abyss]`"""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ TOOLS = [
     {"name": "list", "inputSchema": OBJECT},
     {"name": "deep", "inputSchema": deep(70)},
     {"name": "structured", "inputSchema": OBJECT, "outputSchema": OBJECT | {"required": ["a"]}},
+    {"name": "half a character", "inputSchema": OBJECT},
+    {"name": "too deep", "inputSchema": OBJECT},
     {"name": "unreadable", "inputSchema": OBJECT, "outputSchema": OBJECT | {"properties": {"a": {"type": 5}}}},
 ]
 RESULTS: dict[str, Any] = {
@@ -32,6 +34,8 @@ RESULTS: dict[str, Any] = {
     "a b": {"content": [{"type": "hologram"}]},
     "list": {"content": 5},
     "deep": {},
+    "half a character": {"content": [{"type": "text", "text": "\ud800"}]},
+    "too deep": {"content": [], "structuredContent": deep(200)},
 }
 
 
@@ -41,6 +45,7 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
         return {"result": about | {"protocolVersion": params["protocolVersion"]}}
     if method == "tools/list":
         wrong = [{"name": "wrong", "inputSchema": {"type": "array"}}] if "schema" in sys.argv else []
+        wrong += [{"name": "wrong", "inputSchema": deep(400)}] if "abyss" in sys.argv else []
         return {"result": {"tools": [*TOOLS, *wrong], **({"nextCursor": "more"} if "pages" in sys.argv else {})}}
     if method == "tools/call":
         return {"result": RESULTS.get(params["name"], {"content": [{"type": "text", "text": "well"}]})}

@@ -32,11 +32,11 @@ def test_tools_that_no_model_can_call_are_told_and_wrong_answers_are_errors() ->
             await session.connect()
             troubles = {tool.name: tool.trouble or "" for tool in session.tools}
             assert {name for name, trouble in troubles.items() if not trouble} == {
-                *("good", "a b", "list", "structured", "unreadable")
+                *("good", "a b", "list", "structured", "unreadable", "half a character", "too deep")
             }
             assert "same name" in troubles["a_b"]
             assert "nested" in troubles["deep"]
-            for tool in ("structured", "unreadable", "a b", "list", "deep"):
+            for tool in ("structured", "unreadable", "a b", "list", "deep", "half a character", "too deep"):
                 assert (await session.call(tool, {}, 120))["is_error"], tool
             assert await session.call("good", {}, 120) == {"text": "well", "is_error": False}
             assert session.state == READY
@@ -60,7 +60,14 @@ def trouble(server: McpServer) -> str:
     return asyncio.run(connect())
 
 
-@pytest.mark.parametrize(("kind", "why"), [("pages", "more than 20 pages"), ("schema", "not keep to the protocol")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("pages", "more than 20 pages"),
+        ("schema", "not keep to the protocol"),
+        ("abyss", "answer cannot be read (Invalid JSON: recursion"),
+    ],
+)
 def test_a_list_of_tools_that_is_none_is_refused(kind: str, why: str) -> None:
     assert why in trouble(McpServer(kind, sys.executable, (LIAR, kind)))
 

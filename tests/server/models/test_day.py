@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from polarlm.engine.loading.need import PROCESS_BYTES
 from tests.server.lines import PATIENCE, eventually
 from tests.server.models.household import (
     CHATTING,
@@ -72,7 +73,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
         assert (end, house.process.wait(PATIENCE)) == ("[DONE]", 0)
         assert_nothing_is_left(house)
 
-    most = 2 * STORE + 300_000  # two of the models to chat with fill it: all five take turns
+    most = 2 * (PROCESS_BYTES + STORE) + 300_000  # two of the models to chat with fill it: all five take turns
     with Household(models, tmp_path, *kept, "--models-memory", str(most)) as house:
         assert different(first, everyone(house)) == set()
         for model in CHATTING:

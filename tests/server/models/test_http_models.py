@@ -11,7 +11,7 @@ from typing import Any
 import ollama
 import pytest
 
-from polarlm.engine.loading.need import need
+from polarlm.engine.loading.need import PROCESS_BYTES, need
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.models import proxy
@@ -224,7 +224,7 @@ def test_an_idle_model_is_unloaded_and_loaded_when_it_is_asked_for(tmp_path: Pat
 def test_memory_for_one_model_is_had_by_turns(tmp_path: Path) -> None:
     two_models(tmp_path)
     # What the larger model needs at least: beside it there is no room for the other one.
-    most = max(need(common(weights=str(tmp_path / name)), reserved=1 << 60).bytes for name in ("big", "small"))
+    most = max(need(common(weights=str(tmp_path / name)), reserved={"cpu": 1 << 60}).bytes for name in ("big", "small"))
     with front(tmp_path, models_memory=str(most)) as server:
         for name, other in (("big", "small"), ("small", "big"), ("big", "small")):
             assert said(server.ask(name))
@@ -235,10 +235,10 @@ def test_memory_for_one_model_is_had_by_turns(tmp_path: Path) -> None:
 def test_an_encoder_is_loaded_where_memory_is_limited(tmp_path: Path) -> None:
     """It has no KV store that could be made smaller."""
     make_folder(tmp_path / "encoder", "bert_f32")
-    with front(tmp_path, models_memory="1M") as server:
+    with front(tmp_path, models_memory=str(PROCESS_BYTES + (1 << 20))) as server:
         answer = server.ask("encoder", "/v1/embeddings", prompt=None, input="the rain")
         assert answer.status_code == 200, answer.text
-    with front(tmp_path, models_memory="100K") as server:  # less than its weights
+    with front(tmp_path, models_memory=str(PROCESS_BYTES + 100_000)) as server:  # less than its weights
         answer = server.ask("encoder", "/v1/embeddings", prompt=None, input="the rain")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "out_of_memory")
 
@@ -246,11 +246,12 @@ def test_an_encoder_is_loaded_where_memory_is_limited(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_store_is_larger_than_what_is_told_of_it(tmp_path: Path) -> None:
     """The second one gets what the first one has left."""
-    with front(two_models(tmp_path), model={"kv_memory": "32M"}, models_memory="40M") as server:
+    most = 2 * PROCESS_BYTES + (40 << 20)
+    with front(two_models(tmp_path), model={"kv_memory": "32M"}, models_memory=str(most)) as server:
         for name in ("big", "small"):
             assert said(server.ask(name))
         needs = {name: server.served(name).need for name in ("big", "small")}
-        assert sum(need.bytes for need in needs.values() if need) <= 40 << 20
+        assert sum(need.bytes for need in needs.values() if need) <= most
         for name, told in needs.items():
             stats = server.http.get("/stats", params={"model": name}).json()
             assert 0 < stats["blocks"] * stats["block_size"] * stats["bytes_per_token"] <= told.store

@@ -14,7 +14,6 @@ import pytest
 from polarlm.server.models import pulling
 from polarlm.server.models.registry import Registry
 from polarlm.server.models.served import READY
-from polarlm.server.running.refused import Refused
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.models.running import KEY, common, front, two_models
 
@@ -63,21 +62,19 @@ def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: 
     running: list[str] = []
 
     class Download:
-        """As `ModelProcess`; ends when it is killed."""
+        """As `ModelProcess`."""
 
         fetching = (1, 2)
 
         def __init__(self, model: Any) -> None:
-            self.name, self.killed = model.name, asyncio.Event()
+            self.name = model.name
             running.append(self.name)
 
         async def fetched(self) -> Path:
-            await self.killed.wait()
-            raise Refused("model_ended", "killed")
+            return await asyncio.Event().wait()  # type: ignore[return-value]
 
-        def kill(self) -> None:
+        async def end_at_once(self) -> None:
             running.remove(self.name)
-            self.killed.set()
 
     async def start(model: Any, config: None, ended: Any) -> Download:
         return Download(model)

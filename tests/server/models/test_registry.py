@@ -9,7 +9,8 @@ import pytest
 
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig
-from polarlm.server.config import read_command_line
+from polarlm.server.config import ServerConfig, read_command_line
+from polarlm.server.models.process import _of_child
 from polarlm.server.models.registry import Registry
 from tests.server.models.running import common
 
@@ -138,3 +139,19 @@ def test_a_name_may_end_with_that_of_an_adapter(tmp_path: Path) -> None:
     found = registry.find("a:sql")
     assert found.name == "a"
     assert registry.find("a:tone") is None
+
+
+def test_each_model_has_a_folder_of_sessions_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a_b").mkdir()  # as an earlier server has made it for a.b
+
+    def folder(name: str) -> str:
+        found = _of_child(ServerConfig(sessions=str(tmp_path)), name, "key").sessions
+        assert found is not None
+        return found
+
+    names = ("a.b", "a_b", "a b", "nul", "nul_", "../a")
+    folders = {name: folder(name) for name in names}
+    assert folders["a.b"] == str(tmp_path / "a_b")
+    assert len(set(folders.values())) == len(names)
+    assert {Path(each).parent for each in folders.values()} == {tmp_path}
+    assert {name: folder(name) for name in reversed(names)} == folders

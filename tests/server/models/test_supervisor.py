@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import random
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from polarlm.engine.loading.need import Need
 from polarlm.server.config import ServerConfig
 from polarlm.server.models import supervisor as module
 from polarlm.server.models.registry import Registry
-from polarlm.server.models.served import FAILED, LOADING, READY, STOPPING, UNLOADED, Served
+from polarlm.server.models.served import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.refused import Refused
 from tests.server.models.running import common
@@ -24,13 +25,17 @@ GIB = 1 << 30
 
 
 class Machine:
-    """What the processes of a test see: a memory, in which loaded models take a GiB each."""
+    """What the processes of a test see: a memory, in which loaded models take a GiB each, or what `sizes` says."""
 
     def __init__(self) -> None:
         self.free = 100 * GIB
+        self.sizes: dict[str, int] = {}
         self.running: list[FakeProcess] = []
         self.let = asyncio.Event()  # models are loaded once it is set
         self.let.set()
+        self.held: dict[
+            tuple[str, str], asyncio.Event
+        ] = {}  # by model and step: its process hangs there until it is set
         self.fails: Exception | None = None
 
 
@@ -39,27 +44,43 @@ class FakeProcess:
 
     pid = 0  # of no process
 
-    def __init__(self, machine: Machine, name: str, ended: Callable[[int], None], most: int | None) -> None:
-        self.machine, self.name, self._ended, self._most = machine, name, ended, most
+    fetching = None
+
+    def __init__(self, machine: Machine, name: str, ended: Callable[[int], None]) -> None:
+        self.machine, self.name, self._ended = machine, name, ended
+        self.has_taken = False  # the memory of its model
+        self.size = machine.sizes.get(name, GIB)
         machine.running.append(self)
 
+    async def _step(self, step: str) -> None:
+        if (held := self.machine.held.get((self.name, step))) is not None:
+            await held.wait()
+        await asyncio.sleep(0)
+        if self not in self.machine.running:
+            raise Refused("model_ended", "killed")
+
     async def fetched(self) -> Path:
+        await self._step("fetched")
         return Path(self.name)
 
-    async def need(self) -> Need:
-        loaded = sum(one is not self for one in self.machine.running) * GIB
-        fits = loaded + GIB <= self.machine.free and (self._most is None or self._most >= GIB)
-        return Need("cuda", GIB, 0, 64 if fits else 0, fits, self.machine.free - loaded)
-
-    def look_again(self, reserved: int, most: int | None) -> None:
-        self._most = most
+    async def need(self, reserved: Mapping[str, int], most: int | None) -> Need:
+        free = self.machine.free - sum(one.size for one in self.machine.running if one.has_taken)
+        await self._step("need")
+        fits = self.size <= free - reserved.get("cuda", 0) and (most is None or self.size <= most)
+        return Need("cuda", self.size, 0, 64 if fits else 0, fits, free)
 
     async def load(self) -> None:
+        await self._step("load")
         await self.machine.let.wait()
         if self.machine.fails is not None:
             raise self.machine.fails
+        self.has_taken = True
 
     async def end(self) -> None:
+        await self._step("end")
+        self.kill()
+
+    async def end_at_once(self) -> None:
         self.kill()
 
     def kill(self, code: int = -9) -> None:
@@ -83,8 +104,8 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 (tmp_path / f"{name}.gguf").touch()
             machine = Machine()
 
-            async def start(model: Any, config: Any, ended: Any, reserved: int, most: int | None) -> FakeProcess:
-                return FakeProcess(machine, model.name, ended, most)
+            async def start(model: Any, config: Any, ended: Any) -> FakeProcess:
+                return FakeProcess(machine, model.name, ended)
 
             async def main() -> None:
                 config = ServerConfig(models=str(tmp_path), **settings)
@@ -92,6 +113,7 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 await asyncio.wait_for(test(supervisor, machine), 120)
                 await supervisor.close()
                 assert not machine.running
+                assert not [one.model.name for one in supervisor.all() if one.active or one.waiting]
 
             monkeypatch.setattr(module.ModelProcess, "start", start)
             monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
@@ -278,23 +300,155 @@ async def test_a_process_may_end_before_the_request_that_it_was_started_for_reac
     assert served.starts == 2
 
 
-@scenario()
-async def test_closing_ends_those_who_wait_and_all_processes(supervisor: Supervisor, machine: Machine) -> None:
-    await use(supervisor, "a")
-    machine.let.clear()
-    waits, later = (asyncio.create_task(use(supervisor, name)) for name in "bc")
-    await until(lambda: supervisor.find("b").state == LOADING and len(machine.running) == 2)
-    closing = asyncio.create_task(supervisor.close())
-    await asyncio.sleep(0)
-    machine.fails = Refused("model_ended", "killed")
-    machine.let.set()
-    await closing
-    for waiting in (waits, later):
-        with pytest.raises(Refused, match=r"killed|about to end"):
-            await waiting
-    assert supervisor.find("c").starts == 0
-    with pytest.raises(Refused, match="about to end"):
+# -- what one model waits for, others do not ---------------------------------------------------------------------------
+
+STEPS = ("fetched", "need", "load")
+
+
+async def hang(supervisor: Supervisor, machine: Machine, name: str, step: str) -> asyncio.Task[Served]:
+    """A request whose model's process hangs in a step of its load."""
+    machine.held[name, step] = asyncio.Event()
+    waits = asyncio.create_task(use(supervisor, name))
+    await until(lambda: any(one.name == name for one in machine.running))
+    return waits
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_load_that_hangs_keeps_no_other_from_loading_until_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    @scenario(models_memory="2G")
+    async def run(supervisor: Supervisor, machine: Machine) -> None:
+        waits = await hang(supervisor, machine, "a", step)
+        await use(supervisor, "b")
+        supervisor.give_up(supervisor.find("a"))
+        again = asyncio.create_task(use(supervisor, "a"))  # a request after that loads it
+        del machine.held["a", step]
+        with pytest.raises(Refused, match="a was unloaded before it was loaded") as caught:
+            await waits
+        assert (caught.value.code, (await again).starts) == ("model_not_loaded", 2)
+
+    run(tmp_path, monkeypatch)
+
+
+@scenario(models_memory="1G")
+async def test_the_memory_of_a_model_that_is_being_loaded_is_counted(supervisor: Supervisor, machine: Machine) -> None:
+    waits, served = await hang(supervisor, machine, "a", "load"), supervisor.find("b")
+    other = asyncio.create_task(use(supervisor, "b"))
+    await until(lambda: served.state == WAITING)
+    supervisor.give_up(supervisor.find("a"))
+    await other
+    with pytest.raises(Refused):
+        await waits
+
+
+@scenario(models_memory="1G")
+async def test_of_two_that_see_the_same_room_one_has_it(supervisor: Supervisor, machine: Machine) -> None:
+    for name in "ab":
+        machine.held[name, "need"] = asyncio.Event()
+    both = [asyncio.create_task(use(supervisor, name)) for name in "ab"]
+    await until(lambda: len(machine.running) == 2)
+    for held in machine.held.values():
+        held.set()
+    await asyncio.gather(*both)
+    assert len(machine.running) == 1
+
+
+@scenario(models_memory="2G")
+async def test_while_a_model_ends_its_answers_others_are_loaded(supervisor: Supervisor, machine: Machine) -> None:
+    served = await use(supervisor, "a")
+    async with busy(supervisor, served, keep=0):
+        supervisor.give_up(served)
+        again = asyncio.create_task(use(supervisor, "a"))
+        await asyncio.sleep(0)
+        await use(supervisor, "b")
+        assert served.state == STOPPING
+    await again  # which the end of the answer, with keep_alive 0, does not give up
+    assert loaded(supervisor) == "ab"
+
+
+@scenario(models_memory="3G")
+async def test_who_fits_beside_a_model_that_waits_for_a_busy_one_is_loaded(
+    supervisor: Supervisor, machine: Machine
+) -> None:
+    machine.sizes = {"a": 2 * GIB, "b": 2 * GIB}
+    served = await use(supervisor, "a")
+    async with busy(supervisor, served):
+        large = asyncio.create_task(use(supervisor, "b"))
+        await until(lambda: served.state == STOPPING)
         await use(supervisor, "c")
+        assert not large.done()
+    await large
+    assert loaded(supervisor) == "bc"
+
+
+@scenario(models_memory="1G")
+async def test_room_goes_to_those_who_have_waited_longest(supervisor: Supervisor, machine: Machine) -> None:
+    served, loads = await use(supervisor, "a"), []
+    async with busy(supervisor, served):
+        for name in "bc":
+            loads.append(supervisor.begin(supervisor.find(name)))
+            await until(lambda name=name: supervisor.find(name).state == WAITING)  # type: ignore[misc]
+        machine.held["b", "need"] = asyncio.Event()
+    await until(lambda: served.state == UNLOADED)
+    await asyncio.sleep(0.01)
+    assert supervisor.find("c").state == WAITING  # although its process answers at once
+    machine.held["b", "need"].set()
+    await loads[0]
+    assert loaded(supervisor) == "b"
+    await loads[1]
+
+
+@scenario(models_memory="2G", idle_unload=0.001)
+async def test_whatever_clients_do_in_the_end_everything_is_loaded_and_unloaded(
+    supervisor: Supervisor, machine: Machine
+) -> None:
+    chance = random.Random(7)
+    machine.sizes = {"c": 2 * GIB}
+
+    async def client() -> None:
+        for _ in range(40):
+            served, asked = supervisor.find(chance.choice("abc")), chance.random()
+            if asked < 0.15:
+                supervisor.give_up(served)
+            elif asked < 0.25 and machine.running:
+                chance.choice(machine.running).kill()
+            else:
+                using = asyncio.create_task(use(supervisor, served.model.name, chance.choice([None, 0, 0.001])))
+                await asyncio.wait([using], timeout=chance.choice([0.001, 10]))
+                using.cancel()
+                with suppress(Refused, asyncio.CancelledError):
+                    await using
+            assert sum(one.size for one in machine.running if one.has_taken) <= 2 * GIB
+            await asyncio.sleep(chance.choice([0, 0.001]))
+
+    await asyncio.gather(*(client() for _ in range(8)))
+    for name in "abc":
+        await use(supervisor, name, 0)
+    await until(lambda: not machine.running)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_closing_ends_those_who_wait_and_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    @scenario(models_memory="2G")
+    async def run(supervisor: Supervisor, machine: Machine) -> None:
+        served = await use(supervisor, "a")
+        async with busy(supervisor, served):
+            supervisor.give_up(served)  # its next load waits for the end of this answer
+            hangs = await hang(supervisor, machine, "b", step)
+            machine.sizes["c"] = 2 * GIB  # it waits for memory
+            waits = [hangs, *(asyncio.create_task(use(supervisor, name)) for name in "ac")]
+            await until(lambda: supervisor.find("c").state == WAITING)
+            await supervisor.close()
+        for waiting in waits:
+            with pytest.raises(Refused, match="about to end"):
+                await waiting
+        with pytest.raises(Refused, match="about to end"):
+            await use(supervisor, "c")
+
+    run(tmp_path, monkeypatch)
 
 
 @scenario()

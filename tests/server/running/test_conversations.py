@@ -12,10 +12,11 @@ from polarlm.engine import EngineError
 from polarlm.server.running.conversations import FILE, Change, ConversationStore
 
 A, B = "a" * 16, "b" * 16
+GIB = 1 << 30
 
 
 def test_what_changed_is_told_once_and_a_stale_change_is_refused(tmp_path: Path) -> None:
-    one, other = ConversationStore(str(tmp_path / "new")), ConversationStore(str(tmp_path / "new"))
+    one, other = ConversationStore(str(tmp_path / "new"), GIB), ConversationStore(str(tmp_path / "new"), GIB)
     first = one.write(A, 0, "{}", {"1": '"one"'})
     assert first is not None
     assert other.since(0) == ({A: Change("{}", True, {"1": '"one"'})}, first, False)
@@ -29,7 +30,7 @@ def test_what_changed_is_told_once_and_a_stale_change_is_refused(tmp_path: Path)
 
 
 def test_a_deletion_is_told_and_only_who_has_seen_it_brings_the_conversation_back(tmp_path: Path) -> None:
-    store = ConversationStore(str(tmp_path))
+    store = ConversationStore(str(tmp_path), GIB)
     first = store.write(A, 0, "{}", {"1": '"one"'})
     assert first is not None
     gone = store.remove(A)
@@ -40,7 +41,7 @@ def test_a_deletion_is_told_and_only_who_has_seen_it_brings_the_conversation_bac
 
 
 def test_much_is_told_in_parts_that_end_between_changes(tmp_path: Path) -> None:
-    store = ConversationStore(str(tmp_path))
+    store = ConversationStore(str(tmp_path), GIB)
     for place in range(8):
         store.write(f"{place:016}", 0, "{}", {name: json.dumps("x" * 500_000) for name in ("1", "2")})
     found, revision, parts, more = dict[str, Change](), 0, 0, True
@@ -56,7 +57,24 @@ def test_much_is_told_in_parts_that_end_between_changes(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used_and_a_damaged_file_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineError, match=r"--conversations .*: File exists; name a folder"):
-        ConversationStore(str(tmp_path / "file"))
+        ConversationStore(str(tmp_path / "file"), GIB)
     (tmp_path / FILE).write_bytes(b"no database" * 1000)
     with pytest.raises(EngineError, match=r"--conversations .*not a database; name"):
-        ConversationStore(str(tmp_path))
+        ConversationStore(str(tmp_path), GIB)
+
+
+def test_a_file_that_is_full_takes_what_fits_into_what_was_deleted(tmp_path: Path) -> None:
+    store, body = ConversationStore(str(tmp_path), 300_000), json.dumps("x" * 100_000)
+    first = store.write(A, 0, "{}", {"1": body, "2": body})
+    with pytest.raises(EngineError, match=r"--max-conversations-size allows 293\.0 KiB: delete some") as caught:
+        store.write(B, 0, "{}", {"1": body, "2": body})
+    assert caught.value.code == "storage"
+    assert store.since(0)[0] == {A: Change("{}", True, {"1": body, "2": body})}  # nothing of it was kept
+    assert first is not None
+    store.remove(A)
+    assert store.write(B, 0, "{}", {"1": body, "2": body})
+    store.close()
+    assert (tmp_path / FILE).stat().st_size <= 300_000
+    small = ConversationStore(str(tmp_path), 1)
+    small.remove(B)
+    assert small.write(B, GIB, "{}", {"1": body})

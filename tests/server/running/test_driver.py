@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +18,9 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.driver import _TOKENIZERS, Driver
+from polarlm.server.running.job import Job
 from polarlm.server.running.refused import Refused
+from polarlm.server.running.worker import Worker
 from tests.server.lines import PATIENCE
 
 PROMPT = [7, 8, 9]
@@ -447,3 +450,28 @@ def test_an_error_of_the_engine_as_a_whole_ends_no_thread(engine: Engine, monkey
         assert (await whole(driver)).finish_reason == "length"
 
     run(test, engine)
+
+
+class Panic(BaseException):
+    """As PyO3 raises it for a panic of a library in Rust."""
+
+
+def panic() -> None:
+    raise Panic("index out of bounds")
+
+
+def test_whatever_a_job_raises_its_coroutine_hears_of_it_and_the_thread_goes_on() -> None:
+    async def main() -> None:
+        worker, loop = Worker("jobs"), asyncio.get_running_loop()
+        job, next_one = Job(loop), Job(loop)
+        worker.submit(panic)
+        worker.submit(lambda: job.do(panic))
+        worker.submit(lambda: next_one.do(lambda: "done"))
+        with pytest.raises(RuntimeError, match="Panic: index out of bounds"):
+            await job.next()
+        assert await next_one.next() == "done"
+        assert worker.stop(PATIENCE)
+        with pytest.raises(SystemExit):
+            job.do(sys.exit)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))

@@ -49,6 +49,7 @@ from tests.server.socket.test_socket import GREEDY, LONG, fuzzed
         (["--max-tokens", "64"], "max_tokens", 64),
         (["--request-seconds", "5"], "request_seconds", 5),
         (["--max-sessions-size", "2G"], "max_sessions_size", "2G"),
+        (["--max-conversations-size", "2G"], "max_conversations_size", "2G"),
         (["--log-prompts"], "log_prompts", True),
     ],
 )

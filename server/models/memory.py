@@ -1,0 +1,89 @@
+"""Which memory models have, what is set aside for those that are being loaded, and who gets what comes free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+
+import psutil
+
+from polarlm.engine import EngineError
+from polarlm.engine.loading.need import Need
+from polarlm.engine.state.plan import format_bytes
+from polarlm.server.models.registry import listed
+from polarlm.server.models.served import LOADING, READY, STOPPING, WAITING, Served
+
+
+class Memory:
+    """The memory of all models (`Served.need`). Nothing here waits, so what is decided holds until it is noted."""
+
+    def __init__(self, models: Mapping[str, Served], most: int | None) -> None:
+        """most: bytes that --models-memory allows all models together."""
+        self._models, self._most = models, most
+        self.short: list[Served] = []  # models that wait for memory, in the order in which they began to
+        self.changed = asyncio.Event()  # set, and replaced, when memory is set aside or given back
+
+    def set_aside(self, served: Served, need: Need | None) -> None:
+        """Note which memory is a model's; None: it has none. All that wait for memory look again."""
+        served.need = need
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    def before(self, served: Served) -> list[Served]:
+        """The other models with memory; of those that wait for it, only the ones before this model."""
+        later = self.short[self.short.index(served) :] if served in self.short else [served]
+        return [one for one in self._models.values() if one.need is not None and one not in later]
+
+    def _promised(self, served: Served) -> Counter[str]:
+        """Bytes of each device that models before this one wait for, besides what stopping ones will give back."""
+        promised, given_back = Counter[str](), Counter[str]()
+        for one in self.before(served):
+            if one.need is not None and one.state in (WAITING, STOPPING):
+                (promised if one in self.short else given_back)[one.need.device] += one.need.bytes
+        return promised - given_back
+
+    def left(self, served: Served) -> int | None:
+        """Bytes that --models-memory leaves to a model."""
+        if self._most is None:
+            return None
+        taken = sum(one.need.bytes for one in self.before(served) if one.need is not None and one not in self.short)
+        return max(0, self._most - taken - sum(self._promised(served).values()))
+
+    def reserved(self, served: Served) -> dict[str, int]:
+        """Bytes of each device's memory that others will still take: blocks that nothing was written to, and models
+        that are being loaded or wait. What a GPU gives a model it has taken when it is loaded."""
+        found = self._promised(served)
+        for one in self.before(served):
+            if one.need is None or one.process is None or one in self.short:
+                continue
+            if one.need.device != "cpu":
+                found[one.need.device] += one.need.bytes * (one.state == LOADING)
+                continue
+            with suppress(psutil.Error):
+                found["cpu"] += max(0, one.need.bytes - psutil.Process(one.process.pid).memory_info().rss)
+        return dict(+found)
+
+    def waits_for_others(self, served: Served) -> bool:
+        """Whether a model without another to unload may yet get room: some are being loaded, or wait before it."""
+        return served is not self.short[0] or any(one.state == LOADING for one in self.before(served))
+
+    def victim(self, served: Served) -> Served | None:
+        """The model that is unloaded next for another one; the one that ends soonest, as far as that is known."""
+        others = [one for one in self.before(served) if one.state in (READY, STOPPING)]
+        movable = [one for one in others if one.state == STOPPING or not one.model.pinned]
+        return min(movable, key=lambda one: (one.active > 0, one.state != STOPPING, one.used), default=None)
+
+    def check_most(self, served: Served, need: Need) -> None:
+        """Raise EngineError if --models-memory rules a model out, with no other to unload."""
+        left = self.left(served)
+        if self._most is None or left is None or need.bytes <= left:
+            return
+        others = [one.model for one in self.before(served)]
+        stay = f"; {listed(others)} stay, being pinned" if others else ""
+        raise EngineError(
+            f"There is no room for {served.model.name}: it needs {format_bytes(need.bytes)}, and --models-memory "
+            f"leaves {format_bytes(left)} of {format_bytes(self._most)}{stay}",
+            "out_of_memory",
+        )
