@@ -120,25 +120,28 @@ def test_heads_of_the_size_that_models_have(shape: Recurrent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes"),
+    ("shape", "block", "sizes"),
     [
-        (GatedDelta(1, 2, 16, 16, 3), (1e-9, 1, 1)),
-        (GatedDelta(1, 2, 16, 16, 3), (100, 1, 1)),
-        (Mamba2(1, 2, 16, 16, 3), (1e-9, 1e-9, 1e-9)),
-        (Mamba2(1, 2, 16, 16, 3), (100, 100, 100)),
-        (Mamba2(1, 2, 16, 16, 3), (100, 1e-6, 100)),
+        (GatedDelta(1, 2, 16, 16, 3), 16, (1e-9, 1, 1)),
+        (Mamba2(1, 2, 8, 16, 3), 64, (1, 30, 1)),  # products take 16 terms, of which these three lack some
+        (Mamba2(1, 2, 24, 16, 3), 64, (1, 30, 1)),
+        (Mamba2(1, 2, 64, 16, 3), 24, (1, 1e-6, 1)),
+        (GatedDelta(1, 2, 16, 16, 3), 16, (100, 1, 1)),
+        (Mamba2(1, 2, 16, 16, 3), 16, (1e-9, 1e-9, 1e-9)),
+        (Mamba2(1, 2, 16, 16, 3), 16, (100, 100, 100)),
+        (Mamba2(1, 2, 16, 16, 3), 16, (100, 1e-6, 100)),
     ],
 )
 def test_numbers_of_any_size_are_multiplied_as_exactly(
-    rng: np.random.Generator, shape: Recurrent, sizes: tuple[float, float, float]
+    rng: np.random.Generator, shape: Recurrent, block: int, sizes: tuple[float, float, float]
 ) -> None:
     """sizes: of values, keys and queries. Those of gated delta rules have a length of their own."""
-    w, block = make_weights(rng, shape), 16
-    rows, values = make_rows(rng, shape, 2 * block), shape.value_heads * shape.value_dim
+    w, values, keys = make_weights(rng, shape), shape.value_heads * shape.value_dim, shape.key_dim
+    rows = make_rows(rng, shape, 2 * block)
     if isinstance(w, Mamba2Weights):
-        w, order = w._replace(bias=None), (slice(0, values), slice(values, values + 16), slice(values + 16, None))
+        w, order = w._replace(bias=None), (slice(0, values), slice(values, values + keys), slice(values + keys, None))
     else:
-        order = slice(32, None), slice(16, 32), slice(0, 16)
+        order = slice(2 * keys, None), slice(keys, 2 * keys), slice(0, keys)
     for channels, size in zip(order, sizes, strict=True):
         w.conv[:, channels] *= size
     wanted, matrices = recurrence(rows, w, shape)
