@@ -211,7 +211,7 @@ def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> No
     close(*(talk(model_of(ops, fixture, types)) for ops in backends))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fixture", "types", "seed"),
     [
