@@ -26,7 +26,7 @@ FOLDER = ROOT / "tests" / "cuda"
 # Every op; packed weights; whole models; what only a GPU can show; whole engines. Then single kernels in all variants.
 _OPS = ("test_ops_emulated", "test_packed_weights", "test_recurrent")
 _MODELS = ("test_packed_model", "test_model_emulated")
-FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules")
+FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules", "test_family_scores")
 # They would show nothing about the GPU: tests of the compiler for other architectures, of the emulator, of CuPy's
 # stand-in, of threads, texts and counts.
 NEVER = (

@@ -55,14 +55,21 @@ class _Writer:
 
     def __init__(self, path: Path):
         self._path = path
+        self._told: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             result: dict[str, Any] = {"test": report.nodeid, "result": report.outcome, "when": report.when}
-            result["seconds"] = round(report.duration, 3)
+            result |= {"seconds": round(report.duration, 3), **dict(report.user_properties)}
+            self._told += [str(value) for _, value in report.user_properties]
             if not report.passed:
                 result["why"] = reason(report)
             write(self._path, result)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """What tests have recorded."""
+        for line in sorted(self._told):
+            terminalreporter.write_line(line)
 
 
 def reason(report: pytest.TestReport) -> str:

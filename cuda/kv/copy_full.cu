@@ -26,16 +26,10 @@ copy_full_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned char *
     for (int i = threadIdx.x; i < Layout::PARTS * Layout::TILES * 32; i += blockDim.x) {
         const int part = i / (Layout::TILES * 32), tile = i / 32 % Layout::TILES, g = i % 32 / 4, tg = i % 4;
         const int row = part * Layout::PART + (is_key ? tile % Layout::PT : tile / Layout::STEPS) * 16;
-        const uint4 a = from[i];
-        if (is_key) {
-            const int token = row + g;
-            const unsigned low = kept_halves(token, token, tokens), high = kept_halves(token + 8, token + 8, tokens);
-            to[i] = make_uint4(a.x & low, a.y & low, a.z & high, a.w & high);  // a[0], a[2], a[1], a[3]
-        } else {
-            const int token = row + 2 * tg;
-            const unsigned low = kept_halves(token, token + 1, tokens);
-            const unsigned high = kept_halves(token + 8, token + 9, tokens);
-            to[i] = make_uint4(a.x & low, a.y & high, a.z & low, a.w & high);
-        }
+        const int token = row + (is_key ? g : 2 * tg), next = is_key ? token : token + 1;
+        const unsigned low = kept_halves(token, next, tokens), high = kept_halves(token + 8, next + 8, tokens);
+        const uint4 a = low ? from[i] : make_uint4(0, 0, 0, 0);  // behind the last token nothing may be written
+        to[i] = is_key ? make_uint4(a.x & low, a.y & low, a.z & high, a.w & high)  // a[0], a[2], a[1], a[3]
+                       : make_uint4(a.x & low, a.y & high, a.z & low, a.w & high);
     }
 }

@@ -79,17 +79,24 @@ __device__ __forceinline__ unsigned in_chunk(unsigned row, unsigned term) {
 }
 
 // Starts to copy a chunk of `from` (ROWS, TERMS), from term `start` on, to rows from `first` on, a multiple of 8. A
-// thread copies the same terms of every PASS-th row.
+// thread copies the same terms of every PASS-th row. Products take 16 terms: those that do not exist become 0, since
+// what the chunk before had there may be infinite as a half, whose product with the left operand's 0 is NaN.
 template <int ROWS, int TERMS>
 __device__ __forceinline__ void copy_chunk(float *chunk, int first, const float *from, int start) {
     constexpr int PASS = 4 * THREADS / CHUNK;
     const unsigned row = threadIdx.x / (CHUNK / 4), term = threadIdx.x % (CHUNK / 4) * 4;
-    if (TERMS % CHUNK && start + term >= TERMS) return;
+    if (TERMS % CHUNK && start + term >= whole_steps(TERMS)) return;
+    const bool is_zero = TERMS % 16 && start + term >= TERMS;
     chunk += first * CHUNK + in_chunk(row, term);
     from += row * TERMS + start + term;
 #pragma unroll
-    for (int passed = 0; passed < ROWS; passed += PASS)
-        if (ROWS % PASS == 0 || passed + row < ROWS) cp_async<16>(chunk + passed * CHUNK, from + passed * TERMS);
+    for (int passed = 0; passed < ROWS; passed += PASS) {
+        if (ROWS % PASS && passed + row >= ROWS) break;
+        if (is_zero)
+            *reinterpret_cast<float4 *>(chunk + passed * CHUNK) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        else
+            cp_async<16>(chunk + passed * CHUNK, from + passed * TERMS);
+    }
 }
 
 // What all tiles of a warp multiply in a step of 16 terms: high and low parts of the left operand's rows.

@@ -25,7 +25,7 @@
 constexpr int QUERIES = READS ? BLOCK : 0;  // row of the first query in a chunk, after the reads
 constexpr int READING_ROWS = QUERIES + BLOCK, ADDING_ROWS = BLOCK + KEY_DIM;
 constexpr int ROWS = READING_ROWS > ADDING_ROWS ? READING_ROWS : ADDING_ROWS;
-constexpr bool HAS_ZEROS = KEY_DIM % 16 || BLOCK % 16;  // after the terms of a product
+constexpr bool HAS_ZEROS = KEY_DIM % 16 || BLOCK % 16;  // left operands, after the terms of a product
 
 // Shared memory. chunks: this one and the next, of reads and queries, or of weights and faded keys.
 struct ScanMemory {
@@ -85,7 +85,8 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
     matrices += head * KEY_DIM * VALUE_DIM + first_column;
     y += head * VALUE_DIM + first_column;
     if (HAS_ZEROS) {
-        for (int i = thread; i < SHARED / 4; i += THREADS) reinterpret_cast<unsigned *>(shared)[i] = 0;
+        constexpr int LEFT = (sizeof(memory.matrix) + sizeof(memory.updates)) / 4;
+        for (int i = thread; i < LEFT; i += THREADS) reinterpret_cast<unsigned *>(&memory.matrix)[i] = 0;
         __syncthreads();
     }
 

@@ -54,10 +54,11 @@ def variances(
 
 
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
-    """Yield the mean squares of the input to each layer's projections, (E,) float64, if a norm precedes them."""
+    """Yield the mean squares of the input to each layer's projections, (E,) float64, if a norm precedes them; none,
+    (0,), of a layer that is not attention."""
     for number, layer in enumerate(weights.layers):
-        norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else np.empty(0)
-        yield np.square(ops.of_layer(number).to_host(norm), dtype=np.float64)
+        norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else None
+        yield np.empty(0) if norm is None else np.square(ops.of_layer(number).to_host(norm), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:

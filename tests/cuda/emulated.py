@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Carried, Device, Moved
+from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
@@ -21,8 +21,49 @@ def _program(text: str, checked: bool) -> Program:
     return Program(text, checked=checked)
 
 
+class DeviceArray:
+    """Memory of an emulated device: what `engine.backends.cuda.device.Array` has, and no more.
+
+    As CuPy's arrays it is none of NumPy's, and only numbers and other arrays of the device are assigned to it.
+    """
+
+    __array_ufunc__ = None
+
+    def __init__(self, device: Any, memory: np.ndarray):
+        self.device, self.memory = device, memory
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {"shape", "dtype", "strides", "size", "nbytes", "itemsize", "ndim", "flags"}:
+            raise AttributeError(f"an array of a device has no {name}")
+        return getattr(self.memory, name)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        raise TypeError("an array of a device becomes one of the host by to_host alone")
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, place: Any) -> DeviceArray:
+        return DeviceArray(self.device, np.asarray(self.memory[place]))
+
+    def __setitem__(self, place: Any, x: DeviceArray | float) -> None:
+        self.memory[place] = x if isinstance(x, int | float) else self.device.memory_of(x)
+
+    def reshape(self, *shape: Any) -> DeviceArray:
+        return DeviceArray(self.device, self.memory.reshape(*shape))
+
+    def copy(self) -> DeviceArray:
+        return self.device.from_device(self, self.device)
+
+    def view(self, dtype: Any) -> DeviceArray:
+        return DeviceArray(self.device, self.memory.view(dtype))
+
+
 class EmulatedDevice:
-    """See `engine.backends.cuda.device.Device`. New arrays hold NaN, so that reads of unwritten memory show."""
+    """See `engine.backends.cuda.device.Device`. New arrays hold NaN, so that reads of unwritten memory show.
+
+    It works on no arrays but its own.
+    """
 
     name = "emulated GPU"
     processors = 6
@@ -41,31 +82,40 @@ class EmulatedDevice:
     def memory(self) -> tuple[int, int]:
         return 1 << 30, 2 << 30
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        kind = _KINDS.get(np.dtype(dtype).name)
-        if kind is not None:
-            return poisoned(shape, kind)
-        return np.full(shape, np.iinfo(dtype).max, dtype)
+    def memory_of(self, x: DeviceArray) -> np.ndarray:
+        """The memory of an array, as the emulator takes it."""
+        if not isinstance(x, DeviceArray):
+            raise TypeError(f"{type(x).__name__} in the place of an array of the device")
+        assert x.device is self, "an array of another device"
+        return x.memory
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        kind = _KINDS.get(np.dtype(dtype).name)
+        return self._new(np.full(shape, np.iinfo(dtype).max, dtype) if kind is None else poisoned(shape, kind))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         zeros = self.empty(shape, dtype)
         zeros[...] = 0
         return zeros
 
-    def from_host(self, x: np.ndarray) -> np.ndarray:
+    def _new(self, memory: np.ndarray) -> DeviceArray:
+        return DeviceArray(self, memory)
+
+    def from_host(self, x: np.ndarray) -> DeviceArray:
         assert isinstance(x, np.ndarray)
         assert x.flags.c_contiguous
-        return x.copy()
+        return self._new(np.array(x))
 
-    def to_host(self, x: np.ndarray) -> np.ndarray:
-        return x.copy()
+    def to_host(self, x: DeviceArray) -> np.ndarray:
+        return self.memory_of(x).copy()
 
-    def to_host_later(self, x: np.ndarray) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
-        copy = x.copy()
-        return copy, copy.copy
+    def to_host_later(self, x: DeviceArray) -> tuple[DeviceArray, Callable[[], np.ndarray]]:
+        copy = self._new(self.memory_of(x).copy())
+        return copy, copy.memory.copy
 
-    def from_device(self, x: np.ndarray, device: Device) -> np.ndarray:
-        return self.from_host(x)
+    def from_device(self, x: DeviceArray, device: Device) -> DeviceArray:
+        assert isinstance(device, EmulatedDevice)
+        return self._new(device.memory_of(x).copy())
 
     def wait(self) -> None:
         """Launches are synchronous."""
@@ -75,6 +125,15 @@ class EmulatedDevice:
     ) -> None:
         assert all(size > 0 for size in (*grid, *block)), f"{kernel}: nothing to launch, {grid} × {block}"
         self.launches.append(kernel)
+        self.run(text, kernel, grid, block, [self._argument(arg) for arg in args], shared)
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Addresses):
+            return arg._replace(rows=[[x if x is None else self.memory_of(x) for x in row] for row in arg.rows])
+        return arg if arg is None or isinstance(arg, np.int32 | np.int64 | np.float32) else self.memory_of(arg)
+
+    def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
+        """Run a kernel on arguments of the emulator."""
         _program(text, self._checked).launch(kernel, grid, block, *args, shared=shared)
 
     def expect(self, text: str) -> None:
@@ -83,30 +142,28 @@ class EmulatedDevice:
     def wait_for(self, text: str) -> None:
         """No text is expected."""
 
-    def gemm(self, y: np.ndarray, x: np.ndarray, weight: np.ndarray, *, add: bool) -> None:
+    def gemm(self, y: DeviceArray, x: DeviceArray, weight: DeviceArray, *, add: bool) -> None:
         assert x.dtype == weight.dtype
         assert y.dtype == np.float32
         assert all(array.flags.c_contiguous for array in (x, weight))
         self.launches.append("gemm")
-        kind = _KINDS[x.dtype.name]
-        product = read(x, kind) @ read(weight, kind).T
-        y[...] = y + product if add else product
+        kind, result = _KINDS[x.dtype.name], self.memory_of(y)
+        product = read(self.memory_of(x), kind) @ read(self.memory_of(weight), kind).T
+        result[...] = result + product if add else product
 
-    def call_host(self, work: Callable[..., np.ndarray], y: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+    def call_host(self, work: Callable[..., np.ndarray], y: DeviceArray, arrays: Sequence[DeviceArray]) -> None:
         self.launches.append("host")
         assert all(array.flags.c_contiguous for array in (y, *arrays))
-        y[...] = work(*(array.copy() for array in arrays))
+        self.memory_of(y)[...] = work(*map(self.to_host, arrays))
 
-    def _given(self, x: np.ndarray | Carried | Moved) -> np.ndarray:
-        if isinstance(x, np.ndarray):
+    def _given(self, x: np.ndarray | Carried | Moved) -> DeviceArray:
+        if not isinstance(x, Carried | Moved):
             return self.from_host(x)
         given = self.from_host(x.filler) if isinstance(x, Carried) else self.zeros(x.shape, x.array.dtype)
         given[: len(x.array)] = x.array if x.device is self else self.from_device(x.array, x.device)
         return given
 
-    def run_graph(
-        self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray | Carried | Moved]
-    ) -> np.ndarray:
+    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[np.ndarray | Carried | Moved]) -> Any:
         hash(key)
         before = len(self.launches)
         result = work(*map(self._given, inputs))

@@ -59,7 +59,8 @@ class Array(np.ndarray):
         return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
 
     def __setitem__(self, place: Any, x: Any) -> None:
-        """A kernel of CuPy's own."""
+        """A kernel of CuPy's own, which takes numbers and arrays of CuPy."""
+        assert isinstance(x, Array | int | float), f"{type(x).__name__} is assigned to an array of CuPy"
         self.machine.do(lambda to, x: np.asarray(to).__setitem__(place, x), self, x)
 
 
@@ -208,6 +209,12 @@ def _program(text: str) -> Program:
     return Program(text, checked=False)
 
 
+def _contiguous(x: Array) -> Array:
+    if not isinstance(x, Array):
+        raise TypeError(f"{type(x).__name__} in the place of an array of CuPy")
+    return np.ascontiguousarray(x).view(Array)
+
+
 def make() -> tuple[Machine, dict[str, ModuleType]]:
     """A machine, and the stand-ins for CuPy's modules."""
     machine = Machine()
@@ -236,7 +243,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cupy.cuda, cupy.ndarray, cupy.empty = cuda, Array, machine.empty
     cupy.copyto = lambda to, source: machine.do(np.copyto, to, source)
     cupy.__version__ = "14.0"
-    cupy.ascontiguousarray = lambda x: np.ascontiguousarray(x).view(Array)
+    cupy.ascontiguousarray = _contiguous
     cupy.get_default_memory_pool = lambda: machine.common
     cupy.RawModule = lambda **given: _module(machine, **given)
     cupy.RawKernel = _Kernel

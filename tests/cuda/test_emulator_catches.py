@@ -7,6 +7,7 @@ run as well.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.device.kernel_source import prelude, source
+from tests.cuda.emulated import EmulatedDevice
 from tests.cuda_emulator import EmulatorError, Program
 
 SEEDS = [0, 1, 2, 3]
@@ -480,3 +482,30 @@ def test_a_missing_barrier_in_a_kernel_of_the_engine_is_caught(number: int) -> N
     launch(text)
     with pytest.raises(EmulatorError, match=r"logprobs\.cu"):
         launch(broken)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda device, x, host: device.to_host(host),
+        lambda device, x, host: device.to_host_later(host),
+        lambda device, x, host: device.from_device(host, device),
+        lambda device, x, host: device.gemm(x, x, host, add=False),
+        lambda device, x, host: device.launch("kernel", "", (1,), (32,), (x, host)),
+        lambda device, x, host: device.launch("kernel", "", (1,), (32,), (Addresses([[x, host]], 1),)),
+        lambda device, x, host: device.launch("kernel", "", (1,), (32,), (x, 1)),
+        lambda device, x, host: np.asarray(x),
+        lambda device, x, host: np.ascontiguousarray(x),
+        lambda device, x, host: np.concatenate([x, host]),
+        lambda device, x, host: np.square(x),
+        lambda device, x, host: host + x,
+        lambda device, x, host: float(x[0, 0]),
+        lambda device, x, host: x.__setitem__(0, host[0]),
+        lambda device, x, host: host.__setitem__(0, x[0]),
+    ],
+)
+def test_arrays_of_the_host_and_of_the_device_are_not_mixed(use: Callable[..., Any]) -> None:
+    """What CuPy refuses."""
+    device, host = EmulatedDevice(), np.zeros((2, 2), np.float32)
+    with pytest.raises(TypeError):
+        use(device, device.zeros((2, 2), np.float32), host)

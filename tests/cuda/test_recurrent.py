@@ -26,7 +26,7 @@ from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.recurrence import conv_inputs, make_rows, make_slots, make_weights, recurrence
-from tests.tiny import VOCABULARY, make_model, matrices_read, preempt
+from tests.tiny import VOCABULARY, load_tiny, make_model, matrices_read, preempt
 
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
@@ -120,25 +120,28 @@ def test_heads_of_the_size_that_models_have(shape: Recurrent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes"),
+    ("shape", "block", "sizes"),
     [
-        (GatedDelta(1, 2, 16, 16, 3), (1e-9, 1, 1)),
-        (GatedDelta(1, 2, 16, 16, 3), (100, 1, 1)),
-        (Mamba2(1, 2, 16, 16, 3), (1e-9, 1e-9, 1e-9)),
-        (Mamba2(1, 2, 16, 16, 3), (100, 100, 100)),
-        (Mamba2(1, 2, 16, 16, 3), (100, 1e-6, 100)),
+        (GatedDelta(1, 2, 16, 16, 3), 16, (1e-9, 1, 1)),
+        (Mamba2(1, 2, 8, 16, 3), 64, (1, 30, 1)),  # products take 16 terms, of which these three lack some
+        (Mamba2(1, 2, 24, 16, 3), 64, (1, 30, 1)),
+        (Mamba2(1, 2, 64, 16, 3), 24, (1, 1e-6, 1)),
+        (GatedDelta(1, 2, 16, 16, 3), 16, (100, 1, 1)),
+        (Mamba2(1, 2, 16, 16, 3), 16, (1e-9, 1e-9, 1e-9)),
+        (Mamba2(1, 2, 16, 16, 3), 16, (100, 100, 100)),
+        (Mamba2(1, 2, 16, 16, 3), 16, (100, 1e-6, 100)),
     ],
 )
 def test_numbers_of_any_size_are_multiplied_as_exactly(
-    rng: np.random.Generator, shape: Recurrent, sizes: tuple[float, float, float]
+    rng: np.random.Generator, shape: Recurrent, block: int, sizes: tuple[float, float, float]
 ) -> None:
     """sizes: of values, keys and queries. Those of gated delta rules have a length of their own."""
-    w, block = make_weights(rng, shape), 16
-    rows, values = make_rows(rng, shape, 2 * block), shape.value_heads * shape.value_dim
+    w, values, keys = make_weights(rng, shape), shape.value_heads * shape.value_dim, shape.key_dim
+    rows = make_rows(rng, shape, 2 * block)
     if isinstance(w, Mamba2Weights):
-        w, order = w._replace(bias=None), (slice(0, values), slice(values, values + 16), slice(values + 16, None))
+        w, order = w._replace(bias=None), (slice(0, values), slice(values, values + keys), slice(values + keys, None))
     else:
-        order = slice(32, None), slice(16, 32), slice(0, 16)
+        order = slice(2 * keys, None), slice(keys, 2 * keys), slice(0, keys)
     for channels, size in zip(order, sizes, strict=True):
         w.conv[:, channels] *= size
     wanted, matrices = recurrence(rows, w, shape)
@@ -271,3 +274,29 @@ def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
         assert preempt(engine).saved is not None
         assert fold([*chunks, *stream]).token_ids == first
     assert together[0][:4] == found[1][0][:4]
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("fixture", ["qwen3_5_tied", "granite_hybrid_tied", "lfm2_tied"])
+def test_another_engine_goes_on_from_a_session_and_from_a_disk(tmp_path: Path, fixture: str) -> None:
+    """With the model's drafts for itself at first."""
+    (tmp_path / "model").mkdir()
+    path, ids = make_model(tmp_path / "model", fixture), np.random.default_rng(0).integers(5, VOCABULARY, 140).tolist()
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    disk = {"cache_disk": "8M", "cache_disk_folder": str(tmp_path / "disk")}
+
+    def load(**settings: str) -> Engine:
+        ops = CudaOps(open_device(checked=False))
+        return load_tiny(path, ops=ops, ctx_size=256, cache_type="f16", calibration=False, **settings)
+
+    with load(**disk, model_draft=str(path)) as engine:
+        wanted = engine.generate(ids, params)
+        engine.save_session(tmp_path / "session", prompt=ids)
+    assert wanted.usage.accepted_tokens > 0
+    for settings in (disk, {}):
+        with load(**settings) as engine:
+            if not settings:
+                engine.load_session(tmp_path / "session")
+            found = engine.generate(ids, params)
+        assert found.usage.cached_tokens == len(ids) - 1
+        assert found.token_ids == wanted.token_ids

@@ -51,9 +51,7 @@ class OrderedDevice(EmulatedDevice):
         super().__init__()
         self.seed = seed
 
-    def launch(
-        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
-    ) -> None:
+    def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
         program(text).launch(kernel, grid, block, *args, shared=shared, seed=self.seed)
 
 
@@ -77,7 +75,6 @@ def launch(
     batch, vocab = logits.shape
     held = np.full((batch, (vocab + 7) // 4 * 4), np.nan, np.float32)
     held[:, :vocab] = logits
-    before = held.copy()
     sampler_inputs = pack_sampler_inputs(
         [
             SamplerInput(chain, last, drawn, vocab, allowed=allowed)
@@ -85,9 +82,10 @@ def launch(
         ]
     )
     device: Any = OrderedDevice(seed)
-    ids = sample_on(device, Launcher(device), held, sampler_inputs, newest)
-    np.testing.assert_array_equal(held, before)
-    return ids
+    on_device, last = device.from_host(held), None if newest is None else device.from_host(newest)
+    ids = sample_on(device, Launcher(device), on_device, sampler_inputs, last)
+    np.testing.assert_array_equal(device.to_host(on_device), held)
+    return device.to_host(ids)
 
 
 def right_answers(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: float) -> set[int]:

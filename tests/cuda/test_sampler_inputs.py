@@ -27,7 +27,7 @@ from polarlm.engine.outputs import TokenLogprob, fold
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, resolve
 from polarlm.model_loaders.config import GenerationDefaults
-from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.cuda.emulated import DeviceArray, EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
 from tests.pairs import each
 from tests.sampling.constrained import InTurn, mask_of
@@ -282,7 +282,7 @@ class Counting(EmulatedDevice):
 
     back = 0
 
-    def to_host(self, x: np.ndarray) -> np.ndarray:
+    def to_host(self, x: DeviceArray) -> np.ndarray:
         self.back += x.nbytes
         return super().to_host(x)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -89,9 +88,7 @@ class CountingDevice(EmulatedDevice):
         super().__init__()
         self.totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(4, int))
 
-    def launch(
-        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
-    ) -> None:
+    def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
         total = self.totals[kernel.removesuffix("_kernel")]
         for row in _program(text, True).traffic(kernel, grid, block, *args, shared=shared):
             total[:2] += np.array([row.used, row.least]) * row.is_shared

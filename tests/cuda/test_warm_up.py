@@ -22,7 +22,7 @@ from polarlm.engine.loading import assembly
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.emulated import DeviceArray, EmulatedDevice
 from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 150).tolist()
@@ -44,8 +44,8 @@ class Watched(EmulatedDevice):
         self.kernels: dict[str, str] = {}
         self.computes = True
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return super().empty(shape, dtype) if self.computes else np.zeros(shape, dtype)
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        return super().empty(shape, dtype) if self.computes else self._new(np.zeros(shape, dtype))
 
     def expect(self, text: str) -> None:
         self.expected.append(text)

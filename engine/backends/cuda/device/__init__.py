@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-# An array on the device: it has shape, dtype, strides, size, nbytes and reshape, and its slices are views.
+# An array on the device: it has shape, dtype, ndim, strides, itemsize, size, nbytes, flags, copy, reshape and view, and
+# its slices are views, to which numbers and other arrays of the device are assigned. NumPy cannot read it.
 Array = Any
 Result = TypeVar("Result")
 

@@ -1,0 +1,80 @@
+"""Every family as a whole engine on the device: how far its log-probabilities are from NumPy's.
+
+The measure is how far NumPy with the roundings of the kernels is, in the median and at 95 % of a text's tokens; at 90 %
+where there are codes, of which a few flip. The largest difference is none: where a router's logits nearly tie, another
+expert is chosen, which all later tokens see. So of three texts the middle one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polarlm.engine import SamplingParams
+from polarlm.engine.backends.cuda.ops import CudaOps
+from tests.conftest import FIXTURES
+from tests.cuda.emulated import open_device
+from tests.cuda.test_model_emulated import Rounded, SameWeights
+from tests.tiny import VOCABULARY, load_tiny, make_model
+
+TEXTS = np.random.default_rng(0).integers(5, VOCABULARY, (3, 150)).tolist()  # of three blocks
+ANSWER = SamplingParams(max_tokens=5, temperature=2, seed=0, ignore_eos=True, logprobs=0)
+MOST = 1.5, 2.0, 2.0  # times the measure: in the median, at 95 or 90 %, and of an answer's few tokens in the median
+# Whole texts and windows, shared K/V, sink scores, experts, short convolutions, gated delta rules, Mamba 2.
+QUICK = [
+    ("gemma4_shared_kv", "f16"),
+    ("gpt_oss_mxfp4", "f16"),
+    ("granite_hybrid_tied", "f16"),
+    ("lfm2_tied", "f16"),
+    ("qwen3_5_tied", "balanced"),
+]
+ALL = [(path.name, types) for types in ("f16", "balanced") for path in sorted(FIXTURES.iterdir())]
+
+
+@pytest.mark.slow(keep=len(QUICK))
+@pytest.mark.parametrize(("fixture", "types"), QUICK)
+def test_each_kind_of_layer_is_as_exact_as_its_roundings(
+    tmp_path: Path, record_property: Callable[[str, object], None], fixture: str, types: str
+) -> None:
+    check(tmp_path, record_property, fixture, types)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fixture", "types"), [case for case in ALL if case not in QUICK])
+def test_each_family_is_as_exact_as_its_roundings(
+    tmp_path: Path, record_property: Callable[[str, object], None], fixture: str, types: str
+) -> None:
+    check(tmp_path, record_property, fixture, types)
+
+
+def check(folder: Path, record_property: Callable[[str, object], None], fixture: str, types: str) -> None:
+    measure, found = differences(make_model(folder, fixture), types)
+    sides = (" / ".join(f"{part:.4f}" for part in side) for side in (measure, found))
+    record_property("off", f"{fixture}, {types}: {', '.join(sides)}")
+    assert (measure[:2] > 0).all()
+    most = MOST * measure[[0, 1, 0]]
+    assert (found <= most[: len(found)] + 1e-4).all(), f"off by {found}, allowed are {most}"
+
+
+def differences(path: Path, types: str) -> np.ndarray:
+    """Of NumPy with the kernels' roundings, and of the device: the median and 95 or 90 % of a text's tokens, and in
+    full precision, where steps read what scoring reads, the median of answers: (2, 2) or (2, 3)."""
+    in_full = types == "f16"
+    device = CudaOps(open_device(checked=False))
+    with load_tiny(path, ops=device, cache_type=types, ctx_size=256) as engine:
+        answers = [engine.generate(text, ANSWER) for text in TEXTS]
+        steps = [[token.logprob for token in answer.logprobs] for answer in answers]
+        found = np.concatenate([[engine.score(text).logprobs for text in TEXTS], steps], axis=1)
+    scores = []
+    for ops in (SameWeights(device), Rounded(device)):
+        with load_tiny(path, ops=ops, cache_type=types, ctx_size=256) as engine:
+            wholes = ([*text, *answer.token_ids] for text, answer in zip(TEXTS, answers, strict=True))
+            scores.append([engine.score(whole).logprobs for whole in wholes])
+    exact, rounded = np.array(scores)
+    off = np.abs(np.array([rounded, found]) - exact)
+    of_text, of_answers = off[..., : len(TEXTS[0]) - 1], off[..., len(TEXTS[0]) - 1 :]
+    parts = [np.median(np.quantile(of_text, share, axis=-1), axis=-1) for share in (0.5, 0.95 if in_full else 0.9)]
+    return np.stack([*parts, *([np.median(of_answers, axis=(1, 2))] if in_full else [])], axis=-1)
