@@ -216,6 +216,8 @@ class Connection(asyncio.Protocol):
             self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
 
     async def _answer(self, request_id: Id, asked: ParsedRequest) -> dict[str, Any]:
+        if asked.warnings and (entry := journal.current()):
+            entry.warning = "; ".join(asked.warnings)
         async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options)) as chunks:
             text = ""
             logprobs: list[dict[str, Any]] = []

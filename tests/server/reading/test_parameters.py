@@ -325,7 +325,6 @@ def test_as_many_values_as_are_allowed_are_taken() -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": {}}, "prompt.prompt_string"),
         ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": "\udfff"}, "prompt"),
         ({"prompt": [1, True]}, "prompt[1]"),
         ({"prompt": [1, -1]}, "prompt[1]"),
         ({"prompt": [1.5]}, "prompt[0]"),
@@ -335,13 +334,10 @@ def test_as_many_values_as_are_allowed_are_taken() -> None:
         ({"messages": "Hi"}, "messages"),
         ({"messages": [USER, "Hi"]}, "messages[1]"),
         ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].tool_call_id"),
         ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
@@ -385,6 +381,21 @@ def test_input_that_is_not_a_json_object_is_refused(data: bytes) -> None:
         read_json(data)
     assert caught.value.field is None
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"log \ud83d", "log \ufffd"),
+        (r"\uDE00 log", "\ufffd log"),
+        (r"\ud83d\ude00", "\N{GRINNING FACE}"),
+        (r"\ud83d\ud83d\ude00\ude00", "\ufffd\N{GRINNING FACE}\ufffd"),
+        (r"\\ud83d \"\ud83d\" \n\u0000", '\\ud83d "\ufffd" \n\0'),
+    ],
+)
+def test_half_of_a_character_is_one_that_cannot_be_shown(written: str, read: str) -> None:
+    """Names of members, too; an escaped backslash before the same letters is none."""
+    assert read_json(f'{{"{written}": ["{written}", "{written}"]}}'.encode()) == {read: [read, read]}
 
 
 NAMES = [*FIELDS, "role", "content", *SamplingParams.__dataclass_fields__]
