@@ -90,7 +90,7 @@ class Generation:
         asked, writer = self._endpoint.read(body, self._about)
         options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
         asked = replace(asked, options=options)
-        warnings = [*asked.warnings, *self._endpoint.warnings(body)]
+        warnings = [sentence for _, sentence in asked.warnings] + self._endpoint.warnings(body)
         if asked.answers > (room := self._driver.room):
             given = "prompt" if asked.more_prompts else "n"
             wanted = f"{given} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
@@ -163,4 +163,5 @@ class Counting:
         asked, _ = self._endpoint.read(body, self._about)
         model = self._driver.engine.model
         ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
-        return warn(JSONResponse({**self._more, "input_tokens": len(ids)}), asked.warnings)
+        counted = JSONResponse({**self._more, "input_tokens": len(ids)})
+        return warn(counted, [sentence for _, sentence in asked.warnings])

@@ -19,13 +19,10 @@ from polarlm.server.reading.parts import CALLED_WITH, Losses, in_words, kind_of,
 from polarlm.server.reading.tools import in_namespace
 from polarlm.server.reading.values import BadRequest, shown, text, wrong
 
-ROLES = {
-    **{name: name for name in ("system", "user", "assistant", "tool")},
-    "developer": "system",
-    "function": "tool",  # OpenAI's, before there were tools
-}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that clients may use, and their names in templates."""
 
+_OF_RESULTS = ("tool", "function")  # the second is OpenAI's, before there were tools
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names that APIs have for the reasoning of an answer
 _ODD = re.compile(r"[^\w.:/-]+")  # characters of a name that could end it in a template
 _LONGEST_NAME = 128
@@ -34,9 +31,11 @@ _MOST_OPEN = 128  # calls of an answer that may get results
 Message = dict[str, Any]
 
 
-def read_messages(given: Any, warnings: list[str]) -> list[Message]:
-    """The messages in an array of messages and items. Sentences about what is left out or put otherwise are added to
-    `warnings`. Raises BadRequest."""
+def read_messages(given: Any, told: list[tuple[str, str]]) -> list[Message]:
+    """The messages in an array of messages and items. Raises BadRequest.
+
+    What is left out or put otherwise is added to `told`: the field, and a sentence for each kind.
+    """
     if not isinstance(given, list) or not given:
         raise wrong("messages", "an array with at least one message", given)
     reader, question = _Reader(), _question(given)
@@ -45,9 +44,10 @@ def read_messages(given: Any, warnings: list[str]) -> list[Message]:
             reader.read(f"messages[{index}]", one, asked=index == question)
     except RecursionError:
         raise BadRequest("messages", "messages is nested too deeply") from None
-    warnings += reader.warnings()
+    sentences = reader.warnings()
+    told += [("messages", sentence) for sentence in sentences]
     if not (found := reader.messages()):
-        raise BadRequest("messages", f"messages has no text: {warnings[-1]}" if warnings else "messages has no text")
+        raise BadRequest("messages", ": ".join(("messages has nothing to answer", *sentences)))
     return found
 
 
@@ -66,6 +66,7 @@ class _Call:
 
     id: str
     name: str
+    has_id: bool  # whether the client gave it one
     results: list[Message | None]  # those of its message's calls, in the order of the calls
     place: int  # in `results`
 
@@ -107,11 +108,11 @@ class _Reader:
             self._item(at, given, kind)
             return
         role = given.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise wrong(f"{at}.role", f"one of {', '.join(ROLES)}", role)
-        if ROLES[role] == "tool":
+        if role in _OF_RESULTS:
             name = given.get("tool_name") or given.get("name")
             self._result(given.get("tool_call_id"), name, _with_images(given))
+        elif not isinstance(role, str) or role not in ROLES:
+            raise wrong(f"{at}.role", f"one of {', '.join(ROLES)}", role)
         else:
             self._message(at, ROLES[role], given, asked)
 
@@ -125,7 +126,7 @@ class _Reader:
         if asked and given.get("images"):
             raise BadRequest(f"{at}.images", f"{at}.images: this server takes text alone; leave images out")
         content = _with_images(given)
-        if not isinstance(content, (str, list, dict)):
+        if not isinstance(content, (str, list)) and kind_of(content) == "untyped":
             raise wrong(f"{at}.content", "a string or an array of text parts", content)
         parts = content if isinstance(content, list) else [content]
         results = 0
@@ -138,7 +139,7 @@ class _Reader:
                 thoughts = part.get("thinking")
                 message["reasoning_content"] = message.get("reasoning_content", "") + _text(thoughts)
             elif is_answer and kind == "tool_use":
-                calls.append(_call(f"{at}.content[{index}]", len(calls), part, part.get("input"), "input"))
+                calls.append(_call(f"{at}.content[{index}]", part, part.get("input"), "input"))
             elif kind != "redacted_thinking":  # which only its maker can read
                 place = f"{at}.content[{index}]" if isinstance(content, list) else f"{at}.content"
                 texts.append(self._part(place, part, asked))
@@ -178,8 +179,8 @@ class _Reader:
                 given = {name: given}
             function = {"id": item.get("call_id"), "name": item.get("name", kind.removesuffix("_call"))}
             if isinstance(space := item.get("namespace"), str):
-                function["name"] = in_namespace(space, str(function["name"]))
-            self._add_item([_call(at, 0, function, given, name)], "")
+                function["name"] = in_namespace(space, _text(function["name"]))
+            self._add_item([_call(at, function, given, name)], "")
         elif found := self._part(at, item).strip():
             self._add_item([], found)
 
@@ -208,9 +209,10 @@ class _Reader:
 
     def _expect(self, calls: list[Message], results: list[Message | None]) -> None:
         for call in calls:
-            id, name = call["id"], call["function"]["name"]
+            given, name, place = call["id"], call["function"]["name"], len(results)
+            id = call["id"] = given or f"call_{place}"
             if len(self._open) < _MOST_OPEN:
-                self._open.append(_Call(id, name, results, len(results)))
+                self._open.append(_Call(id, name, bool(given), results, place))
             results.append(None)
             self._called[id] = name
             self._answered.discard(id)
@@ -238,11 +240,12 @@ class _Reader:
             self._add({"role": "user", "content": f"Result of {name}:\n{written}"})
 
     def _call_of(self, id: str, name: str) -> _Call | None:
-        """The open call with an id. Without an id, or with one of no call: the first of this name, or of all."""
+        """The open call with an id. Where the client gave no ids, the first of this name, or of all."""
         found = next((call for call in self._open if call.id == id), None)
-        if found is None and id not in self._called:
-            found = next((call for call in self._open if call.name == name), next(iter(self._open), None))
-        return found
+        if found or id in self._called:
+            return found
+        calls = [call for call in self._open if not id or not call.has_id]
+        return next((call for call in calls if call.name == name), next(iter(calls), None))
 
     def _of_tool(self, content: Any) -> str:
         """The text of a result, which may be any JSON."""
@@ -272,8 +275,8 @@ def _with_images(given: Mapping[str, Any]) -> Any:
 def _calls(at: str, given: Mapping[str, Any]) -> Iterator[Message]:
     """The calls of an assistant's message. Raises BadRequest."""
     calls, call = given.get("tool_calls"), given.get("function_call")
-    if isinstance(call, dict):  # OpenAI's, before there were tools
-        yield _call(f"{at}.function_call", 0, call, call.get("arguments"), "arguments")
+    if call and isinstance(call, dict):  # OpenAI's, before there were tools
+        yield _call(f"{at}.function_call", call, call.get("arguments"), "arguments")
     if calls is not None and not isinstance(calls, list):
         raise wrong(f"{at}.tool_calls", "an array of calls", calls)
     for index, call in enumerate(calls or ()):
@@ -283,13 +286,13 @@ def _calls(at: str, given: Mapping[str, Any]) -> Iterator[Message]:
         if not isinstance(function, dict):
             raise wrong(place, "an object with an id and a function", call)
         given_to = {"input": function.get("input")} if kind == "custom" else function.get("arguments")
-        yield _call(place, index, {**function, "id": call.get("id")}, given_to, f"{kind}.arguments")
+        yield _call(place, {**function, "id": call.get("id")}, given_to, f"{kind}.arguments")
 
 
-def _call(at: str, number: int, given: Mapping[str, Any], arguments: Any, member: str) -> Message:
-    """A call with an id of its own; clients that send none get results in the order of the calls."""
+def _call(at: str, given: Mapping[str, Any], arguments: Any, member: str) -> Message:
+    """A call with the name and the id in `given`."""
     return {
-        "id": _text(given.get("id")) or f"call_{number}",
+        "id": _text(given.get("id")),
         "type": "function",
         "function": {"name": _name(given.get("name")), "arguments": _arguments(f"{at}.{member}", arguments)},
     }

@@ -37,7 +37,7 @@ class ParsedRequest:
     tools: Tools | None = None
     constrained_by: str | None = None  # the field that constrains the answer
     reasoning: Literal["apart", "inline", "dropped"] = "apart"  # apart from the text, in it, or left out
-    warnings: tuple[str, ...] = ()  # sentences about what is left out or put otherwise
+    warnings: tuple[tuple[str, str], ...] = ()  # (field, sentence) of fields that are not done as they ask
 
     @property
     def answers(self) -> int:
@@ -75,15 +75,15 @@ def read(
     if "model" in body:
         text("model", body["model"])  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
-    warnings: list[str] = []
-    tools = read_tools(body, warnings)
+    told: list[tuple[str, str]] = []
+    tools = read_tools(body, told)
     params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)
     if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:
         sentence = "tools and a grammar, or a regular expression, exclude each other: leave one of them out"
         raise BadRequest("tools", sentence)
     if tools is not None and tools.calls == "must":
         params = replace(params, schema=None)  # the form of the text, and there is none
-    prompt = read_prompt(body, takes, warnings)
+    prompt = read_prompt(body, takes, told)
     continues = read_continues(body, prompt)
     options = read_options(body, parse_special=parse_special, tools=tools)
     return ParsedRequest(
@@ -98,7 +98,7 @@ def read(
         tools=tools,
         constrained_by=constraining_field(body),
         reasoning=_reasoning(body),
-        warnings=tuple(warnings),
+        warnings=tuple(told),
     )
 
 

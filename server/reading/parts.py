@@ -23,7 +23,7 @@ _TEXTS = {  # members that have text, or objects with text
     *("output", "outputs", "results", "logs", "stdout", "stderr", "error", "error_code"),
 }
 _MOST_DEPTH = 8  # of the texts in a part
-_MOST_NAMED, _LONGEST = 5, 40  # names in a sentence, and characters of each
+_MOST_NAMED, _LONGEST = 5, 38  # names in a sentence, and characters of each
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ def said(part: Any, losses: Losses) -> str:
     """
     if isinstance(part, str):
         return part
-    kind = kind_of(part)
+    kind, part = kind_of(part), part if isinstance(part, dict) else {}
     if note := _note(part, losses):
         return note
     for name in ("text", "refusal"):
-        if isinstance(part, dict) and isinstance(part.get(name), str):
+        if isinstance(part.get(name), str):
             return str(part[name])
     inside = list(_inside(part, losses, _MOST_DEPTH))
     if not inside:
@@ -70,7 +70,7 @@ def in_words(kinds: Iterable[str]) -> str:
     return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _note(part: Any, losses: Losses) -> str:
+def _note(part: dict[str, Any], losses: Losses) -> str:
     """What stands for a part that is no text; "" for others."""
     kind = kind_of(part)
     medium = _MEDIA.get(kind)

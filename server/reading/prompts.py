@@ -18,18 +18,17 @@ _LONGEST_EFFORT = 32  # characters: a word, such as "high"
 
 
 def read_prompt(
-    body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt"), warnings: list[str] | None = None
+    body: Mapping[str, Any],
+    takes: Collection[str] = ("messages", "prompt"),
+    told: list[tuple[str, str]] | None = None,
 ) -> Prompt:
-    """The prompt under one of the names in `takes`. Sentences about what it does not have are added to `warnings`.
-
-    Raises BadRequest.
-    """
+    """The prompt under one of the names in `takes`. told: see `read_messages`. Raises BadRequest."""
     given = [name for name in takes if body.get(name) is not None]
     if len(given) != 1:
         missing = f"{' or '.join(takes)} is missing"
         raise BadRequest(next(iter(takes)), "give either messages or prompt, not both" if given else missing)
     if given == ["messages"]:
-        return read_messages(body["messages"], [] if warnings is None else warnings)
+        return read_messages(body["messages"], [] if told is None else told)
     (prompt,) = read_prompts("prompt", body["prompt"], 1)
     return prompt
 

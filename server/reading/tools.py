@@ -29,9 +29,12 @@ class Tools:
     several: bool  # whether there may be more than one call
 
 
-def read_tools(body: Mapping[str, Any], warnings: list[str] | None = None) -> Tools | None:
-    """The functions of a request; None if it has none. Tools of other types are left out, with a sentence that is added
-    to `warnings`; a choice of one of them is a choice of any. Raises BadRequest."""
+def read_tools(body: Mapping[str, Any], told: list[tuple[str, str]] | None = None) -> Tools | None:
+    """The functions of a request; None if it has none. Raises BadRequest.
+
+    Tools of other types are left out, and a choice of one of them is "auto": fields and sentences are added to `told`.
+    """
+    told = [] if told is None else told
     several = flag("parallel_tool_calls", body.get("parallel_tool_calls", True))
     value, choice = body.get("tools", []), body.get("tool_choice", "auto")
     if not isinstance(value, list):
@@ -42,9 +45,8 @@ def read_tools(body: Mapping[str, Any], warnings: list[str] | None = None) -> To
         raise BadRequest("tools", f"tools has {len(value)} functions, but at most {MOST_TOOLS} are taken")
     if others:
         named_kinds = in_words(dict.fromkeys(kind for kind in kinds if kind != "function"))
-        warnings = [] if warnings is None else warnings
-        warnings.append(f"tools of type {named_kinds} are left out: only functions are called")
-        choice = _without(others, choice, warnings, alone=len(others) == len(value))
+        told.append(("tools", f"tools of type {named_kinds} are left out: only functions are called"))
+        choice = _without(others, choice, told, alone=len(others) == len(value))
     if len(value) == len(others):
         if choice not in ("auto", "none"):
             raise BadRequest("tool_choice", "tool_choice needs tools, and there are none")
@@ -80,7 +82,7 @@ def _kind(field: str, tool: Any) -> str:
     return kind or "function"
 
 
-def _without(others: list[dict[str, Any]], choice: Any, warnings: list[str], *, alone: bool) -> Any:
+def _without(others: list[dict[str, Any]], choice: Any, told: list[tuple[str, str]], *, alone: bool) -> Any:
     """A choice of tools without `others`; "auto" if nothing else is chosen. alone: whether there are no functions."""
     names = {_called(tool) for tool in others}
 
@@ -96,7 +98,7 @@ def _without(others: list[dict[str, Any]], choice: Any, warnings: list[str], *, 
         left_out = left_out or not kept
         choice = {**choice, "allowed_tools": {**allowed, "tools": kept}}
     if left_out and choice != "auto":
-        warnings.append("tool_choice is auto: it asks for a tool that is left out")
+        told.append(("tool_choice", "tool_choice is auto: it asks for a tool that is left out"))
     return "auto" if left_out else choice
 
 

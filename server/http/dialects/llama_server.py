@@ -100,7 +100,8 @@ class _Server:
         work = self._driver.counted(
             "templated", lambda: chat_text(asked.prompt, self._driver.engine.model, asked.options)
         )
-        return warn(JSONResponse({"prompt": await while_there(request.receive, work)}), asked.warnings)
+        shown = JSONResponse({"prompt": await while_there(request.receive, work)})
+        return warn(shown, [sentence for _, sentence in asked.warnings])
 
     async def _asked(self, request: Request) -> ParsedRequest:
         config = self._driver.config

@@ -133,12 +133,12 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     first: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
         first.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
-    given = body.get("input")
-    if isinstance(given, str):
-        return [*first, {"places": Places({"": "input"}), "role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise wrong("input", "a string, or an array with at least one item", given)
-    return first + located("input", given)
+    asked = body.get("input")
+    if isinstance(asked, str):
+        return [*first, {"places": Places({"": "input"}), "role": "user", "content": asked}]
+    if not isinstance(asked, list) or not asked:
+        raise wrong("input", "a string, or an array with at least one item", asked)
+    return first + located("input", asked)
 
 
 def _choice(own: Any, tools: ResponseTools) -> Any:

@@ -216,7 +216,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (user({"type": "image", "source": {}}), "messages[0].content[0].type"),
         (user({"type": "document", "source": {}}), "messages[0].content[0].type"),
-        (user({"text": "on"}), "messages[0].content[0].type"),
+        (user({"data": "on"}), "messages[0].content[0].type"),
         (user({"type": "text", "text": 5}), "messages[0].content[0].text"),
         ({"system": 5}, "system must be a string or an array of text blocks, not 5"),
         ({"messages": []}, "messages must be an array with at least one message, not an empty array"),

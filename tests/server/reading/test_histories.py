@@ -52,7 +52,9 @@ CHAT: dict[str, Piece] = {
     "empty": lambda t, _: [assistant(None), assistant([]), {"role": "assistant"}, {"role": "system", "content": t}],
     "audio": lambda t, _: [assistant(None, audio={"id": "a"}), {"role": "developer", "content": t, "name": "é"}],
     "image": lambda t, _: [user(typed("text", t), IMAGE, {"type": "input_audio", "input_audio": {"data": "AA"}})],
-    "file": lambda t, _: [user({"type": "file", "file": {"file_data": "AA"}}, {"type": "new"}, typed("output_text", t))],
+    "file": lambda t, _: [
+        user({"type": "file", "file": {"file_data": "AA"}}, {"type": "new"}, typed("output_text", t))
+    ],
     "call": lambda t, id: [assistant(None, tool_calls=[function("f", as_json(t), id=id)])],
     "two calls": lambda t, id: [assistant("", tool_calls=[function("g", {"a": t}, id=id), function("f", "", id="x")])],
     "odd call": lambda t, id: [assistant(t, tool_calls=[function('a "b"\n', '{"cut', id=id), function("", [1])])],
@@ -86,7 +88,9 @@ RESPONSES: dict[str, Piece] = {
         {"type": "shell_call", "call_id": id, "action": {"commands": [t]}},
     ],
     "shell result": lambda t, id: [{"type": "shell_call_output", "call_id": id, "output": [{"stdout": t}]}],
-    "patch": lambda t, id: [{"type": "apply_patch_call", "call_id": id, "operation": {"diff": t}, "status": "completed"}],
+    "patch": lambda t, id: [
+        {"type": "apply_patch_call", "call_id": id, "operation": {"diff": t}, "status": "completed"}
+    ],
     "computer": lambda _, id: [
         {"type": "computer_call", "call_id": id, "action": {"type": "click", "x": 1}},
         {"type": "computer_call_output", "call_id": id, "output": {"type": "computer_screenshot", "image_url": "a"}},
@@ -168,8 +172,9 @@ APIS: dict[str, tuple[dict[str, Piece], Callable[[list[Any]], Any]]] = {
 
 def read(api: str, history: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """The messages, and what is warned of."""
-    warnings: list[str] = []
-    return read_messages(APIS[api][1](history), warnings), warnings
+    told: list[tuple[str, str]] = []
+    messages = read_messages(APIS[api][1](history), told)
+    return messages, [sentence for _, sentence in told]
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -215,7 +220,7 @@ SYSTEM, ON, NEXT = {"role": "system", "content": "Stay."}, assistant("on"), user
         ([result("b", "B"), result("a", "A")], "f=A g=B", None),
         ([SYSTEM, result("a", "A"), user("and"), result("b", "B")], "f=A g=B system=Stay. user=and", None),
         ([result(None, "A"), result("", "B")], "f=A g=B", None),
-        ([result("x", "B", name="g"), result("y", "A")], "f=A g=B", None),
+        ([result("x", "X", name="g"), result("a", "A")], "f=A user=Result of g:\nX", "put as text, .* 'g'"),
         ([result("a", "A"), result("a", "again"), NEXT], "f=A user=next", "second results .* 'f'"),
         ([NEXT, ON, result("b", "B")], "user=next assistant=on user=Result of g:\nB", "put as text, .* 'g'"),
         ([ON, result("a", "A"), result("b", "B")], "f=A g=B assistant=on", None),
@@ -228,6 +233,18 @@ def test_a_result_goes_to_its_call(behind: list[Any], expected: str, warning: st
     heads = ["call" if "tool_calls" in one else f"{one.get('name', one['role'])}={one['content']}" for one in prompt]
     assert " ".join(heads) == f"user=q call {expected}"
     assert not warnings if warning is None else re.search(warning, *warnings)
+
+
+def test_results_of_calls_without_ids_have_names_or_an_order() -> None:
+    calls = assistant(None, tool_calls=[function(name, "{}") for name in ("f", "g", "f")])
+    results = [result("x", "G", name="g"), result("", "F", tool_name="f"), result(None, "last")]
+    (_, _, *placed), warnings = read("chat", [user("q"), calls, *results])
+    assert [(one["tool_call_id"], one["content"]) for one in placed] == [
+        ("call_0", "F"),
+        ("call_1", "G"),
+        ("call_2", "last"),
+    ]
+    assert not warnings
 
 
 def test_calls_have_names_and_arguments_that_templates_take() -> None:
