@@ -80,7 +80,7 @@ class _Reader:
         self._called: dict[str, str] = {}  # ids of calls → names
         self._answered: set[str] = set()  # ids of calls
         self._is_over = False  # whether the latest answer is: something other than an answer follows it
-        self._thoughts = ""  # reasoning, as an item of its own, of the answer that follows
+        self._thoughts: list[str] = []  # reasoning, in items of its own, of the answer that follows
         self._losses = Losses()
         self._late: dict[str, None] = {}  # names of functions whose results came too late
         self._twice: dict[str, None] = {}
@@ -117,11 +117,9 @@ class _Reader:
             self._message(at, ROLES[role], given, asked)
 
     def _message(self, at: str, role: str, given: Mapping[str, Any], asked: bool) -> None:
-        is_answer, texts = role == "assistant", []
-        message: Message = {"role": role}
-        if is_answer:
-            thoughts = next((given[name] for name in _REASONING if isinstance(given.get(name), str)), None)
-            message |= {} if thoughts is None else {"reasoning_content": thoughts}
+        is_answer = role == "assistant"
+        thoughts = [given[name] for name in _REASONING if is_answer and isinstance(given.get(name), str)][:1]
+        texts: list[str] = []
         calls: list[Message] = []
         if asked and given.get("images"):
             raise BadRequest(f"{at}.images", f"{at}.images: this server takes text alone; leave images out")
@@ -136,8 +134,7 @@ class _Reader:
                 self._result(part.get("tool_use_id"), None, part.get("content"))
                 results += 1
             elif is_answer and kind == "thinking":
-                thoughts = part.get("thinking")
-                message["reasoning_content"] = message.get("reasoning_content", "") + _text(thoughts)
+                thoughts.append(_text(part.get("thinking")))
             elif is_answer and kind == "tool_use":
                 calls.append(_call(f"{at}.content[{index}]", part, part.get("input"), "input"))
             elif kind != "redacted_thinking":  # which only its maker can read
@@ -148,6 +145,7 @@ class _Reader:
             if given.get("audio"):
                 texts.append(said({"type": "audio"}, self._losses))
             calls += _calls(at, given)
+        message: Message = {"role": role} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
         if texts or not results:
             self._add(message | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {}))
 
@@ -168,7 +166,7 @@ class _Reader:
         """Read an item of OpenAI's Responses that is no message."""
         if kind == "reasoning":  # an encrypted part is for its maker alone
             parts = item.get("content") or item.get("summary")
-            self._thoughts += "".join(said(part, Losses()) for part in (parts if isinstance(parts, list) else ()))
+            self._thoughts += [said(part, Losses()) for part in (parts if isinstance(parts, list) else ())]
         elif kind.endswith("_output"):
             content = item["output"] if item.get("output") is not None else item.get("status")
             self._result(item.get("call_id") or item.get("id"), None, content)
@@ -189,13 +187,13 @@ class _Reader:
         last = self._rows[-1] if self._rows else None
         if calls and last and last[0]["role"] == "assistant" and not self._is_over and not self._thoughts:
             message, results = last
-            message["tool_calls"] = [*message.get("tool_calls", []), *calls]
+            message.setdefault("tool_calls", []).extend(calls)
             self._expect(calls, results)
         else:
             self._add({"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {}))
 
     def _add(self, message: Message) -> None:
-        thoughts, self._thoughts = self._thoughts, ""
+        thoughts, self._thoughts = "".join(self._thoughts), []
         results: list[Message | None] = []
         if message["role"] == "assistant":
             if thoughts:
@@ -220,7 +218,7 @@ class _Reader:
     def _result(self, id: Any, name: Any, content: Any) -> None:
         """Put a result next to its call, or else as a text of the user's, who is not taken for the model."""
         id, name = _text(id), _name(name) if name else ""
-        self._thoughts, self._is_over = "", True
+        self._thoughts, self._is_over = [], True
         written = self._of_tool(content)
         call = self._call_of(id, name)
         if call is not None:
