@@ -301,6 +301,18 @@ def test_what_is_left_out_is_told_in_a_header(hermes: Serving, path: str) -> Non
         assert "a[image left out]" in response.json()["prompt"]
 
 
+def test_a_prompt_begins_with_that_of_the_turn_before(hermes: Serving) -> None:
+    history: list[dict[str, Any]] = []
+    before = ""
+    for number, piece in enumerate([*CHAT.values(), *RESPONSES.values()]):
+        history.append(user(f"question {number}."))
+        prompt = hermes.post("/apply-template", {"messages": history}).json()["prompt"]
+        assert prompt.startswith(before)
+        before = prompt
+        history += [assistant(f"answer {number}."), *piece(f"text {number}.", f"c{number}")]
+    assert all(f"question {asked}." in before for asked in range(number + 1))
+
+
 def test_the_log_has_what_the_socket_left_out(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     entries: list[journal.Entry] = []
     monkeypatch.setattr(journal.Entry, "line", lambda entry: entries.append(entry) or {})  # type: ignore[func-returns-value]
