@@ -20,7 +20,7 @@ from polarlm.engine.requests.answers import Answers, Known
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
-from polarlm.engine.requests.prompts import Prompt, checked_ids, prompt_ids
+from polarlm.engine.requests.prompts import Prompt, behind_reasoning, checked_ids, prompt_ids
 from polarlm.engine.requests.request import Outbox, Request, Ticket
 from polarlm.engine.requests.runner import Runner
 from polarlm.engine.requests.salts import salt_of
@@ -225,8 +225,7 @@ class Engine(Vectors):
         new = self._request(prompt, params, options, gone, outbox=into, wants_progress=progress, constraint=constraint)
         with self._exclusive():
             self._runner.submit(new)
-        cancel, cached = lambda: self._cancel(new.sequence), lambda: new.cached or 0
-        return Ticket(len(new.sequence.prompt), cancel, cached, new.conversation)
+        return new.ticket(lambda: self._cancel(new.sequence))
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
@@ -250,7 +249,8 @@ class Engine(Vectors):
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self.adapters}
-        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone)}
+        params, after = behind_reasoning(prompt, params, options, self.model)
+        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone, after=after)}
         request = Request.create(prompt, params, options, self.model, self.context, **more)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.found = self._tiers.find(request.sequence.prompt[:-1], request.salt)

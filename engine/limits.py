@@ -18,7 +18,7 @@ DRAFT_ROWS = (2, 4, 8, 16)
 POOLINGS = ("mean", "last", "cls")  # how the states of a text's tokens become its vector
 RANK = "rank"  # in the place of a pooling: the vector is one number, how likely the answer is yes and not no
 MOST_DRAFTED = 15  # tokens of a draft: one fewer than the most rows of a sequence in a step
-_ROLES = ("system", "user", "assistant", "tool")  # roles that templates know
+_ROLES = ("system", "developer", "user", "assistant", "tool")  # roles that templates know
 _MAX_BIAS = 1e6  # far below the overflow of float32 logits
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json
-from polarlm.model_loaders.files.folder import generation_defaults, open_folder
+from polarlm.model_loaders.files.folder import open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
 from polarlm.model_loaders.files.pooling import (
@@ -75,6 +76,20 @@ class Model:
         """The ids that have both a text and an embedding; a file may have more of either."""
         return range(min(self.config.vocab_size, self.tokenizer.vocab_size))
 
+    def left_out(self) -> str | None:
+        """A sentence for users about ids of the tokenizer that the embedding has no rows for; None if there are none.
+        Raises LoadError."""
+        pieces, special = self.tokenizer.left_out
+        count, first = len(pieces) + len(special), [*pieces[:3], *sorted(special)][:3]
+        if not count:
+            return None
+        shown = ", ".join(map(str, first)) + (", …" if count > 3 else "")
+        advice = ": is it this model's tokenizer?" if 9 * count > self.tokenizer.vocab_size else ""
+        return (
+            f"warning: the embedding of {self.name} has no rows for {count:,} of its tokenizer's ids ({shown}), which "
+            f"are left out{advice}"
+        )
+
 
 def load(
     path: str | Path | None,
@@ -90,13 +105,13 @@ def load(
     otherwise it reads them piece by piece. The tokenizer is read by a thread while the caller loads the weights.
     `verbose` receives lines of progress. `fits` chooses among GGUF files on the hub. Raises LoadError.
     """
-    from polarlm.model_loaders.demo import DEMO_GENERATION, demo_model
+    from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
     name = _hub_name(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where, mmap) if where.is_dir() else _load_gguf(where, mmap)
-    if path is None:
-        model = replace(model, generation=DEMO_GENERATION)
+    if path is None or is_demo(where):
+        model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if name is not None and where.is_dir():
         model = replace(model, name=name.short)  # the folder is named after a commit
     if verbose is not None:
@@ -132,13 +147,14 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
             config=config,
             weights=weights,
             read_tokenizer=_in_thread(
+                config.vocab_size,
                 tokenizers.load_for_folder,
                 folder,
                 read_json(folder / "config.json"),
                 read_json(folder / "generation_config.json", required=False),
             ),
             template=templates.for_folder(folder, read_json(folder / "tokenizer_config.json", required=False)),
-            generation=generation_defaults(folder),
+            generation=generation.of_folder(folder, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_folder(folder),
             prompts=prompts_of_folder(folder),
@@ -160,9 +176,9 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
             path=file,
             config=config,
             weights=weights,
-            read_tokenizer=_in_thread(tokenizers.load_for_gguf, gguf),
+            read_tokenizer=_in_thread(config.vocab_size, tokenizers.load_for_gguf, gguf),
             template=templates.for_gguf(gguf),
-            generation=GenerationDefaults(),
+            generation=generation.of_gguf(gguf, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_gguf(gguf),
         )
@@ -171,13 +187,15 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
         raise
 
 
-def _in_thread(read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:
-    """Return a function that returns what `read(*arguments)` does, which a thread calls now."""
+def _in_thread(rows: int, read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:
+    """Return a function that returns what `read(*arguments)` does, which a thread calls now, with the ids of `rows`."""
     found: Future[Tokenizer] = Future()
 
     def run() -> None:
         try:
-            found.set_result(read(*arguments))
+            tokenizer = read(*arguments)
+            tokenizer.keep_rows(rows)
+            found.set_result(tokenizer)
         except BaseException as error:
             found.set_exception(error)
 
@@ -204,16 +222,21 @@ def _existing(path: str | Path) -> Path:
                 f"{path} is not a folder here but looks like a model's name on the hub: to download it, write "
                 f"-hf {path} on a command line, and {HUB_PREFIX}{path} in Python."
             )
-        raise LoadError(
-            f"{shown} does not exist; give a folder with config.json and safetensors files, or a .gguf file."
-        )
+        if os.path.islink(where):
+            raise LoadError(f"{shown} is a link to a file that does not exist; download the model again.")
+        bare = shown.strip().strip("\"'").removeprefix("file://")
+        near = next((one for one in (bare, f"{bare}.gguf") if one and os.path.exists(one)), None)
+        advice = "a folder with config.json and safetensors files, or a .gguf file" if near is None else near
+        raise LoadError(f"{shown} does not exist; give {advice}.")
     if where.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
         raise LoadError(
             f"{where} is a pickle checkpoint, which can run any code when opened and is not read; "
             "give a folder with safetensors files, or a .gguf file."
         )
-    if where.suffix == ".safetensors":
-        raise LoadError(f"{where} is only the weights; give its folder, {where.parent}, with config.json in it.")
+    if where.suffix in {".safetensors", ".json", ".jinja", ".model"}:
+        raise LoadError(
+            f"{where} is only a part of a model; give its folder, {where.parent}, with config.json and weights in it."
+        )
     return where
 
 

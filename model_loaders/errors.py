@@ -1,5 +1,24 @@
 """The error of this package: a sentence for the user."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 
 class LoadError(ValueError):
     """A model cannot be loaded. The message names the file, what is wrong with it, and what to do."""
+
+
+def stand_in(path: Path, beginning: bytes) -> LoadError | None:
+    """The error of a file that something else lies in the place of, by its first bytes; None for any other file."""
+    if beginning.startswith(b"version https://git-lfs"):
+        return LoadError(
+            f"{path} is a pointer of Git LFS, not the file itself: write git lfs pull in the repository, or download "
+            "the file."
+        )
+    if beginning.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+        return LoadError(
+            f"{path} is a web page, not the file: download it again, from an address with /resolve/ in place of "
+            "/blob/, and logged in if the model needs it."
+        )
+    return None

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, stand_in
 
+_LOG = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e12
 _SMALLEST_POSITIVE = 1e-15  # below the least epsilon of files, 1e-12, rounded to float32
@@ -16,18 +20,29 @@ _SMALLEST_POSITIVE = 1e-15  # below the least epsilon of files, 1e-12, rounded t
 def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
     """The JSON object in `path`; an empty one if the file is absent and not required."""
     try:
-        content = json.loads(path.read_bytes())
+        raw = path.read_bytes()
     except FileNotFoundError:
         if not required:
             return {}
         raise LoadError(f"{path} is missing; download the model's folder completely.") from None
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
+    try:
+        content = json.loads(raw)
     except (ValueError, RecursionError):
-        raise LoadError(f"{path} is not valid JSON; download it again.") from None
+        raise (stand_in(path, raw) or LoadError(f"{path} is not valid JSON; download it again.")) from None
     if not isinstance(content, dict):
         raise LoadError(f"{path} should hold a JSON object but holds a {type(content).__name__}; download it again.")
     return content
+
+
+def usable(read: Callable[[], _Value]) -> _Value | None:
+    """What `read()` returns of a setting that a model works without; None, with a warning, if it raises LoadError."""
+    try:
+        return read()
+    except LoadError as problem:
+        _LOG.warning("%s It is left out.", problem)
+        return None
 
 
 class Fields:
@@ -48,6 +63,10 @@ class Fields:
     def given(self) -> list[str]:
         """The keys that are not absent."""
         return [key for key, value in self._values.items() if value is not None]
+
+    def value(self, key: str) -> object:
+        """What the key has, of any type; None if it is absent."""
+        return self._values.get(key)
 
     def is_text(self, key: str) -> bool:
         return isinstance(self._values.get(key), str)
@@ -116,10 +135,12 @@ class Fields:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings; empty if the key is absent."""
+        """A list of strings, or one string; empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             return []
+        if isinstance(value, str):
+            return [value]
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refuse(key, "but must be a list of strings")
         return value
@@ -146,9 +167,9 @@ class Fields:
         return value
 
     def section(self, key: str) -> Fields | None:
-        """The object under `key`; None if it is absent or empty."""
+        """The object under `key`; None if it is absent or empty, in whatever form."""
         value = self._values.get(key)
-        if value is None or value == {}:
+        if value in (None, {}, [], "", False):
             return None
         if not isinstance(value, dict):
             raise self.refuse(key, "but must be an object")

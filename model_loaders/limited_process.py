@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from polarlm.model_loaders.child_python import python
 from polarlm.model_loaders.forks import renew_in_children
 
 OUT_OF_MEMORY = 3  # exit code of a worker
 TOO_LONG = -getattr(signal, "SIGPROF", 0)  # exit code of a process at the end of its processor time
-# The worker has this process's path, without the folder of its own script.
-_START = "import runpy, sys; worker, *sys.path = sys.argv[1:]; runpy.run_path(worker, run_name='__main__')"
 
 # The worker's own limit counts processor time. These count seconds, for systems without that limit; they are generous,
 # since the worker may have to wait on a busy machine.
@@ -84,14 +83,15 @@ class LimitedProcess:
     def _start(self) -> None:
         try:
             worker = subprocess.Popen(
-                [sys.executable, "-c", _START, str(self._file), *sys.path],
+                python(str(self._file)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C goes to this process alone
             )
         except (OSError, ValueError, TypeError) as error:  # TypeError: a program without an interpreter's path
-            raise ProcessFailed(f"no process could be started for it ({error})") from error
+            reason = error.strerror if isinstance(error, OSError) else error  # without the interpreter's path
+            raise ProcessFailed(f"no process could be started for it ({reason})") from error
         self._end = weakref.finalize(self, _end, worker)
         self._worker = worker
 

@@ -90,6 +90,18 @@ def likelihoods(answer: Completion) -> np.ndarray:
     return np.array([one.logprob for one in (*answer.prompt_logprobs, *answer.logprobs)])
 
 
+def assert_alike(found: Completion, wanted: Completion, reference: Engine) -> None:
+    """Another order of additions changes float32, and in steps rounds a stored key or value to the next half: log-
+    probabilities of the reference's answer move by less than where none is rounded, as in a prompt."""
+    assert found.token_ids == wanted.token_ids
+    ids = [*PROMPT, *wanted.token_ids]
+    unrounded = likelihoods(answer(reference, "", ids))[: len(ids) - 1]
+    differences = np.abs(likelihoods(found) - likelihoods(wanted))
+    in_prompt = len(PROMPT) - 1
+    assert differences[:in_prompt].max() < 1e-4
+    assert differences[in_prompt:].max() < np.abs(unrounded - likelihoods(wanted)).max()
+
+
 def together(engine: Engine, names: Sequence[str]) -> list[list[int]]:
     """The tokens of answers to requests with these adapters, which are computed in the same steps."""
     outboxes: list[deque[Any]] = [deque() for _ in names]
@@ -106,10 +118,8 @@ def together(engine: Engine, names: Sequence[str]) -> list[list[int]]:
 def test_an_adapter_computes_what_changed_weights_compute(
     engine: Engine, changed: Callable[[str], Engine], name: str
 ) -> None:
-    found, wanted = answer(engine, name), answer(changed(name), "")
-    assert found.token_ids == wanted.token_ids
-    # Float32 on both sides; the native backend adds in another order.
-    np.testing.assert_allclose(likelihoods(found), likelihoods(wanted), atol=2e-4)
+    wanted = answer(changed(name), "")
+    assert_alike(answer(engine, name), wanted, changed(name))
     if name:
         others = likelihoods(answer(changed(""), "", [*PROMPT, *wanted.token_ids]))
         assert np.abs(others[: len(PROMPT) - 1] - likelihoods(wanted)[: len(PROMPT) - 1]).max() > 0.1
@@ -139,9 +149,7 @@ def test_a_scale_multiplies_what_an_adapter_adds(engine: Engine, base: Path, tmp
     rank, modules, alpha, _ = ADAPTERS["five"]
     model = changed_model(tmp_path / "half", base, random_changes(base, rank, 1, modules), alpha / rank / 2)
     with load_tiny(model, ops=NumpyOps(), **SETTINGS) as halved:
-        wanted = answer(halved, "")
-    found = answer(engine, "five", lora_scale=0.5)
-    np.testing.assert_allclose(likelihoods(found), likelihoods(wanted), atol=2e-4)
+        assert_alike(answer(engine, "five", lora_scale=0.5), answer(halved, ""), halved)
     none = answer(engine, "five", lora_scale=0.0)
     np.testing.assert_array_equal(likelihoods(none), likelihoods(answer(engine, "")))
 
@@ -191,9 +199,7 @@ def test_merged_adapters_are_those_of_requests(
     lora = {"large": str(adapters["large"])}
     with load_tiny(base, ops=ops, lora=lora, lora_merge=True, weight_type="f32", **SETTINGS) as merged:
         assert merged.adapters.scales == {}
-        found, wanted = answer(merged, ""), answer(changed("large"), "")
-        assert found.token_ids == wanted.token_ids
-        np.testing.assert_allclose(likelihoods(found), likelihoods(wanted), atol=2e-4)
+        assert_alike(answer(merged, ""), answer(changed("large"), ""), changed("large"))
         identity = merged._identity["model"]
     with load_tiny(base, ops=ops, weight_type="f32", **SETTINGS) as plain:
         assert plain._identity["model"] != identity

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ import pytest
 from tqdm import tqdm
 
 from polarlm import model_loaders
-from polarlm.engine import Engine
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import calibration
 from polarlm.engine.loading.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
@@ -127,6 +129,22 @@ def test_the_text_is_long_enough_for_every_tokenizer(name: str) -> None:
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     assert ids[: len(start)] == start
     assert not set(ids[len(start) :]) & set(tokenizer.control_tokens().values())
+
+
+def test_pieces_without_a_row_in_the_embedding_are_left_out(tmp_path: Path, tiny_path: Path) -> None:
+    folder = shutil.copytree(tiny_path, tmp_path / "model")
+    description = json.loads((folder / "tokenizer.json").read_text())
+    for number, pair in enumerate(["to", "of", "al", "or", "is", "it", "ar", "es", "st", "ed", "ly"]):
+        description["model"]["vocab"][pair] = 3_000_000 + number
+        description["model"]["merges"].append([*pair])
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    said: list[str] = []
+    with Engine.load(folder, device="cpu", block_size=N, verbose=said.append) as engine:
+        assert max(text_ids(engine.model.tokenizer, 4096)) < engine.model.config.vocab_size
+        assert engine.generate("it is", SamplingParams(max_tokens=2)).usage.prompt_tokens == 1  # the space
+    (warning,) = (line for line in said if "no rows" in line)
+    assert "for 2,999,915 of its tokenizer's ids (96, 97, 98, …)" in warning
+    assert "is it this model's tokenizer?" in warning
 
 
 def test_the_text_is_long_enough_for_the_demonstration_model(demo_path: Path) -> None:

@@ -219,3 +219,13 @@ def test_wrong_modules_are_named(tmp_path: Path, change: Any, part: str) -> None
     for pooling, modules, what in (("max", {}, "pooling_mode_max_tokens"), ("mean", {"CNN": "2"}, "module 'CNN'")):
         with pytest.raises(LoadError, match=what):
             load(make_folder(tmp_path / pooling, "bert_wide", pooling, **modules))
+
+
+def test_the_context_is_at_most_the_table_of_positions(folder: Path) -> None:
+    said: list[str] = []
+    with Engine.load(folder, device="cpu", ctx_size=2_000_000, verbose=said.append) as engine:
+        assert engine.context == engine.model.config.positions
+        with pytest.raises(EngineError) as caught:
+            engine.embed([5] * (engine.context + 1))
+    assert caught.value.code == "context_length_exceeded"
+    assert [line for line in said if "no more positions" in line]

@@ -38,6 +38,7 @@ from polarlm.engine.loading.sizes import (
     no_memory,
     store_plan,
     weight_format,
+    within_table,
 )
 from polarlm.engine.loading.tile_cache import asked_tile_cache
 from polarlm.engine.model.adapters import Adapters, delta_bytes
@@ -130,6 +131,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         is_here = config.weights is not None and Path(config.weights).exists()
         bar = loading(Path(config.weights).name) if config.weights is not None and is_here else None
         source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose, fits=fits)
+        config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(config.ctx_size))
         if source.config.is_encoder and ops.of_encoders is None:
             source.weights.close()
@@ -192,7 +194,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 )
             held = None if experts is None else ExpertCache(experts.experts)
             weights = load(progress=progress, cache=held) if mapped is None else load(kept=mapped)
-            source.read_tokenizer()  # what is wrong with it is an error of loading
+            if lost := source.left_out():  # what is wrong with the tokenizer is an error of loading
+                say(lost)
             bars.close()
             if not source.config.is_encoder:
                 ops.set_aside(Load(source.config, shape.widest, plan.tokens, config.parallel))

@@ -210,6 +210,15 @@ def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
     return lambda tokens: weights + work(tokens) + plan_for_tokens(shape, tokens, config.parallel).bytes
 
 
+def within_table(config: EngineConfig, model: ModelConfig, say: Callable[[str], None]) -> EngineConfig:
+    """Return `config` with a context of at most the rows of the model's table of positions, if it has one."""
+    most = model.positions - model.first_position
+    if model.positions == 0 or config.ctx_size <= most:
+        return config
+    say(f"warning: the context is {most:,} tokens, not {config.ctx_size:,}: the model has no more positions")
+    return replace(config, ctx_size=most)
+
+
 def store_plan(
     config: EngineConfig,
     ops: Ops,

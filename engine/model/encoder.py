@@ -12,7 +12,7 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array
 from polarlm.engine.errors import EngineError
-from polarlm.engine.model.forward import ModelWeights, Transformer
+from polarlm.engine.model.forward import ModelWeights, Transformer, rows_of
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderLayer
 from polarlm.engine.sampling.sample import NOT_FINITE
@@ -32,7 +32,7 @@ class Encoder(Transformer):
         lengths = [len(text) for text in texts]
         places = np.concatenate([np.arange(length) for length in lengths])
         types = np.zeros_like(places) if seconds is None else (places >= np.repeat(seconds, lengths)).astype(np.int64)
-        x = self._inputs(np.concatenate([np.asarray(text, np.int32) for text in texts]), places, types)
+        x = self._inputs(np.concatenate(texts), places, types)
         ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self._ropes.tables(places)]
         for number, layer in enumerate(self._encoder_layers):
             layer.compute(x, self._ropes.of_layer(number, ropes), lengths)
@@ -54,8 +54,10 @@ class Encoder(Transformer):
         return states
 
     def _inputs(self, ids: np.ndarray, places: np.ndarray, types: np.ndarray) -> Array:
-        """ids (T,) int32, the tokens at `places` of their texts, of `types` → the inputs of the first layer (T, E)."""
+        """ids (T,), the tokens at `places` of their texts, of `types` → the inputs of the first layer (T, E). Raises
+        EngineError for what a table has no row for."""
         ops, inputs = self.ops, self.weights.encoder_inputs
+        ids = rows_of(self.weights.embedding, ids)
         if inputs is None:
             return self._embed(ops.to_device(ids))[0]
         assert ops.of_encoders is not None
@@ -64,7 +66,7 @@ class Encoder(Transformer):
         for table, at in ((inputs.positions, rows), (inputs.token_types, types)):
             if table is not None:
                 with np.errstate(invalid="ignore", over="ignore"):  # of damaged weights, found at the end
-                    x += ops.embed(table, ops.to_device(at))
+                    x += ops.embed(table, ops.to_device(rows_of(table, at)))
         ops.of_encoders.layer_norm(x, (inputs.norm, inputs.norm_bias, self.config.norm_eps))
         return x
 

@@ -114,9 +114,10 @@ class Transformer:
         layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It seals all
         layers; the caller commits. If there are several spans, they must be those of a step.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
-        and one layer's K/V.
+        and one layer's K/V. Raises EngineError for an id without a row.
         """
-        x, inputs = self._embed(self._stages[0].ops.to_device(np.asarray(ids, np.int32)))
+        rows = rows_of(self.weights.embedding, ids)
+        x, inputs = self._embed(self._stages[0].ops.to_device(rows))
         first_output = 0 if outputs is None else len(ids) - outputs
         prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.taps)
         x = yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer)
@@ -172,7 +173,7 @@ class Transformer:
         ids, sampler_inputs: those of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller
         commits them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
-        chosen, logits = self._run("step", spans, np.asarray(ids, np.int32), sampler_inputs)
+        chosen, logits = self._run("step", spans, rows_of(self.weights.embedding, ids), sampler_inputs)
         return self.ops.fetch_tokens(chosen, logits, sampler_inputs)
 
     def step_ahead(
@@ -183,7 +184,7 @@ class Transformer:
         ids: those of the rows, or the fetch of the previous step, which had the same sequences in the same order.
         """
         assert self.ops.fetch_later is not None
-        given = ids.ids if isinstance(ids, Fetch) else np.asarray(ids, np.int32)
+        given = ids.ids if isinstance(ids, Fetch) else rows_of(self.weights.embedding, ids)
         chosen, _ = self._run("step", spans, given, sampler_inputs)
         return self.ops.fetch_later(chosen, sampler_inputs)
 
@@ -260,6 +261,20 @@ class Transformer:
         if self.config.logit_softcap is not None:
             self.ops.softcap(logits, self.config.logit_softcap)
         return logits
+
+
+def rows_of(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return `numbers` (T,) of rows of `table` as int32. Raises EngineError for one that it lacks.
+
+    Kernels read whatever lies there, so numbers that come from outside pass here on their way to `Ops.embed`.
+    """
+    given = np.asarray(numbers)
+    beyond = given[(given < 0) | (given >= table.shape[0])]
+    if beyond.size:
+        raise EngineError(
+            f"The model has no row {beyond[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
+        )
+    return given.astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class EncoderRunner(Runner):
         try:
             texts, first = [request.sequence.prompt for request in batch], 0
             seconds = None
-            if self._model.config.scores_pairs:
+            if self._model.config.scores_pairs and self._model.config.token_types > 1:
                 seconds = [second_of(request.sequence.prompt, request.tokenizer) for request in batch]
             states = self._model.encode(texts, seconds)
             for request in batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard, cast
 
@@ -12,7 +13,10 @@ from polarlm import model_loaders
 from polarlm.engine.errors import EngineError, counted, no_answers, shown
 from polarlm.engine.limits import RANK, check_roles
 from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.prompt import chat_ids
+from polarlm.model_loaders.chat.reasoning import Place
+from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
@@ -26,13 +30,14 @@ def prompt_ids(
     options: PromptOptions = PromptOptions(),  # noqa: B008 - frozen
     *,
     context: int | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> list[int]:
     """Return the token ids of a prompt: of text, with BOS if the model has one; of messages; or given ids, unchecked.
     A text whose vector is asked for gets the token that closes such texts, if there is one.
 
     In a sequence of ids and texts, a text at the beginning gets BOS, and the others are tokenized as continuations. A
-    message with "token_ids" becomes these ids. Raises EngineError for anything that is not a prompt, and, before
-    tokenizing, for text that cannot fit into `context`.
+    message with "token_ids" becomes these ids. warn: see `chat_ids`. Raises EngineError for anything that is not a
+    prompt, and, before tokenizing, for text that cannot fit into `context`.
     """
     tokenizer = model.tokenizer
     check = partial(_check_fits, model, None if options.truncate else context)
@@ -51,7 +56,7 @@ def prompt_ids(
         try:
             messages, begun = _split(prompt) if options.continue_final_message else (prompt, None)
             tools, variables = options.tools, options.template_variables
-            ids = chat_ids(messages, model.template, tokenizer, check, tools=tools, variables=variables)
+            ids = chat_ids(messages, model.template, tokenizer, check, warn, tools=tools, variables=variables)
             return ids if begun is None else ids + _begun_ids(begun, model, check)
         except ValueError as error:
             raise EngineError(str(error)) from None
@@ -136,17 +141,45 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     """Return messages as the model's template renders them, with the generation prompt. Raises EngineError."""
     assert is_chat(prompt)
     messages, begun = _split(prompt) if options.continue_final_message else (prompt, {"content": ""})
-    tools: dict[str, Any] = {}
-    if options.tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in messages):
-        messages = model.template.calls.as_messages(messages, options.tools)
-        shown_tools = model.template.calls.as_tools(options.tools)
-        tools = {"tools": shown_tools} if shown_tools else {}
-    (text,) = model.template.render_each([messages], **options.template_variables, **tools)
+    put = put_otherwise(model.template, messages, options.tools, options.template_variables)
+    (text,) = model.template.render_each([put.messages], **put.variables)
     if not isinstance(text, str):
         raise EngineError(str(text))
     channels = model.template.channels if options.continue_final_message else None
     header = "" if channels is None else channels.header(channels.final)
     return text + header + str(begun["content"])
+
+
+def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Model, options: PromptOptions) -> Place:
+    """Return where the answer to messages begins: before, inside or after its reasoning. Raises EngineError."""
+    last = prompt[-1] if isinstance(prompt[-1], Mapping) else {}
+    try:
+        tags = model.template.tags
+        after_result = last.get("role") == "tool"
+        place = model.template.place_of_answer(options.template_variables, after_result=after_result)
+    except LoadError as error:
+        raise EngineError(str(error)) from None
+    if tags is None or not options.continue_final_message:
+        return place
+    begun = str(last.get("content"))
+    opened = place == "inside" or tags.open in begun
+    return "inside" if opened and tags.close not in begun else "after"
+
+
+def behind_reasoning(
+    prompt: Prompt, params: SamplingParams, options: PromptOptions, model: model_loaders.Model
+) -> tuple[SamplingParams, str]:
+    """Return `params`, and the tag behind which their constraint begins: that which closes the reasoning that the
+    prompt opens. It is part of the answer's text. Empty if there is no constraint or no such reasoning.
+
+    Raises EngineError.
+    """
+    if not params.is_constrained or not is_chat(prompt) or place_of_answer(prompt, model, options) != "inside":
+        return params, ""
+    assert model.template.tags is not None
+    tag = model.template.tags.close
+    shown = [token for name, token in model.tokenizer.control_tokens().items() if name == tag]
+    return replace(params, shown_tokens=(*params.shown_tokens, *shown)), tag
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:

@@ -41,6 +41,7 @@ class Ticket:
     cancel: Callable[[], None]  # may be called at any time, from any thread, more than once
     cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
+    warnings: Sequence[str] = ()  # sentences about messages that the template refused, and got otherwise
 
 
 @dataclass
@@ -98,6 +99,7 @@ class Request:
     clock: Clock = field(default_factory=Clock)
     adapter: RowAdapter | None = None  # that computes its tokens
     salt: str = ""  # what keeps its K/V apart; see `engine.requests.salts`
+    warnings: Sequence[str] = ()  # see `Ticket`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
 
     @classmethod
@@ -122,7 +124,8 @@ class Request:
         conversation = answers.conversation(prompt, options.cache_salt)
         room = 0 if model.config.is_encoder else 1
         longest = context - room
-        ids = prompt_ids(conversation.prompt, model, options, context=longest if options.truncate else context)
+        limit, warnings = longest if options.truncate else context, list[str]()
+        ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append)
         ids = checked_ids(ids[:longest] if options.truncate else ids, model, context, room)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
@@ -141,6 +144,7 @@ class Request:
             wants_progress,
             conversation if is_answer else None,
             constraint,
+            warnings=warnings,
         )
         request.adapter, request.salt = adapters.asked(options.lora, options.lora_scale)[0], salt_of(options, adapters)
         if request.sampler.reach_ahead:
@@ -154,6 +158,11 @@ class Request:
             self._end_ids |= self.tokenizer.eos_ids
         more = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
         self.sampler = Sampler(self.sequence, self.params, self.sampling, *more)
+
+    def ticket(self, cancel: Callable[[], None]) -> Ticket:
+        """Return the submitter's handle; `cancel` is its method."""
+        prompt = len(self.sequence.prompt)
+        return Ticket(prompt, cancel, lambda: self.cached or 0, self.conversation, self.warnings)
 
     def record_prefix_hit(self, length: int) -> None:
         """Record the length of the prefix hit, which is fixed once the first token exists."""

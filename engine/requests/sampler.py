@@ -57,8 +57,9 @@ class Sampler:
 
     @property
     def reach_ahead(self) -> bool:
-        """Whether tokens can be sampled after others that are not in `sequence` yet: not with a constraint or DRY."""
-        return self._constraint is None and self._dry is None
+        """Whether tokens can be sampled after others that are not in `sequence` yet: not with a constraint, DRY or
+        sequences that the model must not write."""
+        return self._constraint is None and self._dry is None and not self._sampling.banned_sequences
 
     def next(self, after: Sequence[int] = ()) -> SamplerInput:
         """Return the sampler input of the next token. Raises whatever the constraint raises.
@@ -71,7 +72,7 @@ class Sampler:
         dry = None if self._dry is None else self._dry.penalties(self._sequence.ids)
         while len(self._numbers) <= beyond:
             self._numbers.append(self._rng.random())
-        sampling, allowed = self._sampling_after(beyond), self._allowed()
+        sampling, allowed = self._sampling_after(after), self._allowed()
         return SamplerInput(
             sampling, recent, self._numbers[beyond], self._vocabulary, self._params.logprobs, dry, allowed
         )
@@ -87,7 +88,7 @@ class Sampler:
             return None
         mask = self._allowed()
         token = None if mask is None else only_token(mask, self._vocabulary)
-        return None if token is None or self._sampling_after(0).logit_bias.get(token) == -math.inf else token
+        return None if token is None or self._sampling_after().logit_bias.get(token) == -math.inf else token
 
     def advance(self) -> None:
         """Advance by one token, which was appended to the sequence, sampled or not."""
@@ -97,10 +98,16 @@ class Sampler:
             self._rng.random()
         self._has_mask = self._constraint is None
 
-    def _sampling_after(self, beyond: int) -> Sampling:
-        """Return the parameters of the token after the next `beyond` ones."""
-        may_end = self._sequence.generated + beyond >= self._params.min_tokens
-        return self._sampling if may_end else self._sampling_without_ends
+    def _sampling_after(self, after: Sequence[int] = ()) -> Sampling:
+        """Return the parameters of the token after `after`, tokens that are not in the sequence yet."""
+        generated = self._sequence.generated + len(after)
+        sampling = self._sampling if generated >= self._params.min_tokens else self._sampling_without_ends
+        bans = sampling.banned_first if generated == 0 else ()
+        if sampling.banned_sequences:
+            ids = [*self._sequence.ids[-max(map(len, sampling.banned_sequences)) :], *after]
+            bans += tuple(last for *first, last in sampling.banned_sequences if ids[-len(first) :] == first)
+        biases = {token: -math.inf for token in bans if token < self._vocabulary}
+        return replace(sampling, logit_bias={**sampling.logit_bias, **biases}) if biases else sampling
 
     def _allowed(self) -> np.ndarray | None:
         """Return the constraint's mask of the next token, (ceil(V / 32),) uint32; None if all tokens are allowed."""

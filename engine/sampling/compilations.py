@@ -24,7 +24,7 @@ MOST_LONG = 8  # constraints that wait for their second turn
 _LOOK_SECONDS = 0.05  # between two checks of a request whether it is still wanted
 
 T = TypeVar("T")
-Key = tuple[str, str]  # a field of SamplingParams, and its text
+Key = tuple[str, str, str]  # a field of SamplingParams, its text, and the tag behind which the constraint begins
 
 
 class NeedsLonger(Exception):

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -86,13 +86,19 @@ class Grammars:
         return self._compilations.counts()
 
     def constraint(
-        self, params: SamplingParams, own: Constraint | None = None, gone: Callable[[], bool] | None = None
+        self,
+        params: SamplingParams,
+        own: Constraint | None = None,
+        gone: Callable[[], bool] | None = None,
+        *,
+        after: str = "",
     ) -> Constraint | None:
         """A new constraint as `params` ask for, else `own`, which may be None. Raises EngineError.
 
-        gone: returns True once nobody waits for the request; then nothing is compiled for it.
+        gone: returns True once nobody waits for the request; then nothing is compiled for it. after: the tag that
+        closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none.
         """
-        given = _given(params)
+        given = _given(params, after)
         if given is None:
             return own
         if own is not None:
@@ -135,7 +141,9 @@ class Grammars:
         from polarlm.engine.sampling.grammar_worker import matcher
 
         try:
-            source = _source(*given)
+            field, text, after = given
+            source = _source(field, text)
+            source = _after(after, source, self._tokenizer.control_tokens()) if after else source
             answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds}, gone)
         except ValueError as error:
             raise self._refuse(given, str(error)) from None
@@ -236,7 +244,7 @@ def _hash(given: Key) -> bytes:
     return hashlib.sha256("\0".join(given).encode("utf-8", "surrogatepass")).digest()
 
 
-def _given(params: SamplingParams) -> Key | None:
+def _given(params: SamplingParams, after: str) -> Key | None:
     """The field of `params` that sets a constraint, and its text; None if none does.
 
     Raises EngineError if a schema is not JSON, or the text is too long.
@@ -244,12 +252,13 @@ def _given(params: SamplingParams) -> Key | None:
     given = _field_and_text(params)
     if given is not None and len(given[1]) > MOST_TEXT:
         raise ConstraintError(f"{given[0]} has {len(given[1]):,} characters, but at most {MOST_TEXT:,} are taken")
-    if given is not None:
-        _library()
-    return given
+    if given is None:
+        return None
+    _library()
+    return (*given, after)
 
 
-def _field_and_text(params: SamplingParams) -> Key | None:
+def _field_and_text(params: SamplingParams) -> tuple[str, str] | None:
     schema = params.schema
     if schema is None:
         given = {"grammar": params.grammar, "regex": params.regex}
@@ -273,6 +282,17 @@ def _source(field: str, text: str) -> str:
     if field == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))
     return str(library.LLMatcher.grammar_from_lark(gbnf.to_lark(text) if gbnf.is_gbnf(text) else text))
+
+
+def _after(tag: str, source: str, control: Mapping[str, int]) -> str:
+    """The grammar of reasoning up to `tag`, and then a text of the grammar `source`."""
+    whole = json.loads(source) if source.startswith("{") else {"grammars": [{"lark_grammar": source}]}
+    first, *others = whole["grammars"]
+    thought = f"thought[lazy]: /(?s:.*)/ {json.dumps(tag)}"
+    if tag in control:
+        thought = f"thought: THOUGHT <[{control[tag]}]>\nTHOUGHT: /(?s:.*)/"
+    lark = f"%llguidance {{}}\nstart: thought SPACE? @answer\n{thought}\nSPACE: /[ \\t\\r\\n]{{1,8}}/\n"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
 
 
 def _library() -> Any:

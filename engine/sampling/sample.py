@@ -50,6 +50,8 @@ class Sampling:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: Sequence[str] = ()
+    banned_first: tuple[int, ...] = ()
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -71,13 +73,17 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
         beyond = next((token for token in tokens if vocab_size is not None and token >= vocab_size), None)
         if beyond is not None:
             raise EngineError(f"{name} names token {shown(beyond)}, but the vocabulary has {vocab_size}")
-    chosen: dict[str, Any] = {}
+    bans = {token: -math.inf for token in defaults.banned if vocab_size is None or token < vocab_size}
+    chosen: dict[str, Any] = {name: getattr(defaults, name) for name in ("banned_first", "banned_sequences")}
+    chosen["logit_bias"] = {**params.logit_bias, **bans}
     for name, fallback in _DEFAULTS.items():
         given, model_default = getattr(params, name), getattr(defaults, name)
         if name == "temperature" and defaults.greedy:
             model_default = 0.0
         chosen[name] = next(value for value in (given, model_default, fallback) if value is not None)
-    return Sampling(**{field.name: getattr(params, field.name) for field in fields(Sampling)} | chosen)
+    return Sampling(
+        **{one.name: getattr(params, one.name) for one in fields(Sampling) if one.name not in chosen}, **chosen
+    )
 
 
 class Penalties(NamedTuple):
@@ -194,7 +200,8 @@ def nothing_left(sampler_input: SamplerInput) -> EngineError:
     """The error of a draw in which every token is banned."""
     if sampler_input.allowed is None:
         return EngineError("logit_bias bans every token that could come next")
-    also = ", together with logit_bias and min_tokens," if sampler_input.sampling.logit_bias else ""
+    more = ", together with logit_bias, min_tokens and the tokens that the model's files ban,"
+    also = more if sampler_input.sampling.logit_bias else ""
     return EngineError(f"The request's constraint{also} bans every token that could come next")
 
 

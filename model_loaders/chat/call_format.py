@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from polarlm.model_loaders.chat.call_arguments import json_object, quoted
-from polarlm.model_loaders.chat.calls_as_text import calls_as_text
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -44,7 +43,6 @@ class CallFormat:
     arguments_as_text: bool = False  # whether the template expects arguments as JSON text, not as a value
     takes_any_text: bool = True  # whether the template accepts arguments that are not a JSON object, as text
     no_content: str | None = ""  # the content of a message that has only calls
-    takes_system: bool = True  # whether the template accepts a system message
     short_ids: bool = False  # whether the template accepts only ids of 9 letters and digits
     content_is_reasoning: bool = False  # whether the template takes content next to calls for reasoning
     needs_descriptions: bool = False  # whether the template accepts only functions with a description
@@ -78,12 +76,10 @@ class CallFormat:
         first = max((name for name in control if text.startswith(name)), key=len, default="")
         return first or _JSON_BEGINS.sub("", text).rstrip()
 
-    def as_messages(self, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
-        """`messages` as the template accepts them; if it accepts no tools, those, calls and results become text."""
-        if self.native:
-            shown = [self._native(message) for message in messages]
-            return _with_results(shown) if self.takes_results else shown
-        return calls_as_text(messages, tools, shown=self.shown, takes_system=self.takes_system)
+    def as_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """`messages` with calls and results as a template accepts them that accepts tools."""
+        shown = [self._native(message) for message in messages]
+        return _with_results(shown) if self.takes_results else shown
 
     def as_tools(self, tools: Tools) -> list[Mapping[str, Any]]:
         """`tools` as the template accepts them; none if it accepts none."""

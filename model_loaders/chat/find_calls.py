@@ -21,7 +21,7 @@ _IDS = ("alphaid01", "betaid002")  # some templates insist on 9 letters and digi
 _LONG_ID = "call_0123456789abcdef"
 _KEY, _VALUE, _COUNT, _NUMBER = "alphakey", "alphavalue", "alphacount", 7
 _ARGUMENTS = {_KEY: _VALUE, _COUNT: _NUMBER}
-_SYSTEM, _QUESTION, _ANSWER, _RESULT = "alphasystem", "alphaquestion", "alphaanswer", "alpharesult"
+_QUESTION, _ANSWER, _RESULT = "alphaquestion", "alphaanswer", "alpharesult"
 _TOOLS = [
     {
         "type": "function",
@@ -41,16 +41,14 @@ def find_call_format(template: Renders) -> CallFormat:
     user = {"role": "user", "content": _QUESTION}
     plain: list[Message] = [user, {"role": "assistant", "content": _ANSWER}]
     variants = [(as_text, content) for content in ("", None) for as_text in (False, True)]
-    system = {"role": "system", "content": _SYSTEM}
-    conversations: list[list[Message]] = [[system, user], [user], plain]
+    conversations: list[list[Message]] = [[user], plain]
     for as_text, content in variants:
         one, two = _called(1, as_text, content), _called(2, as_text, content)
         conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])]]
-    led, prompt, answered, *rest = template.render_each(conversations, tools=_TOOLS, add_generation_prompt=False)
+    prompt, answered, *rest = template.render_each(conversations, tools=_TOOLS, add_generation_prompt=False)
     (asked,) = template.render_each([[user]], tools=_TOOLS)
-    general = CallFormat(takes_system=isinstance(led, str) and _SYSTEM in led)
     if not isinstance(prompt, str) or not isinstance(answered, str) or _NAMES[0] not in prompt:
-        return general
+        return CallFormat()
     for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 3, strict=True), strict=True):
         found = _format(answered, *texts, as_text=as_text, content=content)
         found = found or _as_message(asked, texts[0], texts[2], arguments_as_text=as_text, no_content=content)
@@ -69,7 +67,7 @@ def find_call_format(template: Renders) -> CallFormat:
                 needs_descriptions=not isinstance(brief, str),
                 takes_results=isinstance(whole, str) and _RESULT in whole,
             )
-    return general
+    return CallFormat()
 
 
 def _result(id: str) -> Message:

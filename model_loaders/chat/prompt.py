@@ -14,6 +14,7 @@ from typing import Any
 
 from polarlm.model_loaders.chat.control_strings import Guard, guard, unused_characters
 from polarlm.model_loaders.chat.messages import Message, checked_messages
+from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -26,6 +27,7 @@ def chat_ids(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     check: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
@@ -42,16 +44,19 @@ def chat_ids(
     Messages may have OpenAI's further fields: "tool_calls", whose arguments are the text of a JSON object, or the
     beginning of one if the answer was cut off, "tool_call_id", "name" and "reasoning_content". tools: the functions
     that may be called, in OpenAI's form. variables: more variables of the template. `check` is called with the text
-    before it is tokenized, and may raise.
+    before it is tokenized, and may raise; `warn` with a sentence for each kind of message that the template refuses and
+    gets otherwise.
 
     Raises ValueError for malformed messages, LoadError if the template fails.
     """
     checked = checked_messages(messages, tokenizer)
-    given: dict[str, Any] = dict(variables or {})
-    if tools or any(message.shown["role"] == "tool" or "tool_calls" in message.shown for message in checked):
-        checked = _with_calls(template, checked, tools)
-        shown_tools = template.calls.as_tools(tools)
-        given |= {"tools": shown_tools} if shown_tools else {}
+    numbered = [{**message.shown, "number": number} for number, message in enumerate(checked)]
+    put = put_otherwise(template, numbered, tools, variables or {})
+    for warning in put.warnings:
+        template.log_once(warning)
+        if warn is not None:
+            warn(warning)
+    checked, given = [_taken(shown, checked) for shown in put.messages], put.variables
     texts = json.dumps([[message.shown for message in checked], given], ensure_ascii=False)
     mark, edge = unused_characters(2, [template.source, texts])
     hiding = guard(tuple(tokenizer.control_tokens()))
@@ -69,19 +74,14 @@ def chat_ids(
     return ids
 
 
-def _with_calls(template: ChatTemplate, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """`messages` with calls, results and `tools` as the template accepts them; as text if it accepts none."""
-    numbered = [{**message.shown, "number": number} for number, message in enumerate(messages)]
-    found = []
-    for shown in template.calls.as_messages(numbered, tools):
-        number = shown.pop("number", None)
-        if number is None or shown["role"] != "assistant":
-            found.append(Message(shown))
-        else:
-            given = messages[number]
-            became_reasoning = bool(given.shown["content"]) and not shown["content"]
-            found.append(Message(shown, given.token_ids, given.reasoned or became_reasoning))
-    return found
+def _taken(shown: dict[str, Any], messages: list[Message]) -> Message:
+    """A message as the template takes it, with the ids of the answer in `messages` that it still is."""
+    number = shown.pop("number", None)
+    if number is None or shown["role"] != "assistant":
+        return Message(shown)
+    given = messages[number]
+    became_reasoning = bool(given.shown["content"]) and not shown["content"]
+    return Message(shown, given.token_ids, given.reasoned or became_reasoning)
 
 
 class _Rendering:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels, find_channels
 from polarlm.model_loaders.chat.find_calls import find_call_format
+from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
 from polarlm.model_loaders.chat.template_process import TemplateFailed, TemplateProcess
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import read_json, usable
 from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers._special import token_string
@@ -20,6 +23,7 @@ from polarlm.model_loaders.tokenizers._special import token_string
 if TYPE_CHECKING:
     from polarlm.model_loaders.files.gguf_file import GgufFile
 
+_LOG = logging.getLogger(__name__)
 _MOST_VARIABLES = 64  # choices of variables for which the place of an answer is kept
 
 _CHATML = (
@@ -37,18 +41,22 @@ _PLAIN = (
 class ChatTemplate:
     """A Jinja template that turns messages into the text a model was trained on."""
 
-    def __init__(
-        self, source: str, *, origin: str, bos_token: str = "", eos_token: str = "", is_default: bool = False
-    ) -> None:
-        """origin: the file of the template, for error messages."""
+    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", is_default: bool = False) -> None:
         self.source = source
         self.is_default = is_default
         # The plain default has no token that ends an answer: a base model would write the user's next message as well.
         self.stops: tuple[str, ...] = ("\nUser:",) if source == _PLAIN else ()
-        self._origin = origin
         self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         self._process = TemplateProcess(source)
         self._places: dict[str, Place] = {}
+        self._logged: set[str] = set()
+        self.changes: dict[str, tuple[int, bool]] = {}  # see `put_otherwise`
+
+    def with_text(self, old: str, new: str) -> ChatTemplate:
+        """The template with `new` in the place of the text `old`."""
+        tokens = {name: self._constants[name] or "" for name in ("bos_token", "eos_token")}
+        changed = self.source.replace(old, new)
+        return ChatTemplate(changed, origin=self._origin, is_default=self.is_default, **tokens)
 
     def missing(self, model: str) -> str | None:
         """A sentence for users of `model` if it has no template of its own, on how messages are written; else None."""
@@ -60,6 +68,12 @@ class ChatTemplate:
             f"written {how}. For answers, take a model with Instruct or Chat in its name; polarlm chat -no-cnv and "
             "/v1/completions continue text"
         )
+
+    def log_once(self, warning: str) -> None:
+        """Log a sentence, the first time that it is passed."""
+        if warning not in self._logged:
+            self._logged.add(warning)
+            _LOG.warning("%s", warning)
 
     @cached_property
     def calls(self) -> CallFormat:
@@ -90,7 +104,7 @@ class ChatTemplate:
         if key not in self._places:
             if len(self._places) >= _MOST_VARIABLES:
                 self._places.clear()
-            messages = self.calls.as_messages(CALLED, ()) if after_result else ASKED
+            messages = put_otherwise(self, CALLED, (), variables).messages if after_result else ASKED
             self._places[key] = place_of_answer(self, self.tags, variables, messages)
         return self._places[key]
 
@@ -100,19 +114,35 @@ class ChatTemplate:
         """Each conversation as text with the prompt for an answer, or the error of a template that refuses it.
 
         The template's process is asked once. `variables` are passed to the template ("add_generation_prompt",
-        "enable_thinking", ...). Templates get reasoning by both of the names that they have for it. Raises LoadError if
-        the renderings together need too much time or memory.
+        "enable_thinking", ...). Templates get reasoning by both of the names that they have for it, and texts as lists
+        of parts if they take no others. Raises LoadError if the renderings together need too much time or memory.
         """
-        given = {**self._constants, "add_generation_prompt": True, **variables}
         named = [list(map(_with_thinking, messages)) for messages in conversations]
-        try:
-            texts = self._process.render([{**given, "messages": messages} for messages in named])
-        except TemplateFailed as error:
-            raise self._failed(error) from error
-        return [self._failed(text) if isinstance(text, TemplateFailed) else text for text in texts]
+        if self._takes_parts_alone:
+            named = [list(map(_with_parts, messages)) for messages in named]
+        return self._render(named, variables)
 
-    def _failed(self, error: TemplateFailed) -> LoadError:
-        return LoadError(f"The chat template of {self._origin} failed: {str(error).rstrip('.')}.")
+    @cached_property
+    def _takes_parts_alone(self) -> bool:
+        """Whether the template leaves out or refuses a text that is not in a list of parts."""
+        asked = ASKED[0]
+        text, parts = self._render([[asked], [_with_parts(asked)]], {})
+        as_text, as_parts = (isinstance(shown, str) and asked["content"] in shown for shown in (text, parts))
+        return as_parts and not as_text
+
+    def _render(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, object]
+    ) -> list[str | LoadError]:
+        given = {**self._constants, "add_generation_prompt": True, **variables}
+        try:
+            texts = self._process.render([{**given, "messages": messages} for messages in conversations])
+        except TemplateFailed as error:
+            raise _failed(error) from error
+        return [_failed(text) if isinstance(text, TemplateFailed) else text for text in texts]
+
+
+def _failed(error: TemplateFailed) -> LoadError:
+    return LoadError(f"The model's chat template failed: {str(error).rstrip('.')}.")
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -120,8 +150,13 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message if reasoning is None else {**message, "thinking": reasoning}
 
 
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:
-    """The template of a model folder: chat_template.jinja, else tokenizer_config.json's, else a default.
+    """The template of a folder: of chat_template.jinja, tokenizer_config.json or chat_template.json, else a default.
 
     Raises LoadError if a file exists but cannot be read.
     """
@@ -131,11 +166,13 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
     else:
         file = folder / "tokenizer_config.json"
         source = _named_template(file, tokenizer_config.get("chat_template"))
+    if source is None:
+        file = folder / "chat_template.json"
+        source = _named_template(file, (usable(lambda: read_json(file, required=False)) or {}).get("chat_template"))
     vocabulary = folder / "tokenizer.json"
     spellings = json.dumps(tokenizer_config) + (_text(vocabulary) if not source and vocabulary.is_file() else "")
     return _template(
         source,
-        str(file),
         bos_token=token_string(tokenizer_config.get("bos_token")) or "",
         eos_token=token_string(tokenizer_config.get("eos_token")) or "",
         speaks_chatml="<|im_start|>" in spellings,
@@ -143,7 +180,7 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
 
 
 def for_gguf(gguf: GgufFile) -> ChatTemplate:
-    """The template inside a GGUF file, else a default. Raises LoadError if it is not text."""
+    """The template inside a GGUF file, else a default."""
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, (list, Strings)) else ()
 
@@ -154,26 +191,29 @@ def for_gguf(gguf: GgufFile) -> ChatTemplate:
     source = _named_template(gguf.path, gguf.metadata.get("tokenizer.chat_template"))
     return _template(
         source,
-        str(gguf.path),
         bos_token=spelling("bos"),
         eos_token=spelling("eos"),
         speaks_chatml=not source and "<|im_start|>" in tokens,
     )
 
 
-def _template(source: str | None, origin: str, *, bos_token: str, eos_token: str, speaks_chatml: bool) -> ChatTemplate:
+def _template(source: str | None, *, bos_token: str, eos_token: str, speaks_chatml: bool) -> ChatTemplate:
     chosen = source or (_CHATML if speaks_chatml else _PLAIN)
-    return ChatTemplate(chosen, origin=origin, bos_token=bos_token, eos_token=eos_token, is_default=not source)
+    return ChatTemplate(chosen, bos_token=bos_token, eos_token=eos_token, is_default=not source)
 
 
 def _named_template(file: Path, value: object) -> str | None:
-    """The template for chats in `value`, which is text or a list of named templates."""
+    """The template for chats in `value`, which is text, or named templates; None, with a warning, if it is neither."""
+    chosen = value
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
-        value = named.get("default", next(iter(named.values()), None))
-    if value is not None and not isinstance(value, str):
-        raise LoadError(f"{file} has a chat_template that is not text: download it again.")
-    return value
+        entries = [entry for entry in value if isinstance(entry, Mapping)]
+        chosen = {str(entry.get("name")): entry.get("template") for entry in entries}
+    if isinstance(chosen, Mapping):
+        chosen = chosen.get("default", next(iter(chosen.values()), None))
+    if chosen is None or isinstance(chosen, str):
+        return chosen
+    _LOG.warning("%s: chat_template is %.60r, which is no text; it is left out", file, value)
+    return None
 
 
 def _text(file: Path) -> str:

@@ -24,7 +24,7 @@ from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._unsupported import why_not
-from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.fields import Fields, usable
 from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor
 
@@ -48,7 +48,8 @@ def configure(fields: Fields) -> ModelConfig:
             f"{fields.where} describes a model of type {name!r}, {reason or 'which is not supported'}; "
             f"supported are {', '.join(families())}."
         )
-    classes = fields.texts("architectures")
+    classes = usable(lambda: fields.texts("architectures")) or []
+    fields = fields.replaced({"architectures": classes})
     if classes and not set(module.ARCHITECTURES) & set(classes):
         supported = " or ".join(module.ARCHITECTURES)
         raise fields.refuse("architectures", f"but only {supported} is supported for the type {name!r}")

@@ -10,12 +10,14 @@ _HYBRID = (
     "model with attention in all layers"
 )
 _IMAGES = "a model for images or sound, which is not supported: use a text-only model"
+_PROJECTOR = "the part of a model that reads images (mmproj): give the model's own GGUF file"
 _ENCODER = (
     "which has an encoder of a kind that is not supported: use a decoder-only model, or for embeddings BERT, XLM-R or "
     "nomic-embed"
 )
 _WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts
     _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "mistral3", "phi4mm", "smolvlm"),
+    _PROJECTOR: ("clip",),
     _EXPERTS: ("moe", "mixtral", "deepseek2", "deepseekv2", "deepseekv3", "dbrx", "llama4", "grok", "arctic"),
     _HYBRID: ("mamba", "jamba", "rwkv", "falconh1", "bamba", "zamba", "nemotronh", "hybrid", "recurrent"),
     _ENCODER: ("t5", "bart", "whisper", "pegasus", "marian", "bert", "encoder", "electra", "deberta"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, stand_in
 
 
 class FileBytes:
@@ -29,6 +29,12 @@ class FileBytes:
             if not self.size:
                 self._file.close()
                 raise LoadError(f"{path} is empty; download it again.")
+            if (problem := stand_in(path, self.read(0, 64))) is not None:
+                self._file.close()
+                raise problem
+            if path.with_name(f"{path.name}.aria2").exists():  # it has its size from the beginning
+                self._file.close()
+                raise LoadError(f"{path} is not downloaded completely: let aria2 finish, or download it again.")
             if mmap:
                 self._map = _mmap.mmap(self._file.fileno(), 0, access=_mmap.ACCESS_READ)
         except OSError as error:
@@ -43,7 +49,7 @@ class FileBytes:
                 chunks.append(chunk)
                 count -= len(chunk)
         except OSError as error:
-            raise LoadError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+            raise LoadError(f"{self.path.name} cannot be read: {error.strerror or error}.") from error
         return b"".join(chunks)
 
     def view(self, offset: int, count: int) -> np.ndarray:
@@ -70,7 +76,7 @@ class FileBytes:
             raise self._changed()
 
     def _changed(self) -> LoadError:
-        return LoadError(f"{self.path} has changed while it was read; wait until its download has finished.")
+        return LoadError(f"{self.path.name} has changed while it was read; wait until its download has finished.")
 
     def expect(self, offset: int, count: int) -> None:
         """Lets the system read a range ahead: many requests to a disk at a time are several times as fast as one."""

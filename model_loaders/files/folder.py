@@ -1,16 +1,17 @@
-"""Reads a model from a folder in Hugging Face's layout: configuration, weights and generation defaults."""
+"""Reads a model from a folder in Hugging Face's layout: configuration and weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from polarlm.model_loaders.config import GenerationDefaults, ModelConfig
+from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, quantizations, table_name, take_apart
 from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.files.gguf_file import part_paths
 from polarlm.model_loaders.files.pooling import dense_of_folder, with_dense
-from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, open_safetensors
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, interrupted, numbered_parts, open_safetensors
 from polarlm.model_loaders.files.tensors import StoredWeights
 from polarlm.model_loaders.files.weights import fit
 
@@ -19,7 +20,10 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
     """The configuration and weights in a folder. Raises LoadError unless it is a plain checkpoint of a known family."""
-    _refuse_other_layouts(folder)
+    try:
+        _refuse_other_layouts(folder)
+    except OSError as error:
+        raise LoadError(f"{folder} cannot be read: {error.strerror or error}.") from error
     dense, folders = dense_of_folder(folder)
     config = replace(read_configuration(folder), dense=dense)
     weights = open_safetensors(folder, mmap)
@@ -45,45 +49,67 @@ def read_configuration(folder: Path) -> ModelConfig:
     return configure(fields)
 
 
-def generation_defaults(folder: Path) -> GenerationDefaults:
-    """The defaults in `generation_config.json`; all None if it does not exist.
-
-    `do_sample: false` means greedy only if there is no temperature; in many files it is a leftover.
-    """
-    path = folder / "generation_config.json"
-    fields = Fields(read_json(path, required=False), path)
-    temperature = _number(fields, "temperature", 100.0)
-    return GenerationDefaults(
-        temperature=temperature,
-        top_k=fields.integer("top_k", minimum=0) if fields.has("top_k") else None,
-        top_p=_number(fields, "top_p", 1.0),
-        min_p=_number(fields, "min_p", 1.0),
-        repeat_penalty=_number(fields, "repetition_penalty", 100.0),
-        greedy=not fields.flag("do_sample", True) and temperature is None,
-    )
-
-
-def _number(fields: Fields, key: str, maximum: float) -> float | None:
-    return fields.number(key, maximum=maximum) if fields.has(key) else None
-
-
 def _refuse_other_layouts(folder: Path) -> None:
     """Raises LoadError, with advice, unless the folder has a configuration and safetensors."""
     has_config = (folder / "config.json").is_file()
-    if has_config and any((folder / name).is_file() for name in (SINGLE, INDEX)):
+    has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX)) or bool(numbered_parts(folder))
+    if has_config and has_weights:
         return
     if (folder / "adapter_config.json").is_file():
         raise LoadError(
             f"{folder} holds an adapter (LoRA), not a model; give its base model, and this folder with --lora (lora in "
             "Python)."
         )
+    if models := _ggufs(folder):
+        raise LoadError(f"{folder} holds GGUF files, not a folder of weights; give one of them, such as {models[0]}.")
+    if parts := _visible(folder, "*mmproj*.gguf"):
+        raise LoadError(
+            f"{folder} holds only the part of a model that reads images ({parts[0].name}); give the model's own GGUF "
+            "file."
+        )
+    if not has_weights and (advice := interrupted(folder)):
+        raise LoadError(f"{folder} has no complete weights; {advice}.")
+    if not has_config and _is_model(folder.parent):
+        raise LoadError(f"{folder} is only a part of the model in {folder.parent}; give that folder.")
     if pickles := sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern)):
         raise LoadError(
             f"{folder} holds its weights as a pickle ({pickles[0]}), which can run any code when opened and is not "
             "read; use the model's safetensors files."
         )
-    if files := sorted(folder.glob("*.gguf")):
-        raise LoadError(f"{folder} holds GGUF files, not a folder of weights; give one of them, such as {files[0]}.")
+    for name in ("config.json", SINGLE):
+        if (folder / name).is_symlink() and not (folder / name).exists():
+            raise LoadError(f"{folder / name} is a link to a file that does not exist; download the model again.")
+    others = [file.name for file in _visible(folder, "*.safetensors") if file.name != SINGLE]
+    if others and not has_weights:
+        advice = f"if {others[0]} holds all of its weights, call it so, and otherwise download the model completely"
+        if others[0].startswith("consolidated"):
+            advice = f"{others[0]} is in Mistral's layout, which is not read: take the files that begin with model"
+        raise LoadError(f"{folder} has no {SINGLE}; {advice}.")
+    if not has_config and (models := _below(folder)):
+        raise LoadError(f"{folder} is not a model but holds some; give one, such as {models[0]}.")
+    if has_weights:
+        raise LoadError(f"{folder} has weights but no config.json; put the model's config.json next to them.")
     if not has_config:
         raise LoadError(f"{folder} has no config.json; give the folder that holds the model's config.json and weights.")
     raise LoadError(f"{folder} has no weights ({SINGLE}, or {INDEX} with its parts); download the model completely.")
+
+
+def _below(folder: Path) -> list[Path]:
+    """The models in folders below; those of the hub's cache lie by their commits."""
+    cache = next((one for one in (folder, *folder.parents) if one.name.startswith("models--")), folder)
+    inside = [one for steps in ("*", "snapshots/*", "*/snapshots/*") for one in _visible(cache, steps) if one.is_dir()]
+    return [one for one in inside if _is_model(one)] or [file for one in inside for file in _ggufs(one)]
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and bool(_visible(folder, "*.safetensors"))
+
+
+def _ggufs(folder: Path) -> list[Path]:
+    """The GGUF files of models, of those in parts the first."""
+    return [file for file in _visible(folder, "*.gguf") if "mmproj" not in file.name and part_paths(file)[0] == file]
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    """The files and folders of a pattern, without hidden ones: macOS leaves a "._name" beside each name."""
+    return [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]

@@ -172,7 +172,10 @@ def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:
 def _counts(cursor: _Cursor) -> tuple[int, int]:
     """The numbers of tensors and of metadata entries. Raises LoadError for a file of another format."""
     if cursor.take(4) != b"GGUF":
-        raise LoadError(f"{cursor.path} is not a GGUF file: it does not begin with the letters GGUF.")
+        raise LoadError(
+            f"{cursor.path} is not a GGUF file: it does not begin with the letters GGUF; give one, or the folder of a "
+            "model with config.json and safetensors files."
+        )
     version = cursor.number("<u4")
     if version not in (2, 3):
         raise LoadError(

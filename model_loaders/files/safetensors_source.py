@@ -7,8 +7,10 @@ loader does not support bfloat16 and returns whole tensors, while this loader co
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
@@ -19,6 +21,9 @@ from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+_UNFINISHED = {".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2"}
+_LOG = logging.getLogger(__name__)
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _MAX_DIMS = 8
 _ITEM_BYTES = {
@@ -31,10 +36,13 @@ _ITEM_BYTES = {
 
 def open_safetensors(folder: Path, mmap: bool) -> StoredWeights:
     """All tensors of a model's folder. Raises LoadError for missing, truncated or hostile files."""
+    wanted: dict[Path, set[str] | None]
     if (folder / SINGLE).is_file():
-        wanted: dict[Path, set[str] | None] = {folder / SINGLE: None}
+        wanted = {folder / SINGLE: None}
+        if (folder / INDEX).is_file():
+            _LOG.warning("%s has both %s and %s: the weights are read from the first", folder, SINGLE, INDEX)
     else:
-        wanted = _shards(folder)
+        wanted = _shards(folder) if (folder / INDEX).is_file() else dict.fromkeys(numbered_parts(folder))
     files: list[FileBytes] = []
     tensors: dict[str, StoredTensor] = {}
     try:
@@ -63,13 +71,41 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
         file = weight_map.text(name)
         if Path(file).name != file or "\\" in file or not file.isprintable() or not file.endswith(".safetensors"):
             raise LoadError(f"{index} names the file {file!r}, which is not a safetensors file in this folder.")
-        path = folder / file
-        if path not in shards and not path.is_file():
-            raise LoadError(f"{path} is missing, although {INDEX} names it; download the model completely.")
-        names = shards.setdefault(path, set())
+        names = shards.setdefault(folder / file, set())
         assert names is not None
         names.add(name)
+    _check_complete(folder, shards, f"although {INDEX} names")
     return shards
+
+
+def numbered_parts(folder: Path) -> list[Path]:
+    """The parts of weights without an index, which their names number; none if there are none.
+
+    Raises LoadError if some are missing.
+    """
+    found = [part for path in sorted(folder.iterdir()) if (part := _PART.fullmatch(path.name)) is not None]
+    if not found:
+        return []
+    count = found[-1][1]
+    paths = [folder / f"model-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
+    _check_complete(folder, paths, "although others are there without")
+    return paths
+
+
+def _check_complete(folder: Path, paths: Collection[Path], although: str) -> None:
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        several = len(missing) > 1
+        which = f"{missing[0]} and {len(missing) - 1} more of {len(paths)} parts are" if several else f"{missing[0]} is"
+        advice = interrupted(folder) or "download the model completely"
+        raise LoadError(f"{which} missing, {although} {'them' if several else 'it'}; {advice}.")
+
+
+def interrupted(folder: Path) -> str | None:
+    """What to do about a download into a folder that has not finished; None if none is seen."""
+    places = [*folder.iterdir(), *(folder / ".cache" / "huggingface" / "download").glob("*")]
+    name = next((path.name for path in sorted(places) if path.suffix in _UNFINISHED), None)
+    return None if name is None else f"a download has not finished ({name}): start it again"
 
 
 def read_header(source: FileBytes) -> dict[str, StoredTensor]:

@@ -19,6 +19,7 @@ BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the confi
     "tokenizer.json",
     "tokenizer.model",
     "chat_template.jinja",
+    "chat_template.json",
     "modules.json",  # of an embedding model, as all that follow
     "config_sentence_transformers.json",
     "1_Pooling/config.json",

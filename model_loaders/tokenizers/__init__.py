@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, stand_in
 from polarlm.model_loaders.fields import read_json
 from polarlm.model_loaders.tokenizers import gguf_vocab, hf_json
 from polarlm.model_loaders.tokenizers._protocol import Tokenizer
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from polarlm.model_loaders.files.gguf_file import GgufFile
 
 __all__ = ["Tokenizer", "load_for_folder", "load_for_gguf"]
+
+_OTHERS = ("vocab.json", "merges.txt", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 
 
 def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapping[str, object]) -> Tokenizer:
@@ -29,13 +31,17 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     if whole.is_file():
         return hf_json.load(whole, settings)
     if not model.is_file():
+        others = [name for name in _OTHERS if (folder / name).is_file()]
+        unread = f" ({' and '.join(others)} cannot be read)" if others else ""
         raise LoadError(
-            f"{folder} has no tokenizer: put the model's tokenizer.json or tokenizer.model next to its weights."
+            f"{folder} has no tokenizer: put the model's tokenizer.json or tokenizer.model next to its weights{unread}."
         )
     try:
         content = model.read_bytes()
     except OSError as error:
         raise LoadError(f"{model} cannot be read: {error.strerror}.") from error
+    if (problem := stand_in(model, content)) is not None:
+        raise problem
     from polarlm.model_loaders.tokenizers import sentence_piece, tiktoken_file  # their libraries take memory
 
     kind = tiktoken_file if tiktoken_file.recognises(content) else sentence_piece

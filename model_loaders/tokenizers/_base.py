@@ -14,6 +14,7 @@ from polarlm.model_loaders.tokenizers._protocol import Pair
 # Unicode's white space; Python counts U+001C to U+001F as well.
 _SPACE = "\t\n\v\f\r \u0085\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _SPACES = re.compile(f"[{_SPACE}]*")
+NO_ID = 2**32 - 1  # how GGUF files write that there is none
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class BaseTokenizer(ABC):
     ) -> None:
         """shrinks: the most bytes of text that normalization turns into one; None if it may drop text.
 
-        lacks: bytes without an id in the vocabulary. takes: the control tokens that remove white space.
+        lacks: bytes without an id in the vocabulary. takes: the added tokens that remove white space.
         """
         self.vocab_size = vocab_size
         self.bos_id = special.bos_id
@@ -75,12 +76,31 @@ class BaseTokenizer(ABC):
         self.strips_leading_space = space.at_start
         self.adds_space_after_control = space.after_control
         self._space = space
-        self._shrinks, self._lacks = shrinks, lacks
+        self._shrinks, self._lacks = shrinks, lacks + _SPACE.encode() if takes else lacks
         self._takes = takes
+        self.left_out: tuple[range, frozenset[int]] = range(0), frozenset()
+        self._set_control(control)
+
+    def _set_control(self, control: Mapping[str, int]) -> None:
         self._control = {string: token_id for string, token_id in control.items() if string}
         self._control_names = {token_id: string for string, token_id in self._control.items()}
         longest_first = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def keep_rows(self, rows: int) -> None:
+        special = self.eos_ids | {one for one in (self.bos_id, self.closing_id) if one is not None}
+        beyond = frozenset(one for one in special if one >= self.vocab_size and one != NO_ID)
+        self.left_out = range(rows, self.vocab_size), beyond
+        self.vocab_size = rows = min(rows, self.vocab_size)
+        self.eos_ids = frozenset(one for one in self.eos_ids if one < rows)
+        self.bos_id = self._kept(self.bos_id)
+        self.closing_id = self._kept(self.closing_id)
+        if self.pair is not None and max(self.pair.between) >= rows:
+            self.pair = None
+        self._set_control({string: token_id for string, token_id in self._control.items() if token_id < rows})
+
+    def _kept(self, token_id: int | None) -> int | None:
+        return None if token_id is None or token_id >= self.vocab_size else token_id
 
     @abstractmethod
     def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
@@ -100,7 +120,8 @@ class BaseTokenizer(ABC):
                 continue
             plain = part.replace(mark, "") if mark else part
             if plain:
-                ids += self._tokenize_plain(plain, leading_space)
+                found = self._tokenize_plain(plain, leading_space)
+                ids += [one for one in found if one < self.vocab_size] if self.left_out[0] else found
                 leading_space = False
         return ids
 

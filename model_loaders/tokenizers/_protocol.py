@@ -32,6 +32,11 @@ class Tokenizer(Protocol):
     pair: Pair | None  # how two texts are joined; None if the files do not say it
     strips_leading_space: bool  # tokenizing adds a space to the first text of a sequence, and detokenizing removes it
     adds_space_after_control: bool  # tokenizing adds a space to a text that follows a control token
+    left_out: tuple[range, frozenset[int]]  # ids without a row in the embedding: of the vocabulary, of files beside it
+
+    def keep_rows(self, rows: int) -> None:
+        """Leave out ids from `rows` on, which the embedding lacks: no text has them, and no sequence begins or ends
+        with one. The names of such control tokens become plain text."""
 
     def tokenize(self, text: str, *, control: bool = False, continued: bool = False, mark: str = "") -> list[int]:
         """The ids of `text`, without BOS and EOS, and never truncated.

@@ -6,17 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from polarlm.model_loaders.tokenizers._base import SpecialIds
+from polarlm.model_loaders.tokenizers import known_names
+from polarlm.model_loaders.tokenizers._base import SpecialIds, Takes
 from polarlm.model_loaders.tokenizers._protocol import Pair
-
-# Ends of a text or of a turn in common chat formats. If a vocabulary has one as a control token, the model ends its
-# answers with it, even if its configuration does not say so.
-WELL_KNOWN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
-    *("<end_of_turn>", "<|end|>"),  # Gemma's, Phi's
-    *("<|return|>", "<|call|>"),  # gpt-oss's
-    *("<turn|>", "<|tool_response>"),  # Gemma 4's
-)
 
 
 @dataclass(frozen=True)
@@ -36,8 +28,20 @@ class FolderSettings:
         return {
             str(entry.get("content", "")): (int(token_id), bool(entry.get("special", False)))
             for token_id, entry in added.items()
-            if str(token_id).isdigit() and isinstance(entry, Mapping)
+            if str(token_id).isdecimal() and isinstance(entry, Mapping)
         }
+
+    def white_space(self) -> dict[str, Takes]:
+        """The added tokens that remove white space around them, from tokenizer_config.json."""
+        added = self.tokenizer.get("added_tokens_decoder")
+        entries = (
+            [entry for entry in added.values() if isinstance(entry, Mapping)] if isinstance(added, Mapping) else []
+        )
+        takes = {
+            str(entry.get("content")): Takes(entry.get("lstrip") is True, entry.get("rstrip") is True)
+            for entry in entries
+        }
+        return {token: one for token, one in takes.items() if one != Takes()}
 
 
 def for_folder(
@@ -55,24 +59,14 @@ def for_folder(
     bos = lookup(named) if named else None
     for candidate in (default_bos, settings.config.get("bos_token_id")):
         bos = candidate if bos is None and isinstance(candidate, int) else bos
-    asked = settings.tokenizer.get("add_bos_token")
-    wants = asked if isinstance(asked, bool) else adds_bos
-
-    ends = well_known_ends(control)
+    family = str(settings.config.get("model_type"))
+    wants = known_names.begins_with_bos(family, control, settings.tokenizer.get("add_bos_token"), adds_bos)
+    ends = {control[name] for name in known_names.ends(control)}
     for source in (settings.config, settings.generation):
         ends |= ids_in(source.get("eos_token_id"))
     named = token_string(settings.tokenizer.get("eos_token"))
     end = lookup(named) if named else None
     return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}), closing_id, pair)
-
-
-def well_known_ends(control: Mapping[str, int]) -> set[int]:
-    """The ids of the ends of a turn or a text that a vocabulary has as control tokens.
-
-    Where answers are messages in channels, <|end|> is that of a message, and more of the answer follows.
-    """
-    ends = {control[string] for string in WELL_KNOWN_ENDS if string in control}
-    return ends - {control["<|end|>"]} if {"<|end|>", "<|return|>", "<|channel|>"} <= control.keys() else ends
 
 
 def ids_in(value: object) -> set[int]:

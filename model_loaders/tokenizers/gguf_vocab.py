@@ -5,6 +5,7 @@ Keys and token types are those of ggml's docs/gguf.md, defaults of absent keys t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,10 +20,10 @@ from tokenizers.models import BPE, WordPiece
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.tokenizers import patterns
-from polarlm.model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
+from polarlm.model_loaders.tokenizers import known_names, patterns
+from polarlm.model_loaders.tokenizers._base import NO_ID, BaseTokenizer, SpecialIds, Takes
+from polarlm.model_loaders.tokenizers._pieces import byte_of
 from polarlm.model_loaders.tokenizers._protocol import Pair
-from polarlm.model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer, WordPieceTokenizer
 
 if TYPE_CHECKING:
@@ -30,15 +31,25 @@ if TYPE_CHECKING:
     from polarlm.model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer
 
 
-class _Type(IntEnum):
-    """GGUF's token types, which have the same numbers as SentencePiece's."""
+_LOG = logging.getLogger(__name__)
 
+
+class _Type(IntEnum):
+    """GGUF's token types, which have the same numbers as SentencePiece's but for the first."""
+
+    UNDEFINED = 0
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+_ADDED = (_Type.CONTROL, _Type.USER_DEFINED)
+_NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_NAMED = ("bos", "unknown", "cls", "seperator", *_NAMED_ENDS)  # the key is spelt like this
+_DEFAULT_IDS = {("llama", "bos"): 1, ("llama", "eos"): 2, ("llama", "unknown"): 0, ("t5", "eos"): 1}
 
 
 @dataclass(frozen=True)
@@ -57,18 +68,56 @@ class _Vocabulary:
     def control(self) -> dict[str, int]:
         return {self.tokens[i]: i for i in self.of(_Type.CONTROL, _Type.UNKNOWN)}
 
-    def special(self, *, adds_bos: bool) -> SpecialIds:
-        """BOS and the ends. adds_bos: whether sequences begin with BOS if the file does not say so."""
-        asked = self.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
-        bos = ids_in(self.metadata.get("tokenizer.ggml.bos_token_id"))
-        ends = well_known_ends(self.control)
-        for name in ("eos", "eot", "eom"):
-            ends |= ids_in(self.metadata.get(f"tokenizer.ggml.{name}_token_id"))
-        closes = self.metadata.get("tokenizer.ggml.add_eos_token", False) is True
-        closing = ids_in(self.metadata.get("tokenizer.ggml.eos_token_id")) if closes else None
-        end = min(closing) if closing else None
+    @cached_property
+    def listed(self) -> dict[str, int]:
+        """String → id of the tokens that are known by name."""
+        return {name: self.tokens.index(name) for name in known_names.LISTED.intersection(self.tokens)}
+
+    @cached_property
+    def named(self) -> dict[str, int]:
+        """The ids of `tokenizer.ggml.{…}_token_id`: "bos", "eos", "unknown", …; without those that are no tokens."""
+        found = {}
+        for name in _NAMED:
+            key = f"tokenizer.ggml.{name}_token_id"
+            value = self.metadata.get(key, _DEFAULT_IDS.get((self.kind, name)))
+            if isinstance(value, int) and 0 <= value < len(self.tokens):
+                found[name] = value
+            elif value not in (None, NO_ID):
+                problem = f"is {value!r}, which is none of its {len(self.tokens)} tokens; it is left out"
+                _LOG.warning("%s: %s %s", self.path, key, problem)
+        return found
+
+    @property
+    def kind(self) -> str:
+        return str(self.metadata.get("tokenizer.ggml.model"))
+
+    def special(self, *, adds_bos: bool, closes: bool = False) -> SpecialIds:
+        """BOS and the ends. adds_bos, closes: whether sequences begin and end with them if the file does not say."""
+        flag = self.metadata.get("tokenizer.ggml.add_bos_token")
+        wants = known_names.begins_with_bos(self.kind, self.control, flag, adds_bos)
+        ends = {self.control[name] for name in known_names.ends(self.control)}
+        ends |= {self.named[name] for name in _NAMED_ENDS if name in self.named}
+        ends |= {i for name, i in self.listed.items() if name in known_names.CODE_ENDS and self.types[i] in _ADDED}
+        end = self.named.get("eos") if self.metadata.get("tokenizer.ggml.add_eos_token", closes) is True else None
         pair = None if end is None else Pair((end, end), second_type=False)  # of XLM-R, whose separator is the end
-        return SpecialIds(min(bos) if bos and asked else None, frozenset(ends), end, pair)
+        bos = self.named.get("bos", self.control.get("<bos>"))
+        return SpecialIds(bos if wants else None, frozenset(ends), end, pair)
+
+    def takes(self) -> dict[str, Takes]:
+        """The control tokens that remove white space around them."""
+        family, model = (str(self.metadata.get(f"general.{key}")) for key in ("architecture", "name"))
+        return known_names.white_space(family, model, self.kind, self.control)
+
+    def correct_types(self) -> None:
+        """Give tokens the types that they have by their names: converters slip, and llama.cpp mends the same."""
+        types, ends, words = self.types, known_names.ends(self.listed), known_names.words(self.listed)
+        keyed = {self.named.get(name) for name in ("bos", "eos", "eot", "eom")}
+        for name, i in self.listed.items():
+            is_end = name in ends and (name in known_names.ENDS or types[i] == _Type.USER_DEFINED)
+            if is_end or (i in keyed and name not in known_names.CODE_ENDS):
+                types[i] = _Type.CONTROL
+            elif name in words and types[i] == _Type.CONTROL:
+                types[i] = _Type.USER_DEFINED
 
     def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> Sequence[Any]:
         """A list in the metadata. Raises LoadError if it is missing, of another type or not `length` long."""
@@ -122,10 +171,13 @@ def load(gguf: GgufFile) -> BaseTokenizer:
         types = list(vocabulary.list_of("tokenizer.ggml.token_type", int, len(tokens)))
     if unknown := set(types) - set(_Type):
         raise LoadError(f"{gguf.path} has tokens of the unknown type {min(unknown)} (tokenizer.ggml.token_type).")
-    for i in _Vocabulary(gguf.path, gguf.metadata, tokens, types).of(_Type.USER_DEFINED):
-        if tokens[i] in WELL_KNOWN_ENDS:  # a converter's slip, mended as in llama.cpp
-            types[i] = _Type.CONTROL
-    return builders[kind](_Vocabulary(gguf.path, gguf.metadata, tokens, types))
+    if _Type.UNDEFINED in types:
+        types = [one or int(_Type.UNUSED) for one in types]
+    if kind == "llama" and _Type.BYTE not in types:
+        types = [one if byte_of(token) is None else int(_Type.BYTE) for token, one in zip(tokens, types, strict=True)]
+    vocabulary = _Vocabulary(gguf.path, gguf.metadata, tokens, types)
+    vocabulary.correct_types()
+    return builders[kind](vocabulary)
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
@@ -144,7 +196,8 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
     library.pre_tokenizer = pre_tokenizer
     _add_own(library, vocabulary)
     special = vocabulary.special(adds_bos=whole_words)  # the same kinds begin sequences with BOS
-    return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=len(vocabulary.tokens))
+    size, takes = len(vocabulary.tokens), vocabulary.takes()
+    return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=size, takes=takes)
 
 
 def _spaced_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
@@ -177,38 +230,45 @@ def _add_own(library: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
 def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
     """Words, which such files mark with "▁", and parts of words, which BERT marks with "##".
 
-    Files do not say whether text is lower-cased first: it is if no word has a capital letter.
+    Older files do not say whether text is lower-cased first: it is if no word has a capital letter.
     """
     control = vocabulary.control
     ids = {
         token if token in control else token[1:] if token.startswith("▁") else f"##{token}": i
         for i, token in enumerate(vocabulary.tokens)
     }
-    unknown = min(ids_in(vocabulary.metadata.get("tokenizer.ggml.unknown_token_id")) or {100})
+    unknown = vocabulary.named.get("unknown", 100)
     if unknown >= len(vocabulary.tokens):
         raise LoadError(f"{vocabulary.path} has no token {unknown} for unknown words: convert it again.")
     name = vocabulary.tokens[unknown]
     library = tokenizers.Tokenizer(WordPiece(ids, unk_token=name if name in ids else f"##{name}"))
-    lowers = not any(token != token.lower() for token in ids if token not in control)
-    library.normalizer = normalizers.BertNormalizer(lowercase=lowers)
+    lowers = vocabulary.metadata.get("tokenizer.ggml.normalizer.lowercase")
+    if not isinstance(lowers, bool):
+        lowers = not any(token != token.lower() for token in ids if token not in control)
+    strips = vocabulary.metadata.get("tokenizer.ggml.normalizer.strip_accents")
+    library.normalizer = normalizers.BertNormalizer(
+        lowercase=lowers, strip_accents=strips if isinstance(strips, bool) else None
+    )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     bos, sep = (
-        ids_in(vocabulary.metadata.get(f"tokenizer.ggml.{key}_token_id")) or ids_in(control.get(default))
-        for key, default in (("cls", "[CLS]"), ("seperator", "[SEP]"))  # the key is spelt like this
+        vocabulary.named.get(key, control.get(default)) for key, default in (("cls", "[CLS]"), ("seperator", "[SEP]"))
     )
-    bos = bos or ids_in(vocabulary.metadata.get("tokenizer.ggml.bos_token_id"))
-    pair = Pair((min(sep),), second_type=True) if sep else None
-    special = SpecialIds(min(bos) if bos else None, frozenset(sep), min(sep) if sep else None, pair)
+    bos = vocabulary.named.get("bos") if bos is None else bos
+    pair = None if sep is None else Pair((sep,), second_type=True)
+    special = SpecialIds(bos, frozenset(() if sep is None else (sep,)), sep, pair)
     return WordPieceTokenizer(library, control, special, byte_level=False, vocab_size=len(vocabulary.tokens))
 
 
 def _unigram(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
     from polarlm.model_loaders.tokenizers.sentence_piece import protobuf
 
-    return _sentence_piece(vocabulary, protobuf.TrainerSpec.UNIGRAM)
+    special = vocabulary.special(adds_bos=False, closes=True)
+    return _sentence_piece(vocabulary, special, protobuf.TrainerSpec.UNIGRAM)
 
 
-def _sentence_piece(vocabulary: _Vocabulary, trained_as: Any = None) -> SentencePieceTokenizer:
+def _sentence_piece(
+    vocabulary: _Vocabulary, special: SpecialIds | None = None, trained_as: Any = None
+) -> SentencePieceTokenizer:
     from polarlm.model_loaders.tokenizers.sentence_piece import (  # its libraries take memory
         SentencePieceTokenizer,
         protobuf,
@@ -223,9 +283,9 @@ def _sentence_piece(vocabulary: _Vocabulary, trained_as: Any = None) -> Sentence
         spellings.add(token)
         model.pieces.add(piece=token, type=kind, score=score)
     _specify(model, vocabulary, trained_as or protobuf.TrainerSpec.BPE)
-    special = vocabulary.special(adds_bos=True)
+    special = special or vocabulary.special(adds_bos=True)
     try:
-        return SentencePieceTokenizer(model, special, space_after_control=True)
+        return SentencePieceTokenizer(model, special, space_after_control=True, takes=vocabulary.takes())
     except RuntimeError as error:
         raise LoadError(f"{vocabulary.path} has an inconsistent vocabulary ({error}): convert it again.") from error
 
@@ -235,15 +295,13 @@ def _specify(model: Any, vocabulary: _Vocabulary, kind: Any) -> None:
     byte_count = sum(kind == _Type.BYTE for kind in vocabulary.types)
     model.trainer_spec.model_type = kind
     model.trainer_spec.byte_fallback = byte_count == 256
-    if _Type.UNKNOWN not in vocabulary.types:
-        unknown = min(ids_in(vocabulary.metadata.get("tokenizer.ggml.unknown_token_id")) or {0})
-        if unknown < len(model.pieces):
-            model.pieces[unknown].type = _Type.UNKNOWN
+    if _Type.UNKNOWN not in vocabulary.types and model.pieces:
+        model.pieces[vocabulary.named.get("unknown", 0)].type = _Type.UNKNOWN
     setting = vocabulary.metadata.get
     normalizer = model.normalizer_spec
     normalizer.name = "identity"
     normalizer.add_dummy_prefix = setting("tokenizer.ggml.add_space_prefix", True) is True
     normalizer.remove_extra_whitespaces = setting("tokenizer.ggml.remove_extra_whitespaces", False) is True
     charsmap = setting("tokenizer.ggml.precompiled_charsmap", [])
-    if isinstance(charsmap, list) and charsmap:
+    if isinstance(charsmap, list) and all(isinstance(value, int) for value in charsmap):
         normalizer.precompiled_charsmap = bytes(value & 0xFF for value in charsmap)

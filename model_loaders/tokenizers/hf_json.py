@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import tokenizers
 
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.errors import LoadError, stand_in
 from polarlm.model_loaders.forks import cached_property
+from polarlm.model_loaders.tokenizers import known_names
 from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
 from polarlm.model_loaders.tokenizers._byte_level import spelling, spelt_bytes
 from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
@@ -29,19 +31,30 @@ class LibraryTokenizer(BaseTokenizer):
         byte_level: bool,
         space: LeadingSpace = LeadingSpace(),  # noqa: B008 - frozen
         vocab_size: int | None = None,
+        takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
+        """takes: control tokens that remove white space, besides those that the library knows of."""
         if vocab_size is None:
             vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         lacks = bytes(byte for byte in range(256) if library.token_to_id(_spelling(byte, byte_level)) is None)
         added = library.get_added_tokens_decoder().values()
-        takes = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
+        known = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
         shrinks = None if lacks and not byte_level else _shrinks(library, byte_level)
-        super().__init__(vocab_size, control, special, space, shrinks=shrinks, lacks=lacks, takes=takes)
+        super().__init__(vocab_size, control, special, space, shrinks=shrinks, lacks=lacks, takes={**known, **takes})
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone
         self._library = library
         self._byte_level = byte_level
+
+    def keep_rows(self, rows: int) -> None:
+        super().keep_rows(rows)
+        added = self._library.get_added_tokens_decoder()
+        if any(token_id >= rows and not token.special for token_id, token in added.items()):  # they become plain text
+            description = json.loads(self._library.to_str())
+            description["added_tokens"] = [entry for entry in description["added_tokens"] if entry["id"] < rows]
+            self._library = tokenizers.Tokenizer.from_str(json.dumps(description))
+            self._library.encode_special_tokens = True
 
     @cached_property
     def _without_space(self) -> tokenizers.Tokenizer:
@@ -83,12 +96,16 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
     """Reads a tokenizer.json. Raises LoadError if it is damaged or of an unknown kind."""
     try:
         text = file.read_text(encoding="utf-8")
+        if (problem := stand_in(file, text[:64].encode())) is not None:
+            raise problem
         description = json.loads(text)
         library = tokenizers.Tokenizer.from_str(text)
         steps = list(_steps(description))
         control = {entry["content"]: entry["id"] for entry in description["added_tokens"] if entry["special"]}
     except OSError as error:
         raise LoadError(f"{file} cannot be read: {error.strerror}.") from error
+    except LoadError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise LoadError(f"{file} is not a valid tokenizer.json ({error}): download it again.") from error
     kinds = {step["type"] for step in steps}
@@ -98,11 +115,12 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
             f"{file} holds a {kind} vocabulary; byte-level BPE, SentencePiece and WordPiece ones are supported."
         )
     first, last = _outer_control_tokens(steps)
+    named = str(settings.tokenizer.get("tokenizer_class")), token_string(settings.tokenizer.get("bos_token"))
     special = for_folder(
         settings,
         control,
         library.token_to_id,
-        adds_bos=first is not None or _is_known_to_begin_with_bos(settings),
+        adds_bos=first is not None or known_names.class_adds_bos(*named),
         default_bos=library.token_to_id(first) if first else None,
         closing_id=library.token_to_id(last) if last else None,
         pair=_pair(steps, library.token_to_id),
@@ -120,11 +138,8 @@ def _spelling(byte: int, byte_level: bool) -> str:
 def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
     """The most bytes of text that become one byte; three if characters are composed or "▁" replaces a space.
 
-    None if text may be dropped: by a normalizer or a pre-tokenizer, or by added tokens that remove the white space
-    around them.
+    None if text may be dropped by a normalizer or a pre-tokenizer.
     """
-    if any(token.lstrip or token.rstrip for token in library.get_added_tokens_decoder().values()):
-        return None
     stages = {"normalizer": library.normalizer, "pre_tokenizer": library.pre_tokenizer}
     given = {stage: json.loads(step.__getstate__()) for stage, step in stages.items() if step is not None}
     if not all(map(_keeps_text, _steps(given))):
@@ -191,9 +206,3 @@ def _pair(steps: list[dict], lookup: Callable[[str], int | None]) -> Pair | None
             known = tuple(one for one in between if one is not None)
             return Pair(known, parts[places[1]][1]["type_id"] == 1) if known and len(known) == len(between) else None
     return None
-
-
-def _is_known_to_begin_with_bos(settings: FolderSettings) -> bool:
-    """Llama 2's class adds BOS in code; Llama 3's first files had no post-processor to say so."""
-    llama_class = str(settings.tokenizer.get("tokenizer_class", "")).startswith("LlamaTokenizer")
-    return llama_class or token_string(settings.tokenizer.get("bos_token")) == "<|begin_of_text|>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
+from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
 from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
 
@@ -23,7 +24,9 @@ _Piece = protobuf.ModelProto.SentencePiece
 class SentencePieceTokenizer(BaseTokenizer):
     """A vocabulary that the `sentencepiece` library runs."""
 
-    def __init__(self, model: Any, special: SpecialIds, *, space_after_control: bool) -> None:
+    def __init__(
+        self, model: Any, special: SpecialIds, *, space_after_control: bool, takes: Mapping[str, Takes]
+    ) -> None:
         """model: a ModelProto. Raises RuntimeError if the library does not accept it."""
         adds_space = model.normalizer_spec.add_dummy_prefix
         super().__init__(
@@ -32,6 +35,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             special,
             LeadingSpace(at_start=adds_space, after_control=adds_space and space_after_control),
             shrinks=_shrinks(model),
+            takes=takes,
         )
         self._serialized = model.SerializeToString()
         self._library = sentencepiece.SentencePieceProcessor(model_proto=self._serialized)
@@ -80,7 +84,7 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> SentencePieceT
         )
         # transformers' fixed ("non-legacy") tokenizer adds a space only at the start of a text.
         legacy = settings.tokenizer.get("legacy") is not False
-        return SentencePieceTokenizer(model, special, space_after_control=legacy)
+        return SentencePieceTokenizer(model, special, space_after_control=legacy, takes=settings.white_space())
     except (DecodeError, RuntimeError) as error:
         raise LoadError(
             f"{file} is neither a SentencePiece model nor a tiktoken vocabulary: download it again."

@@ -11,7 +11,7 @@ from typing import Any
 from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.requests.answers import Conversation
-from polarlm.engine.requests.prompts import Prompt, is_chat
+from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
 from polarlm.engine.sampling.schemas import prepared_for_text
 from polarlm.model_loaders.chat.call_format import CallFormat
@@ -41,8 +41,8 @@ class _Answering:
     plan: _Plan
     ticket: Ticket
 
-    def __init__(self, engine: Engine, asked: ParsedRequest, index: int) -> None:
-        self._engine, self._asked, self._index = engine, asked, index
+    def __init__(self, engine: Engine, asked: ParsedRequest, index: int, warnings: list[str] | None) -> None:
+        self._engine, self._asked, self._index, self._warnings = engine, asked, index, warnings
 
     def submit(self, prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
         """Queue the request as `Engine.submit` does. An error in its constraint names the request's field."""
@@ -58,15 +58,20 @@ class _Answering:
             refusal = error if own else ConstraintError(f"tools: {error}", error.code)
             refusal.field = self._asked.constrained_by if own else "tools"
             raise refusal from None
+        if self._warnings is not None:
+            self._warnings += self.ticket.warnings
         return self.ticket
 
 
-async def answer(driver: Driver, asked: ParsedRequest, index: int = 0) -> AsyncGenerator[Piece, None]:
+async def answer(
+    driver: Driver, asked: ParsedRequest, index: int = 0, warnings: list[str] | None = None
+) -> AsyncGenerator[Piece, None]:
     """Yield answer `index` of a request in pieces. Closing the generator cancels it. Raises what the driver raises.
 
-    The first piece of a streamed answer says that the engine has accepted the request.
+    The first piece of a streamed answer says that the engine has accepted the request. By then, `warnings` has those of
+    its ticket.
     """
-    under_way = _Answering(driver.engine, asked, index)
+    under_way = _Answering(driver.engine, asked, index, warnings)
     stream = driver.stream(
         asked.prompt,
         asked.params,
@@ -118,12 +123,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     try:
         if template.channels is not None:
             return _plan_of_channels(template.channels, template.calls, asked, params, control, schema)
-        after_result = asked.prompt[-1].get("role") == "tool"
-        place = template.place_of_answer(asked.options.template_variables, after_result=after_result)
-        if asked.options.continue_final_message and template.tags is not None:
-            begun = asked.prompt[-1]["content"]
-            opened = place == "inside" or template.tags.open in begun
-            place = "inside" if opened and template.tags.close not in begun else "after"
+        place = place_of_answer(asked.prompt, engine.model, asked.options)
         reasoning = None if place == "after" else template.tags
         format = None if asked.tools is None else template.calls
     except LoadError as error:
@@ -132,8 +132,6 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     literals = [] if reasoning is None else [reasoning.open, reasoning.close]
     if tags is None and format is None:
         return _Plan(replace(params, shown_tokens=_control_in(literals, control)))
-    # A constraint applies from the answer's first token on, so it leaves no room for reasoning.
-    thinks = tags is not None and place == "inside" and not params.is_constrained
     names: Sequence[str] = ()
     if asked.tools is not None and format is not None:
         functions = functions_of(asked.tools.callable)
@@ -154,14 +152,13 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
                 control,
                 calls=asked.tools.calls,
                 several=asked.tools.several,
-                tags=reasoning,
-                thinks=place == "inside",
+                tags=reasoning if place == "before" else None,  # a constraint begins behind reasoning that is open
                 schema=schema,
             )
             params = replace(params, grammar=text)
         if asked.tools.calls == "none":
             format = None
-    parser = AnswerParser(format, names, control, tags, thinks=thinks)
+    parser = AnswerParser(format, names, control, tags, thinks=tags is not None and place == "inside")
     return _Plan(replace(params, shown_tokens=_control_in(literals, control)), parser)
 
 

@@ -38,16 +38,14 @@ def grammar(
     calls: Literal["may", "must", "none"],
     several: bool,
     tags: Tags | None = None,
-    thinks: bool = False,
     schema: Mapping[str, Any] | None = None,
 ) -> str:
     """The grammar of an answer that may, must or must not call `functions`.
 
     control: name → id of control tokens. several: whether there may be more than one call. tags: those around
-    reasoning, with which an answer may begin. thinks: whether the prompt ends with the opening tag. schema: that of
-    an answer without calls, prepared for %json.
+    reasoning, with which an answer may begin. schema: that of an answer without calls, prepared for %json.
     """
-    return _Grammar(format, functions, control, calls, several and format.several, tags, thinks, schema).text()
+    return _Grammar(format, functions, control, calls, several and format.several, tags, schema).text()
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ class _Grammar:
     calls: Literal["may", "must", "none"]
     several: bool
     tags: Tags | None
-    thinks: bool
     schema: Mapping[str, Any] | None
 
     def text(self) -> str:
@@ -83,19 +80,16 @@ class _Grammar:
                 f"thought[lazy]: /(?s:.*)/ {close}",
                 f"unclosed: UNCLOSED\nUNCLOSED: /(?s:.*)/ & ~/{_containing(self.tags.close)}/",
             ]
-        if self.thinks:
-            start = f"start: thought {after}{unclosed}"
-        else:
-            opened = f"SPACE? {self._literal(self.tags.open)} "
-            if self.tags.open not in self.control and self.tags.close not in self.control:
-                thought = [
-                    f"thought[lazy]: /\\s*{_escaped(self.tags.open)}(?s:.*){_escaped(self.tags.close)}/",
-                    f"unclosed: UNCLOSED\nUNCLOSED: /\\s*{_escaped(self.tags.open)}(?s:.*)/ "
-                    f"& ~/{_containing(self.tags.close)}/",
-                ]
-                opened = ""
-            unclosed = unclosed and f" | {opened}unclosed"
-            start = f"start: {rest} | {opened}thought {after}{unclosed}"
+        opened = f"SPACE? {self._literal(self.tags.open)} "
+        if self.tags.open not in self.control and self.tags.close not in self.control:
+            thought = [
+                f"thought[lazy]: /\\s*{_escaped(self.tags.open)}(?s:.*){_escaped(self.tags.close)}/",
+                f"unclosed: UNCLOSED\nUNCLOSED: /\\s*{_escaped(self.tags.open)}(?s:.*)/ "
+                f"& ~/{_containing(self.tags.close)}/",
+            ]
+            opened = ""
+        unclosed = unclosed and f" | {opened}unclosed"
+        start = f"start: {rest} | {opened}thought {after}{unclosed}"
         return [start, *(line for line in thought if unclosed or not line.startswith("unclosed")), "SPACE: /\\s{1,8}/"]
 
     def _free(self) -> list[str]:
@@ -105,7 +99,7 @@ class _Grammar:
         if self.schema is not None:
             return [f"text: %json {json.dumps(self.schema)}", "called: calls"]
         barred = [self._begins if not self._marker else _containing(self._marker)]
-        thinks = self.tags is not None and not self.thinks and self.tags.open not in self.control
+        thinks = self.tags is not None and self.tags.open not in self.control
         first = f"\\s*{_escaped(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
         if first:
             barred.append(first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from contextlib import suppress
 from importlib.util import find_spec
 
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from polarlm.model_loaders.child_python import python
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_bytes
 from polarlm.server.http.errors import ApiError
@@ -47,7 +47,7 @@ class Documents:
 
 async def _read(data: bytes, most: int) -> bytes:
     """What `polarlm.server.reading.pdf` writes about a file. Raises ApiError."""
-    program = (sys.executable, "-m", "polarlm.server.reading.pdf", str(most))
+    program = python("polarlm.server.reading.pdf", str(most))
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe, stderr=nothing)
     try:

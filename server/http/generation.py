@@ -91,6 +91,7 @@ class Generation:
         options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
         asked = replace(asked, options=options)
         warnings = [sentence for _, sentence in asked.warnings] + self._endpoint.warnings(body)
+        told: list[str] = []  # while the prompt is tokenized
         if asked.answers > (room := self._driver.room):
             given = "prompt" if asked.more_prompts else "n"
             wanted = f"{given} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
@@ -98,32 +99,33 @@ class Generation:
             raise BadRequest(given, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
         if asked.stream:
             asked = replace(asked, progress=asked.progress and self._about.tells_cached)
-            events = self._events(asked, writer)
+            events = self._events(asked, writer, told)
             first = await while_there(request.receive, anext(events))
             framing = self._endpoint.framing
             stream = EventStream(first, events, framing, writer.failure, partial(_sign, writer, framing))
             stream.silent_seconds = asked.sign_seconds if asked.sign_seconds is not None else stream.silent_seconds
-            return warn(stream, warnings)
+            return warn(stream, [*warnings, *dict.fromkeys(told)])
         asked = replace(asked, progress=False)
-        return warn(await while_there(request.receive, self._whole(asked, writer)), warnings)
+        whole = await while_there(request.receive, self._whole(asked, writer, told))
+        return warn(whole, [*warnings, *dict.fromkeys(told)])
 
-    def _pieces(self, asked: ParsedRequest) -> Pieces:
-        return merged([answer(self._driver, one, index) for one in asked.each() for index in range(asked.n)])
+    def _pieces(self, asked: ParsedRequest, told: list[str]) -> Pieces:
+        return merged([answer(self._driver, one, index, told) for one in asked.each() for index in range(asked.n)])
 
-    async def _whole(self, asked: ParsedRequest, writer: Writer) -> Response:
+    async def _whole(self, asked: ParsedRequest, writer: Writer, told: list[str]) -> Response:
         given: list[list[Piece]] = [[] for _ in range(asked.answers)]
-        async with aclosing(self._pieces(asked)) as pieces:
+        async with aclosing(self._pieces(asked, told)) as pieces:
             async for index, piece in pieces:
                 given[index].append(piece)
         # In a thread, since an answer may be long.
         return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in given])))
 
-    async def _events(self, asked: ParsedRequest, writer: Writer) -> AsyncGenerator[Event, None]:
+    async def _events(self, asked: ParsedRequest, writer: Writer, told: list[str]) -> AsyncGenerator[Event, None]:
         """The events of a streamed response; first NOTHING, if the engine takes all requests before any has a token."""
         begun: set[int] = set()
         accepted = 0
         usages: dict[int, Usage] = {}
-        async with aclosing(self._pieces(asked)) as pieces:
+        async with aclosing(self._pieces(asked, told)) as pieces:
             async for index, piece in pieces:
                 if piece.is_waiting:
                     accepted += 1

@@ -17,6 +17,7 @@ import asyncio
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -303,3 +304,7 @@ def main() -> int:
     logging.disable()  # what the server sends goes nowhere
     asyncio.run(_main())
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

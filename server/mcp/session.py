@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from polarlm.model_loaders.child_python import python
 from polarlm.server.mcp.file import McpServer
 from polarlm.server.reading.tools import read_tools
 from polarlm.server.reading.values import BadRequest
 
 OFF, CONNECTING, READY, FAILED = "off", "connecting", "ready", "failed"
 
-# The child has this process's path, without the folder that it is started in, where anything may be.
-_START = (
-    "import sys; sys.path[:1] == [''] and sys.path.pop(0); from polarlm.server.mcp.client import main; sys.exit(main())"
-)
 _CONNECT_SECONDS = 60.0  # the first start of a program may download it
 _LINE = 8 << 20  # bytes of a line of the child, besides an answer: a list of tools
 _NAME = 64  # characters that many models' templates and other APIs take
@@ -108,11 +103,10 @@ class Session:
         if self._reading is not None:
             await self._reading  # of the last child
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _START, self.name),  # the name is for lists of processes
+            *python("polarlm.server.mcp.client", self.name),  # the name is for lists of processes
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends its children in order
             limit=_LINE + 6 * self._most,  # JSON writes a character in up to six
         )

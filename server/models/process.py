@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import secrets
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,15 +14,11 @@ from typing import Any
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.engine.storage import files
+from polarlm.model_loaders.child_python import python
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel
 from polarlm.server.running.refused import Refused
 
-# The child has this process's path, without the folder that it is started in, where anything may be.
-_START = (
-    "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
-    "from polarlm.server.models.child import main; sys.exit(main())"
-)
 _END_SECONDS = 40.0  # for a process to end in order: it lets its answers end for 30
 
 
@@ -55,10 +49,9 @@ class ModelProcess:
         """
         key = secrets.token_urlsafe()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _START, model.name),  # the name is for lists of processes
+            *python("polarlm.server.models.child", model.name),  # the name is for lists of processes
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends its children in order
         )
         started = cls(model.name, key, 0, process, asyncio.Queue())

@@ -40,7 +40,7 @@ class FakeEngine:
     model: Any = field(
         default_factory=lambda: SimpleNamespace(
             name="fake",
-            template=ChatTemplate("{{ messages }}", origin="fake"),
+            template=ChatTemplate("{{ messages }}"),
             config=SimpleNamespace(is_encoder=False),
         )
     )

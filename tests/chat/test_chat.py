@@ -476,7 +476,7 @@ def test_ctrl_c_while_a_prompt_is_prepared_stops_this_answer_alone(engine):
         def channels(self):
             signal.raise_signal(signal.SIGINT)
 
-    engine.model.template = Slow("{{ messages }}", origin="fake")
+    engine.model.template = Slow("{{ messages }}")
     turn = ChatSession(engine, SamplingParams(), Console()).send("hi")
     assert (turn.finish_reason, turn.token_ids) == ("cancelled", ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
+from polarlm.engine.errors import EngineError
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.state.plan import plan_for_tokens
@@ -48,3 +50,18 @@ def test_states_of_weights_that_become_words_are_nearly_those_of_transformers(na
     expected = np.concatenate([states for _, states in texts])
     states = read_encoder(ENCODERS / name, NativeOps()).encode([ids for ids, _ in texts])
     assert np.linalg.norm(states - expected) <= 2**-11 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("ops", BACKENDS, ids=["numpy", "native"])
+def test_what_a_table_has_no_row_for_is_an_error(ops: Ops) -> None:
+    encoder = read_encoder(ENCODERS / "bert_f32", ops)
+    config = encoder.config
+    assert len(encoder.encode([[5] * config.positions])) == config.positions
+    for text, types in (([5] * (config.positions + 1), None), ([5, config.vocab_size], None), ([-1], None)):
+        with pytest.raises(EngineError, match="has no row"):
+            encoder.encode([text], types)
+    inputs = encoder.weights.encoder_inputs
+    inputs = replace(inputs, token_types=replace(inputs.token_types, shape=(1, config.hidden_size)))
+    encoder.weights = replace(encoder.weights, encoder_inputs=inputs)
+    with pytest.raises(EngineError, match="has no row 1 in a table of 1"):
+        encoder.encode([[5, 6]], [1])

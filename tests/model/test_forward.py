@@ -13,6 +13,8 @@ from polarlm.engine.backends.kv import FilledBlocks
 from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Load
+from polarlm.engine.errors import EngineError
+from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import score
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
@@ -334,3 +336,13 @@ def test_a_cpu_counts_the_inputs_of_all_layers_of_a_prompt(monkeypatch: pytest.M
     load = Load(config, bare_model(config, weights).store.plan.shape.widest, tokens, 1)
     assert ops.work_bytes(load) == inputs.nbytes
     assert ops.work_bytes(replace(load, model=replace(config, layer_embedding=0))) == 0
+
+
+@pytest.mark.parametrize("beyond", [-1, 96, 3_000_000])
+def test_an_id_without_a_row_is_an_error(beyond: int) -> None:
+    """A kernel would read foreign memory, and its statistics would be kept."""
+    config, weights = read_model(FIXTURES / "llama_gqa_linear")
+    with pytest.raises(EngineError, match=f"no row {beyond} in a table of 96"):
+        calibrate(NumpyOps(), config, weights, [5] * 15 + [beyond], 8)
+    with pytest.raises(EngineError, match=f"no row {beyond} in a table of 96"):
+        bare_model(config, weights).step([], [beyond], [])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.find_calls import find_call_format
+from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
 from tests import call_templates
 from tests.rendering import rendered
@@ -32,7 +35,7 @@ GEMMA = CallFormat(
 
 
 def own(name: str) -> ChatTemplate:
-    return ChatTemplate(getattr(call_templates, name), origin=name, bos_token="<s>", eos_token="</s>")
+    return ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_templates_of_models(name: str, expected: CallFormat) -> None:
         template = for_folder(folder, json.loads((folder / "tokenizer_config.json").read_text()))
     else:
         source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-        template = ChatTemplate(source, origin=name, bos_token="<s>", eos_token="</s>")
+        template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
     assert find_call_format(template) == expected
 
 
@@ -138,18 +141,22 @@ MESSAGES = [
 @pytest.mark.parametrize("name", ["HERMES", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "TEXT_ARGUMENTS"])
 def test_past_calls_are_shown_as_the_format_says(name: str) -> None:
     template, format = own(name), find_call_format(own(name))
-    text = rendered(template, format.as_messages(MESSAGES, TOOLS), tools=TOOLS)
+    text = rendered(template, format.as_messages(MESSAGES), tools=TOOLS)
     assert format.shown([("f", '{"a": [1, "b"]}', "abcdefgh1")]) in text
 
 
 def test_without_tools_in_the_template_calls_are_text() -> None:
-    format = find_call_format(own("NO_TOOLS"))
-    said = format.as_messages([{"role": "system", "content": "Be kind."}, *MESSAGES, MESSAGES[2]], TOOLS)
+    template = own("NO_TOOLS")
+
+    def put(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return put_otherwise(template, messages, tools, {}).messages
+
+    said = put([{"role": "system", "content": "Be kind."}, *MESSAGES, MESSAGES[2]], TOOLS)
     assert [message["role"] for message in said] == ["system", "user", "assistant", "user"]
     assert said[0]["content"].startswith("Be kind.\n\n")
     assert json.dumps(TOOLS[0]["function"]) in said[0]["content"]
-    assert said[2]["content"] == format.shown([("f", '{"a": [1, "b"]}', "")])
+    assert said[2]["content"] == template.calls.shown([("f", '{"a": [1, "b"]}', "")])
     assert "tool_calls" not in said[2]
     assert said[3]["content"] == "<tool_response>\nso\n</tool_response>\n<tool_response>\nso\n</tool_response>"
-    assert format.as_messages(MESSAGES[:1], TOOLS)[0]["role"] == "system"
-    assert format.as_messages(MESSAGES[:1], ()) == MESSAGES[:1]
+    assert put(MESSAGES[:1], TOOLS)[0]["role"] == "system"
+    assert put(MESSAGES[:1], ()) == MESSAGES[:1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_gguf
 from polarlm.model_loaders.files.gguf_file import GgufFile
@@ -76,7 +77,7 @@ def shown(template: ChatTemplate) -> str:
     """A conversation with a call that was cut off, as the template writes it."""
     messages, tools = conversation("word")
     messages[1]["tool_calls"][0]["function"]["arguments"] = CUT_OFF
-    (text,) = template.render_each([template.calls.as_messages(messages, tools)])
+    (text,) = template.render_each([put_otherwise(template, messages, tools, {}).messages])
     assert isinstance(text, str)
     return text
 
@@ -89,4 +90,4 @@ def test_a_call_that_was_cut_off_is_shown_as_its_text(family: tuple[Tokenizer, C
 
 def test_a_template_that_takes_objects_alone_shows_an_empty_one() -> None:
     strict = call_templates.HERMES.replace("c.function.arguments |", "dict(c.function.arguments) |")
-    assert '"arguments": {}}' in shown(ChatTemplate(strict, origin="strict", bos_token="<s>", eos_token="</s>"))
+    assert '"arguments": {}}' in shown(ChatTemplate(strict, bos_token="<s>", eos_token="</s>"))

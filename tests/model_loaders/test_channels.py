@@ -12,7 +12,7 @@ from polarlm.model_loaders.chat.channels import Channels, find_channels
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.model_loaders.chat.templates import ChatTemplate
-from polarlm.model_loaders.tokenizers._special import well_known_ends
+from polarlm.model_loaders.tokenizers import known_names
 from tests.rendering import rendered
 from tests.tool_model import tool_engine
 
@@ -25,7 +25,7 @@ RESULT = {"role": "tool", "tool_call_id": "c", "content": "so"}
 
 def template(name: str) -> ChatTemplate:
     source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    return ChatTemplate(source, origin=name, bos_token="<s>", eos_token="</s>")
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
 
 
 def test_channels_of_gpt_oss() -> None:
@@ -47,9 +47,10 @@ def test_the_effort_of_reasoning_is_a_variable() -> None:
 
 
 def test_the_end_of_a_message_does_not_end_an_answer() -> None:
-    names = ("<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|endoftext|>")
-    assert well_known_ends({name: number for number, name in enumerate(names)}) == {1, 2, 4}
-    assert well_known_ends({"<|end|>": 0, "<|endoftext|>": 1}) == {0, 1}
+    names = {"<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|endoftext|>"}
+    assert known_names.ends(names) == {"<|return|>", "<|call|>", "<|endoftext|>"}
+    assert known_names.ends({"<|end|>", "<|calls|>", "<|flush|>"}) == {"<|calls|>", "<|flush|>"}
+    assert known_names.ends({"<|end|>", "<|endoftext|>"}) == {"<|end|>", "<|endoftext|>"}
 
 
 def prompt(messages: list[dict[str, Any]], model: Any, **more: Any) -> str:

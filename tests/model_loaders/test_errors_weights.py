@@ -140,6 +140,16 @@ def test_quantized_weights(folder: Path) -> None:
     assert "quantization_config" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("architectures", "LlamaForCausalLM"), ("architectures", {"a": 1}), ("architectures", [None])]
+    + [(key, value) for key in ("quantization_config", "rope_scaling") for value in ([], "", False, {})],
+)
+def test_an_odd_value_that_is_not_needed(key: str, value: object, folder: Path) -> None:
+    edit_json(folder / "config.json", lambda config: config.update({key: value}))
+    load_weights(folder)[1].close()
+
+
 def test_a_missing_key(folder: Path) -> None:
     edit_json(folder / "config.json", lambda config: config.pop("num_hidden_layers"))
     assert "config.json lacks the key 'num_hidden_layers'" in refused(folder)

@@ -52,7 +52,7 @@ def _from_data(name: str) -> tuple[Tokenizer, ChatTemplate]:
     folder = {"llama3": "llama3", "qwen2.5": "qwen2_5"}.get(name)
     if folder is None:
         sources = {"llama2": LLAMA2, "thinking": THINKING}
-        own = ChatTemplate(sources.get(name, ""), origin=name, bos_token="<s>", eos_token="</s>")
+        own = ChatTemplate(sources.get(name, ""), bos_token="<s>", eos_token="</s>")
         return vocab.real("llama2-model"), own if name in sources else for_folder(Path("/nonexistent"), {})
     config = json.loads(shared("tokenizers", folder, "tokenizer_config.json").read_text())
     return vocab.real(f"{name}-json"), for_folder(shared("tokenizers", folder), config)
@@ -70,7 +70,7 @@ def tiny(source: str, **metadata: object) -> tuple[Tokenizer, ChatTemplate]:
     control = (("<s>", vocab.CONTROL), ("</s>", vocab.CONTROL))  # ids 257 and 258
     ids = {"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 258}
     gguf = vocab.tiny_bpe(*control, **ids, **metadata)
-    return load_for_gguf(gguf), ChatTemplate(source, origin="tiny.gguf", bos_token="<s>", eos_token="</s>")
+    return load_for_gguf(gguf), ChatTemplate(source, bos_token="<s>", eos_token="</s>")
 
 
 def user(content: str) -> dict[str, object]:
@@ -205,7 +205,7 @@ def reasoning_model(name: str) -> tuple[Tokenizer, ChatTemplate]:
     source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     control = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
     tokenizer = load_for_gguf(vocab.tiny_bpe(*((token, vocab.CONTROL) for token in control)))
-    return tokenizer, ChatTemplate(source, origin=name, bos_token="<s>", eos_token="</s>")
+    return tokenizer, ChatTemplate(source, bos_token="<s>", eos_token="</s>")
 
 
 def with_ids(tokenizer: Tokenizer, text: str) -> dict[str, object]:
@@ -277,6 +277,8 @@ class TestReasoningStaysBehind:
             chat_ids([m for answer in answers for m in (user("hi"), answer)] + [user("so?")], template, tokenizer)
             return list(asked)
 
+        for turns in (0, 2):
+            renderings_of(turns, "he")  # what the template takes is looked at once
         assert renderings_of(0, "") == [1]
         for text in ("he", "the reason</think>he"):
             assert renderings_of(20, text) == renderings_of(2, text) == [3]

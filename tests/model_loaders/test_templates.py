@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def template(source: str, **tokens: str) -> ChatTemplate:
-    return ChatTemplate(source, origin="model.gguf", **tokens)
+    return ChatTemplate(source, **tokens)
 
 
 def render(source: str, **variables: object) -> str:
@@ -75,12 +75,23 @@ class TestWhereItComesFrom:
         assert 'as lines of "User:" and "Assistant:"' in plain
         assert for_folder(tmp_path, {"chat_template": "{{ messages }}"}).missing("its own") is None
 
-    @pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default", "template": 7}]])
-    def test_a_chat_template_that_is_not_text_is_refused(self, tmp_path: Path, value: object) -> None:
-        with pytest.raises(LoadError, match=r"tokenizer_config\.json .*chat_template"):
-            for_folder(tmp_path, {"chat_template": value})
-        with pytest.raises(LoadError, match=r"tiny\.gguf .*chat_template"):
-            for_gguf(gguf(**{"tokenizer.chat_template": value}))
+    @pytest.mark.parametrize("value", [7, True, [{"name": "default", "template": 7}], {"default": [7]}])
+    def test_a_chat_template_that_is_not_text_is_left_out_with_a_warning(
+        self, tmp_path: Path, value: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert for_folder(tmp_path, {"chat_template": value}).is_default
+        assert for_gguf(gguf(**{"tokenizer.chat_template": value})).is_default
+        says = f"chat_template is {value!r}, which is no text; it is left out"
+        assert caplog.messages == [f"{file}: {says}" for file in (tmp_path / "tokenizer_config.json", "tiny.gguf")]
+
+    def test_the_last_place_is_chat_template_json(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        file = tmp_path / "chat_template.json"
+        file.write_text('{"chat_template": {"default": "Hi"}}')
+        assert for_folder(tmp_path, {}).source == "Hi"
+        assert for_folder(tmp_path, {"chat_template": "x"}).source == "x"
+        file.write_text("{")
+        assert for_folder(tmp_path, {}).is_default
+        assert "chat_template.json is not valid JSON" in caplog.text
 
     def test_an_unreadable_file_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
@@ -140,7 +151,7 @@ class TestWhatItCanNotDo:
         ],
     )
     def test_errors_carry_the_templates_words(self, source: str, complaint: str) -> None:
-        with pytest.raises(LoadError, match=rf"^The chat template of model\.gguf failed: .*{complaint}"):
+        with pytest.raises(LoadError, match=rf"^The model's chat template failed: .*{complaint}"):
             render(source)
 
     @pytest.mark.slow(keep=1)
@@ -165,7 +176,7 @@ class TestWhatItCanNotDo:
         ],
     )
     def test_a_hostile_template_ends_without_harm(self, source: str) -> None:
-        with pytest.raises(LoadError, match=r"^The chat template of model\.gguf failed: it "):
+        with pytest.raises(LoadError, match=r"^The model's chat template failed: it "):
             render(source)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory alike")

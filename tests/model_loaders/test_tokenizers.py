@@ -28,6 +28,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_fo
 from tests.model_loaders import vocabularies as vocab
 from tests.pairs import each
 from tests.shared_data import shared
+from tests.tiny import VOCABULARY, tokenizer_json
 
 VECTORS = {  # llama.cpp's name of its test vectors → tokenizers that must agree with them
     "llama-bpe": ("llama3-gguf", "llama3-json", "llama3-tiktoken"),
@@ -153,11 +154,67 @@ def test_control_tokens_take_white_space_as_the_library_has_it(kind: str, text: 
     assert tokenizer.least_tokens(text) <= len(ids)
 
 
+@pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("names", [("llama3-json", "llama3-tiktoken", "llama3-gguf"), ("llama2-gguf", "llama2-model")])
 @given(text=TEXTS)
-def test_the_same_vocabulary_in_other_files_gives_the_same_ids(names: tuple[str, ...], text: str) -> None:
-    first, *others = (vocab.real(name).tokenize(text) for name in names)
+def test_the_same_vocabulary_in_other_files_gives_the_same_ids(
+    names: tuple[str, ...], control: bool, text: str
+) -> None:
+    first, *others = (vocab.real(name).tokenize(text, control=control) for name in names)
     assert all(ids == first for ids in others)
+
+
+# Of a model whose GGUF files need what is known by name: the real vocabulary that it extends, what its file says, and
+# its added tokens (name, GGUF's type, flags in tokenizer.json).
+_BEHIND, _WORD = {"special": True, "rstrip": True}, {"special": False}
+KNOWN_BY_NAME: dict[str, tuple[str, dict[str, str], list[tuple[str, int, dict[str, bool]]]]] = {
+    "phi-3": (
+        "llama2",
+        {"general.name": "Phi 3.5 Mini"},
+        [("<|endoftext|>", vocab.CONTROL, {"special": True})]
+        + [(name, vocab.CONTROL, _BEHIND) for name in ("<|user|>", "<|assistant|>", "<|end|>", "<|placeholder1|>")],
+    ),
+    "phi-4-mini": (
+        "llama3",
+        {"general.architecture": "phi3", "general.name": "Phi 4 Mini Instruct"},
+        [(name, vocab.CONTROL, _BEHIND) for name in ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")]
+        + [(name, vocab.CONTROL, {"special": True}) for name in ("<|endoftext|>", "<|tool|>")],
+    ),
+    "gemma": (
+        "llama3",
+        {"general.architecture": "gemma3"},
+        [("<end_of_turn>", vocab.USER_DEFINED, {"special": True}), ("</s>", vocab.CONTROL, _WORD)]
+        + [(name, vocab.USER_DEFINED, _WORD) for name in ("<s>", "<b>", "</b>", "<table>", "\n\n\n")],
+    ),
+}
+
+
+@cache
+def known_by_name(model: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """The GGUF file's tokenizer, and the library's with the same vocabulary."""
+    base, says, added = KNOWN_BY_NAME[model]
+    metadata = {**vocab.metadata(f"{base}-gguf"), **says}
+    for key, value in (("tokens", 0), ("token_type", 1)):
+        metadata[f"tokenizer.ggml.{key}"] = [*metadata[f"tokenizer.ggml.{key}"], *(token[value] for token in added)]
+    if base == "llama2":
+        metadata["tokenizer.ggml.scores"] = [*metadata["tokenizer.ggml.scores"], *[0.0] * len(added)]
+    library = tokenizers.Tokenizer.from_str(vocab.library(f"{base}-json").to_str())
+    for name, _, flags in added:
+        library.add_tokens([tokenizers.AddedToken(name, normalized=False, **flags)])
+    return load_for_gguf(vocab.SimpleNamespace(path=Path("known.gguf"), metadata=metadata)), library
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("model", KNOWN_BY_NAME)
+@given(data=st.data())
+def test_what_a_gguf_file_does_not_say_is_known_by_name(model: str, data: st.DataObject) -> None:
+    tokenizer, library = known_by_name(model)
+    names = [name for name, _, _ in KNOWN_BY_NAME[model][2]]
+    parts = st.one_of(st.sampled_from([*names, " ", "  ", "\n", "a", "he", "\u3000", "\x1c"]), st.text(max_size=3))
+    text = data.draw(st.lists(parts).map("".join))
+    ids = library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.tokenize(text, control=True) == ids
+    assert tokenizer.least_tokens(text) <= len(ids)
 
 
 def test_a_mark_hides_control_strings_and_leaves_no_trace() -> None:
@@ -214,6 +271,74 @@ def test_an_end_of_turn_that_a_gguf_calls_user_defined_ends_the_answer(tiny, str
     assert tokenizer.tokenize(string, control=True) == [end]
     assert end not in tokenizer.tokenize(string)
     assert tokenizer.token_bytes(end) == b""
+
+
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [  # added tokens with their types, besides <unk>, <s> and </s>; and the ends
+        ([("<end_of_turn>", vocab.CONTROL)], {"<end_of_turn>"}),
+        ([("<turn|>", vocab.USER_DEFINED), ("<|tool_response>", vocab.NORMAL)], {"<turn|>", "<|tool_response>"}),
+        ([("<EOT>", vocab.USER_DEFINED), ("[EOS]", vocab.NORMAL)], {"</s>", "<EOT>"}),
+        ([("<|file_sep|>", vocab.USER_DEFINED), ("<|repo_name|>", vocab.NORMAL)], {"</s>", "<|file_sep|>"}),
+        ([("<|call|>", vocab.NORMAL), ("<|im_end|>", vocab.UNUSED)], {"</s>", "<|call|>", "<|im_end|>"}),
+    ],
+)
+@pytest.mark.parametrize("kind", [vocab.CONTROL, vocab.USER_DEFINED])
+def test_ends_that_a_gguf_names_or_that_are_known_by_name(
+    more: list[tuple[str, int]], ends: set[str], kind: int
+) -> None:
+    """</s> is a word where Gemma's turns are, whatever its type, unless the file says that it ends a text."""
+    for eos in (0, 2):  # <unk>, </s>
+        gguf = vocab.tiny_spm(*more, **{"tokenizer.ggml.eos_token_id": eos})
+        gguf.metadata["tokenizer.ggml.token_type"][2] = kind
+        tokenizer = load_for_gguf(gguf)
+        wanted = ends | {gguf.metadata["tokenizer.ggml.tokens"][eos]}
+        assert {gguf.metadata["tokenizer.ggml.tokens"][i] for i in tokenizer.eos_ids} == wanted
+        assert tokenizer.token_bytes(2) == (b"" if "</s>" in wanted else b"</s>")
+        assert (2 in tokenizer.tokenize("<s></s>")) == ("</s>" not in wanted)
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [({}, ["E", "É"]), ({"lowercase": True}, ["e", "e"]), ({"lowercase": True, "strip_accents": False}, ["e", "é"])],
+)
+def test_a_gguf_says_how_words_are_normalized(says: dict[str, bool], words: list[str]) -> None:
+    tokens = ["[UNK]", "[CLS]", "[SEP]", *(f"▁{letter}" for letter in "eéEÉ")]
+    metadata = {"model": "bert", "tokens": tokens, "token_type": [vocab.CONTROL] * 3 + [vocab.NORMAL] * 4}
+    metadata |= {"unknown_token_id": 0, **{f"normalizer.{key}": value for key, value in says.items()}}
+    gguf = vocab.tiny_bpe(**{f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    tokenizer = load_for_gguf(gguf)
+    assert [tokenizer.token_name(i).strip() for i in tokenizer.tokenize("E É")] == words
+
+
+def test_a_unigram_vocabulary_has_the_defaults_of_llama_cpp() -> None:
+    """Texts end with EOS and do not begin with BOS; white space before <mask> goes, as XLM-R has it."""
+    gguf = vocab.tiny_spm(("<mask>", vocab.CONTROL), **{"tokenizer.ggml.model": "t5"})
+    tokenizer = load_for_gguf(gguf)
+    assert (tokenizer.bos_id, tokenizer.closing_id) == (None, 2)
+    assert tokenizer.tokenize("he \n<mask>", control=True) == [*tokenizer.tokenize("he"), 263]
+
+
+def test_words_that_merges_make_end_nothing() -> None:
+    """Qwen's vocabulary has </s> as a word."""
+    tokenizer = load_for_gguf(vocab.tiny_bpe(("</s>", vocab.NORMAL), **{"tokenizer.ggml.merges": ["h e"]}))
+    assert tokenizer.token_bytes(257) == b"</s>"
+    assert tokenizer.eos_ids == set()
+
+
+def test_a_vocabulary_without_types() -> None:
+    """Bytes are known by their names, and control tokens by the keys that name them."""
+    typed, gguf = vocab.tiny_spm(), vocab.tiny_spm()
+    del gguf.metadata["tokenizer.ggml.token_type"]
+    tokenizer = load_for_gguf(gguf)
+    for text in ("he é\n", "<s>he</s>"):
+        assert tokenizer.tokenize(text, control=True) == load_for_gguf(typed).tokenize(text, control=True)
+    assert text_of(tokenizer, tokenizer.tokenize("he é\n")) == " he é\n"
+
+
+def test_a_token_without_a_type_is_unused() -> None:
+    tokenizer = load_for_gguf(vocab.tiny_spm(("hehe", 0)))
+    assert 263 not in tokenizer.tokenize("hehe")
 
 
 def test_a_gguf_that_does_not_say_how_it_cuts_words_is_cut_as_llama_cpp_does() -> None:
@@ -304,12 +429,32 @@ class TestBosAndEos:
         (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
         assert load_for_folder(tmp_path, {}, {}).bos_id is None
 
+    @pytest.mark.parametrize("flag", [None, False, True])
+    def test_gemma_4_begins_with_bos_whatever_its_files_say(self, flag: bool | None, tmp_path: Path) -> None:
+        more = [("<bos>", vocab.CONTROL), ("<turn|>", vocab.CONTROL)]
+        gguf = vocab.tiny_spm(*more, **{"tokenizer.ggml.bos_token_id": 263, "tokenizer.ggml.add_bos_token": flag})
+        assert load_for_gguf(gguf).bos_id == 263
+        shutil.copy(shared("tokenizers", "llama2", "tokenizer.json"), tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": flag}))
+        assert load_for_folder(tmp_path, {"model_type": "gemma4"}, {}).bos_id == 1
+
+    @pytest.mark.parametrize(("value", "bos"), [(100000, None), (-1, None), ("<s>", None), ([1], None), (None, 1)])
+    def test_a_gguf_that_names_no_token(self, value: object, bos: int | None, caplog: pytest.LogCaptureFixture) -> None:
+        """An id that its vocabulary lacks is left out with a warning; where none is named, llama.cpp's is taken."""
+        gguf = vocab.tiny_spm(**{"tokenizer.ggml.bos_token_id": value})
+        if value is None:
+            del gguf.metadata["tokenizer.ggml.bos_token_id"]
+        assert load_for_gguf(gguf).bos_id == bos
+        warned = f"tiny.gguf: tokenizer.ggml.bos_token_id is {value!r}, which is none of its 263 tokens"
+        assert [warned in caplog.text, len(caplog.records)] == ([False, 0] if value is None else [True, 1])
+
     def test_smollm2_has_no_bos(self, demo_path: Path) -> None:
         from polarlm.model_loaders.files.gguf_file import GgufFile
 
         tokenizer = load_for_gguf(GgufFile(demo_path))
         assert tokenizer.bos_id is None
-        assert tokenizer.eos_ids == {tokenizer.control_tokens()[s] for s in ("<|im_end|>", "<|endoftext|>")}
+        ends = ("<|im_end|>", "<|endoftext|>", "<reponame>")
+        assert tokenizer.eos_ids == {tokenizer.control_tokens()[name] for name in ends}
         assert text_of(tokenizer, tokenizer.tokenize("Grüße 2024 🦙")) == "Grüße 2024 🦙"
 
 
@@ -343,6 +488,42 @@ class TestTokenizerModelFolders:
         assert 263 not in tokenizer.tokenize("<|im_end|>")
         assert 264 in tokenizer.tokenize("he<tool_call>")
         assert 263 in tokenizer.eos_ids
+
+    def test_ids_beyond_the_embedding_are_in_no_text(self, tmp_path: Path) -> None:
+        sentencepiece_file(tmp_path)
+        added = {
+            "263": {"content": "<|im_end|>", "special": True},
+            "264": {"content": "<tool_call>", "special": False},
+        }
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"added_tokens_decoder": added, "add_bos_token": True})
+        )
+        tokenizer = load_for_folder(tmp_path, {"bos_token_id": 1, "eos_token_id": [2, 100_000, 2**32 - 1]}, {})
+        tokenizer.keep_rows(263)
+        assert tokenizer.left_out == (range(263, 265), {100_000})  # 2³² − 1 is none
+        assert tokenizer.vocab_size == 263
+        assert tokenizer.eos_ids == {2}
+        assert tokenizer.bos_id == 1
+        assert text_of(tokenizer, tokenizer.tokenize("he<|im_end|><tool_call>he", control=True)) == " he<|im_end|>he"
+        tokenizer.keep_rows(1)
+        assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, frozenset())
+
+    def test_an_added_word_beyond_the_embedding_is_plain_text(self, tmp_path: Path) -> None:
+        library = tokenizers.Tokenizer.from_str(tokenizer_json())
+        library.add_tokens([tokenizers.AddedToken("ice"), tokenizers.AddedToken("rain")])
+        (tmp_path / "tokenizer.json").write_text(library.to_str())
+        tokenizer = load_for_folder(tmp_path, {}, {})
+        tokenizer.keep_rows(VOCABULARY + 1)
+        ids = tokenizer.tokenize("ice and rain")
+        assert VOCABULARY in ids
+        assert text_of(tokenizer, ids) == "ice and rain"
+
+    def test_added_tokens_take_white_space(self, tmp_path: Path) -> None:
+        sentencepiece_file(tmp_path)
+        added = {"263": {"content": "<|end|>", "special": True, "rstrip": True}, "²": {}, "264": None}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+        tokenizer = load_for_folder(tmp_path, {}, {})
+        assert tokenizer.tokenize("he<|end|>\n he", control=True) == tokenizer.tokenize("he<|end|>he", control=True)
 
     def test_space_only_at_the_start_unless_legacy(self, tmp_path: Path) -> None:
         sentencepiece_file(tmp_path)

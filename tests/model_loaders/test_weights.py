@@ -15,11 +15,9 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
 from polarlm.model_loaders import load_weights
-from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.file_bytes import FileBytes
-from polarlm.model_loaders.files.folder import generation_defaults
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.row_order import head_order
 from polarlm.model_loaders.files.safetensors_source import read_header
@@ -399,26 +397,6 @@ def test_a_vocabulary_of_128k() -> None:
     assert isinstance(merges, Strings)
     assert (len(tokens), len(merges)) == (128_256, 280_147)
     assert (tokens[0], tokens[128_000]) == ("!", "<|begin_of_text|>")
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        (None, GenerationDefaults()),
-        ({"eos_token_id": 2}, GenerationDefaults()),
-        (
-            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1},
-            GenerationDefaults(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1, repeat_penalty=1.1),
-        ),
-        ({"do_sample": False}, GenerationDefaults(greedy=True)),
-        ({"do_sample": False, "temperature": 0.7}, GenerationDefaults(temperature=0.7)),
-        ({"temperature": None, "top_k": 0}, GenerationDefaults(top_k=0)),
-    ],
-)
-def test_generation_defaults(written: dict[str, object] | None, expected: GenerationDefaults, tmp_path: Path) -> None:
-    if written is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(written))
-    assert generation_defaults(tmp_path) == expected
 
 
 # Product: a mapped file that became shorter would kill the process; one that is read would give other bytes.

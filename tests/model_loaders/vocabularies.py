@@ -8,6 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import tokenizers
 
@@ -49,6 +50,12 @@ def _load(place: Path, config: str) -> Tokenizer:
 def real(name: str, **config: object) -> Tokenizer:
     """A real tokenizer, loaded once; skips the calling test where the data folder is absent."""
     return _load(shared(*_PLACES[name]), json.dumps(config))
+
+
+@cache
+def metadata(name: str) -> dict[str, Any]:
+    """What a real GGUF file says."""
+    return dict(GgufFile(shared(*_PLACES[name])).metadata)
 
 
 @cache

@@ -55,7 +55,7 @@ def begun_in_child(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def template() -> ChatTemplate:
-    return ChatTemplate("{{ messages[0].content }}", origin="model")
+    return ChatTemplate("{{ messages[0].content }}")
 
 
 def answers(template: ChatTemplate, content: str, count: int = 100) -> set[str]:

@@ -89,7 +89,7 @@ def test_a_mask_that_forbids_everything_is_an_error() -> None:
     with pytest.raises(EngineError, match="constraint bans every token"):
         sample(np.zeros(3, np.float32), nothing)
     biased = replace(chain, logit_bias={1: -math.inf})
-    with pytest.raises(EngineError, match="constraint, together with logit_bias and min_tokens, bans every token"):
+    with pytest.raises(EngineError, match=r"constraint, together with logit_bias, .* bans every token"):
         sample(np.zeros(3, np.float32), replace(nothing, sampling=biased, allowed=mask_of([1], 3)))
 
 

@@ -67,6 +67,7 @@ def broken(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("level", LEVELS[1:], ids=lambda level: level.name)
 def test_a_level_with_a_missing_feature_is_never_chosen(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "machine", lambda: level.machine)
+    monkeypatch.setattr(target, "_may_use_tiles", lambda: True)
     everything = frozenset(feature for other in LEVELS for feature in other.needs)
     for missing in level.needs:
         monkeypatch.setattr(target, "host_features", lambda missing=missing: everything - {missing})
@@ -81,6 +82,7 @@ def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.Monke
     """And none of another machine."""
     everything = frozenset(feature for other in LEVELS for feature in other.needs)
     monkeypatch.setattr(target, "host_features", lambda: everything)
+    monkeypatch.setattr(target, "_may_use_tiles", lambda: True)
     found = {}
     for machine in ("x86_64", "aarch64", "riscv64"):
         monkeypatch.setattr(target, "machine", lambda machine=machine: machine)

@@ -20,7 +20,7 @@ from tests import call_templates
 THINK = Tags("<think>", "</think>")
 NAMES = ("weather", "time")
 FORMS = {
-    name: find_call_format(ChatTemplate(getattr(call_templates, name), origin=name, bos_token="<s>", eos_token="</s>"))
+    name: find_call_format(ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>"))
     for name in ("MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "HERMES", "NO_TOOLS")
 }
 ARGUMENTS = ("{}", '{"city": "Rome"}', '{"a": {"b": ["}", "{\\"", "\\\\"]}, "n": 1.5}')

@@ -50,7 +50,8 @@ def answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = engine.submit
 
     def forced(prompt: Any, params: SamplingParams, *more: Any, **named: Any) -> Any:
-        return submit(prompt, replace(params, grammar=rule_of(engine, ANSWER)), *more, **named)
+        constraint = engine.grammars.constraint(SamplingParams(grammar=rule_of(engine, ANSWER)))
+        return submit(prompt, replace(params, grammar=None), *more, constraint=constraint, **named)
 
     monkeypatch.setattr(engine, "submit", forced)
 

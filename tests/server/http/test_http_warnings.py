@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import ollama
@@ -15,6 +16,7 @@ from polarlm.server.http.warnings import HEADER, warn
 from polarlm.server.running import journal
 from tests.lazily import anthropic, openai
 from tests.server.http_server import Serving, serving
+from tests.tool_model import tool_engine
 
 QUESTION = {"role": "user", "content": "then he ran on"}
 APIS: dict[str, dict[str, Any]] = {
@@ -132,3 +134,32 @@ def _routes(server: Serving) -> list[Any]:
     from polarlm.server.http.app import create_app
 
     return [route for route in create_app(server.driver, server.driver.config).routes if hasattr(route, "endpoint")]
+
+
+_LATE = [QUESTION, {"role": "assistant", "content": "so"}, {"role": "system", "content": "be brief"}, QUESTION]
+_REFUSING = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('the first alone') }}"
+    "{% endif %}{% if 'fail' in m.content %}{{ raise_exception('always') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+)
+
+
+def test_what_a_template_refuses_is_told_once_and_its_file_never(tmp_path: Path) -> None:
+    late = {
+        "/v1/chat/completions": {"messages": _LATE},
+        "/v1/messages": {"messages": _LATE, "system": "be kind"},
+        "/v1/responses": {"input": _LATE, "instructions": "be kind"},
+        "/api/chat": {"messages": _LATE},
+    }
+    expected = (
+        "this model's chat template refuses system messages after the first one: they are joined to it, or put as "
+        "the user's"
+    )
+    with tool_engine(tmp_path, _REFUSING) as engine, serving(engine) as server:
+        for path, body in late.items():
+            for stream in (False, True):
+                assert warning(server, path, **body, stream=stream) == expected, path
+        assert "be brief" in server.post("/apply-template", {"messages": _LATE}).json()["prompt"]
+        failed = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "fail"}]})
+        assert failed.status_code == 400
+        assert failed.json()["error"]["message"] == "The model's chat template failed: always."

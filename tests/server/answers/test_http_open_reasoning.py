@@ -1,0 +1,160 @@
+"""Constrained answers where the template opens reasoning at the end of a prompt: the constraint begins behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from polarlm.engine import Engine, PromptOptions, SamplingParams
+from tests.server.http_server import Serving, serving
+from tests.tool_model import tool_engine
+
+OPENS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\nOPEN\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\\nCLOSE\\n\\n' }}{% endif %}{% endif %}"
+)
+TAGS = {"text": ("<think>", "</think>"), "control tokens": ("<|channel>thought", "<channel|>")}
+ASKED: Any = [{"role": "user", "content": "How many?"}]
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+OFF: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.fixture(scope="module", params=TAGS)
+def close(request: pytest.FixtureRequest) -> str:
+    return TAGS[request.param][1]
+
+
+@pytest.fixture(scope="module")
+def engine(close: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    open_tag = next(opening for opening, closing in TAGS.values() if closing == close)
+    template = OPENS.replace("OPEN", open_tag).replace("CLOSE", close) + "{# <|turn> #}"
+    with tool_engine(tmp_path_factory.mktemp("model"), template) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Serving]:
+    with serving(engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def bias(engine: Engine, close: str) -> dict[int, float]:
+    """Makes the model write a few letters, and close its reasoning."""
+    (closing,) = engine.tokenize(close, control=True)
+    return {closing: 99.5, engine.tokenize("th")[0]: 100.0}
+
+
+@pytest.fixture(scope="module")
+def body(bias: dict[int, float]) -> dict[str, Any]:
+    return {
+        "messages": ASKED,
+        "temperature": 1,
+        "seed": 3,
+        "max_tokens": 400,
+        "logit_bias": {str(token): value for token, value in bias.items()},
+    }
+
+
+def is_answer(text: str) -> bool:
+    return bool(json.loads(text) in ({"n": 1}, {"n": 2}))
+
+
+CONSTRAINTS: list[tuple[dict[str, Any], Any]] = [
+    ({"response_format": FORM}, is_answer),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, is_answer),
+    ({"guided_json": SCHEMA}, is_answer),
+    ({"guided_regex": "[0-9]{2}"}, lambda text: text.isdigit() and len(text) == 2),
+    ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+    ({"grammar": 'root ::= "a" | "b"'}, lambda text: text in ("a", "b")),
+    ({"grammar": '%llguidance {}\nstart: x\nx: "a" | "b"'}, lambda text: text in ("a", "b")),
+]
+
+
+@pytest.mark.parametrize(("constraint", "is_right"), CONSTRAINTS)
+def test_the_answer_follows_the_reasoning(
+    server: Serving, body: dict[str, Any], constraint: Any, is_right: Any
+) -> None:
+    (choice,) = server.post("/v1/chat/completions", {**body, **constraint}).json()["choices"]
+    assert set(choice["message"]["reasoning_content"]) == {"t", "h"}
+    assert is_right(choice["message"]["content"]), choice
+    assert choice["finish_reason"] == "stop"
+    (choice,) = server.post("/v1/chat/completions", {**body, **constraint, **OFF}).json()["choices"]
+    assert "reasoning_content" not in choice["message"]
+    assert is_right(choice["message"]["content"]), choice
+
+
+def test_it_is_streamed_as_reasoning(server: Serving, body: dict[str, Any]) -> None:
+    parts = server.openai.chat.completions.create(model="any", response_format=FORM, stream=True, **body)
+    deltas = [part.choices[0].delta for part in parts if part.choices]
+    kinds = ["reasoning" if hasattr(delta, "reasoning_content") else "text" for delta in deltas if delta.content != ""]
+    assert kinds.index("text") == kinds.count("reasoning") > 0
+    assert is_answer("".join(delta.content or "" for delta in deltas))
+
+
+def test_other_apis(server: Serving, engine: Engine, bias: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = engine.submit
+
+    def biased(prompt: Any, params: SamplingParams, *more: Any, **named: Any) -> Any:
+        return submit(prompt, replace(params, logit_bias=bias, temperature=1, seed=3), *more, **named)
+
+    monkeypatch.setattr(engine, "submit", biased)
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    said = server.post("/v1/messages", {"messages": ASKED, "max_tokens": 400, "output_config": config}).json()
+    assert [block["type"] for block in said["content"]] == ["thinking", "text"]
+    assert is_answer(said["content"][1]["text"])
+    form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
+    items = server.post("/v1/responses", {"input": "How many?", "text": form}).json()["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message"]
+    assert is_answer(items[1]["content"][0]["text"])
+    for thinks in (True, False):
+        asked = {"messages": ASKED, "stream": False, "format": SCHEMA, "think": thinks}
+        message = server.post("/api/chat", asked).json()["message"]
+        assert is_answer(message["content"])
+        assert bool(message.get("thinking")) is thinks
+
+
+def test_reasoning_without_an_end_takes_all_tokens(server: Serving, engine: Engine, body: dict[str, Any]) -> None:
+    bias = {str(engine.tokenize("th")[0]): 100}
+    asked = {**body, "response_format": FORM, "logit_bias": bias, "max_tokens": 9}
+    (choice,) = server.post("/v1/chat/completions", asked).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["finish_reason"]) == ("th" * 9, "length")
+    assert not choice["message"]["content"]
+
+
+def test_calls_follow_the_reasoning(server: Serving, body: dict[str, Any]) -> None:
+    function = {"name": "count", "parameters": SCHEMA}
+    more = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    (choice,) = server.post("/v1/chat/completions", {**body, **more, "parallel_tool_calls": False}).json()["choices"]
+    assert set(choice["message"]["reasoning_content"]) == {"t", "h"}
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["count"]
+
+
+def test_a_raw_prompt_is_constrained_from_its_first_token(server: Serving, close: str, body: dict[str, Any]) -> None:
+    prompt = server.post("/apply-template", {"messages": ASKED}).json()["prompt"]
+    said = server.post("/completion", {**body, "messages": None, "prompt": prompt, "json_schema": SCHEMA}).json()
+    assert is_answer(said["content"])
+
+
+def test_the_text_of_an_engine_has_the_reasoning_and_its_tag(
+    engine: Engine, close: str, bias: dict[int, float]
+) -> None:
+    params = SamplingParams(schema=SCHEMA, temperature=1, seed=3, logit_bias=bias)
+    reasoning, tag, text = engine.chat(ASKED, params).text.partition(close)
+    assert set(reasoning.strip()) == {"t", "h"}
+    assert tag
+    assert is_answer(text)
+    assert is_answer(engine.chat(ASKED, params, PromptOptions(template_variables={"enable_thinking": False})).text)
+
+
+def test_the_next_turn_finds_the_answer(server: Serving, body: dict[str, Any]) -> None:
+    first = server.post("/v1/chat/completions", {**body, "response_format": FORM}).json()
+    turns = [*ASKED, {"role": "assistant", "content": first["choices"][0]["message"]["content"]}, *ASKED]
+    usage = server.post("/v1/chat/completions", {**body, "messages": turns, "response_format": FORM}).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
