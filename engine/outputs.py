@@ -194,6 +194,7 @@ class Status:
     experts: ExpertStatus | None = None  # None if all experts are in memory, or there are none
     snapshots: SnapshotStatus | None = None  # None for a model without recurrent layers
     types: dict[str, int] | None = None  # used and kept blocks by cache type; None if all blocks have the same
+    blocks_of_largest: int = 0  # those of `blocks` that the largest group of layers has
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ checkout these folders are siblings of this one. The names of `polarlm.engine` a
 that a module that needs none of them starts without it.
 """
 
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from polarlm import aliases
@@ -20,6 +22,16 @@ if not (Path(__file__).parent / "engine").is_dir():  # a checkout on a system wi
     __path__.append(str(Path(__file__).resolve().parents[1]))
 
 aliases.install()
+
+
+def _tell_errors(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C while the modules of a command are imported ends it, and is no error to tell of."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+if [Path(program).stem for program in sys.argv[:1]] in (["-m"], ["polarlm"]):  # `python -m polarlm.server`, `polarlm`
+    sys.excepthook = _tell_errors
 
 if TYPE_CHECKING:
     from polarlm.engine import (

@@ -14,11 +14,14 @@ or `/v1/completions`, or on the [socket](socket-protocol.md). `python -m scripts
 
 - *Honoured*: it does what its name says.
 - *Harmless*: the answer is the same with it and without it, and it is ignored.
-- *Refused*: a 400 names it, unless its value has no effect.
+- *Ignored*: a wish that does not change what the answer means. Over HTTP, a warning in the header `X-PolarLM-Warning`.
+- *Refused*: a 400 names it, unless its value asks for nothing.
 
 Fields that none of the three defines are ignored: clients send names of their own. Over HTTP an answer's header
-`X-PolarLM-Warning` names them ([api.md](api.md)). `null` stands for the default everywhere. Whole numbers may be
-written as 5.0.
+`X-PolarLM-Warning` names them ([api.md](api.md)). `null`, `""`, `[]` and `{}` ask for nothing, here and in other APIs,
+since typed clients send them for all fields; but an empty prompt is one, `{}` as a schema is any JSON, and `[]` as
+`dry_sequence_breakers` is none. Some fields have more such values. Numbers may be in quotes, and whole ones written as
+5.0.
 """
 
 
@@ -27,19 +30,18 @@ def document() -> str:
     return "\n".join(
         [
             _BEGINNING,
-            "## Honoured\n\n| Field | Known to | What it does, and its default |\n|---|---|---|",
-            *(f"| `{field.name}` | {field.apis} | {field.says} |" for field in _of("honoured")),
-            "\n## Harmless\n\n| Field | Known to | Why it changes nothing |\n|---|---|---|",
-            *(f"| `{field.name}` | {field.apis} | {field.says} |" for field in _of("harmless")),
-            "\n## Refused\n\n| Field | Known to | Values without effect | Why it is refused |\n|---|---|---|---|",
-            *(f"| `{field.name}` | {field.apis} | {_neutral(field)} | {field.says} |" for field in _of("refused")),
-            "",
+            *_table("Honoured", "What it does, and its default"),
+            *_table("Harmless", "Why it changes nothing"),
+            *_table("Ignored", "Why"),
+            *_table("Refused", "Why it is refused"),
         ]
     )
 
 
-def _of(standing: str) -> list[Field]:
-    return [field for field in FIELDS.values() if field.standing == standing]
+def _table(standing: str, about: str) -> list[str]:
+    fields = [field for field in FIELDS.values() if field.standing == standing.lower()]
+    head = f"## {standing}\n\n| Field | Known to | {about} | Values that ask for nothing |\n|---|---|---|---|"
+    return [head, *(f"| `{one.name}` | {one.apis} | {one.says} | {_neutral(one)} |" for one in fields), ""]
 
 
 def _neutral(field: Field) -> str:

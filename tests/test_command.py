@@ -71,6 +71,25 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"polarlm {importlib.metadata.version('polarlm')}\n"
 
 
+INTERRUPTED = """
+import sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "polarlm.engine.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+def test_ctrl_c_while_any_command_is_imported_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    for module in ("polarlm.server", "polarlm.fit", "polarlm.engine.chat"):
+        program = [sys.executable, "-m", module]
+        ended = subprocess.run(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True)
+        assert (ended.stdout, ended.stderr) == (b"", b""), module
+        assert ended.returncode != 0, module
+
+
 def test_ctrl_c_while_a_command_is_imported_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-// The op `softcap`: x = cap · tanh(x / cap).
+// The op `softcap`: x = cap · tanh(x / cap), and NaN for an infinity: value - value is 0 for all other numbers.
 //
 // x: rows of n numbers, `pitch` numbers apart.
 // Grid (ceil(n / block), rows), block any. DEFINES: ACT.
@@ -9,5 +9,6 @@ extern "C" __global__ void __launch_bounds__(1024) softcap_kernel(ACT *x, int n,
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     ACT *const at = x + blockIdx.y * pitch + i;
-    *at = from_float<ACT>(cap * tanhf(to_float(*at) / cap));
+    const float value = to_float(*at);
+    *at = from_float<ACT>(cap * tanhf(value / cap) + (value - value));
 }

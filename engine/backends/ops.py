@@ -227,7 +227,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         """
 
     def softcap(self, x: Array, cap: float) -> None:
-        """cap · tanh(x / cap) of x (T, n), in place."""
+        """cap · tanh(x / cap) of x (T, n), in place; NaN for an infinity, which is an error that the cap would hide."""
 
     def activate(self, x: Array, up: Array, activation: str) -> None:
         """activation(x) * up of x and up (T, n), in place in x. Rows of up may be parts of longer ones."""

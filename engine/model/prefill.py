@@ -42,6 +42,15 @@ def stages(ops: Ops, layers: int) -> list[Stage]:
     return [Stage(own, [*numbers]) for own, numbers in runs]
 
 
+def units_of(count: int, step: int) -> list[slice]:
+    """Cut `count` rows into units of at most `step`. The last one is no single row, which other kernels would compute,
+    whose sums differ by a rounding."""
+    firsts = [*range(0, count, step)]
+    if count % step == 1 and len(firsts) > 1 and step > 2:
+        firsts[-1] -= 1
+    return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], count], strict=True)]
+
+
 @dataclass(frozen=True)
 class _Part:
     """Rows of a prompt that are computed together, and the spans that they belong to."""
@@ -79,7 +88,7 @@ class Prefill:
         count, whole = len(x), any(span.round_trip for span in spans)
         step = count if whole else self.ops.prefill_rows
         ropes, of_rows = self.ropes.tables(positions(spans)), row_adapters(spans)
-        units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
+        units = units_of(count, step)
         split = partial(self.ops.split_rows, among_experts=any(isinstance(layer.ffn, Experts) for layer in self.layers))
 
         def cut() -> list[list[_Part]]:

@@ -101,7 +101,8 @@ class Runner:
     def status(self) -> Status:
         """Return counts of requests, blocks and threads."""
         groups = self._store.groups
-        size, free, kept = _counts([group.quantized for group in groups if not group.is_sparse])
+        counted = [group.quantized for group in groups if not group.is_sparse]
+        size, free, kept = _counts(counted)
         sparse = [group.quantized for group in groups if group.is_sparse]
         room, unused, found = _counts(sparse)
         running, threads = self._scheduler.running, self._model.ops.threads()
@@ -123,6 +124,7 @@ class Runner:
             tiers=() if self._tiers is None else self._tiers.status(),
             experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
             types=self._blocks_by_type(),
+            blocks_of_largest=max((blocks.size for blocks in counted), default=0),
             snapshots=SnapshotStatus(room, room - unused, found, self._store.plan.snapshot_bytes) if sparse else None,
         )
 

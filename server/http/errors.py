@@ -18,6 +18,12 @@ from polarlm.server.running.refused import Refused
 
 TOO_LONG = "context_length_exceeded"
 CLOSE = {"Connection": "close"}  # for responses after which the connection cannot be used
+_FULL = {  # what is said of a full context, with the words by which each API's clients know it
+    "openai": "{message}. This model's maximum context length is {n_ctx} tokens here",
+    "anthropic": "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum. {message}",
+    "ollama": "the input length exceeds the context length. {message}",
+    "llama-server": "{message}",
+}
 _RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # a header that OpenAI's clients obey
 
 # Code of an engine's error that is not the client's fault → HTTP status; all others are a 400.
@@ -51,9 +57,14 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
 
+    def told(self, api: str) -> str:
+        """The message in the words of an API."""
+        is_full = self.code == TOO_LONG and "n_ctx" in self.numbers
+        return _FULL[api].format(message=self.message, **self.numbers) if is_full else self.message
+
     def body(self) -> dict[str, Any]:
         kind = "exceed_context_size_error" if self.code == TOO_LONG else _type(self.status)  # as llama-server has it
-        named = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        named = {"message": self.told("openai"), "type": kind, "param": self.param, "code": self.code}
         return {"error": {**named, **self.numbers}}
 
     def response(self) -> Response:
@@ -74,11 +85,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, BadRequest):
         return ApiError(400, error.message, "invalid_request", error.field)
     if isinstance(error, EngineError):
-        message = in_flags(error)
-        if error.code == TOO_LONG and "n_ctx" in error.numbers:  # OpenAI's words, which clients look for
-            message += f". This model's maximum context length is {error.numbers['n_ctx']} tokens here"
         field = error.field if isinstance(error, ConstraintError) else None
-        return ApiError(_ENGINE_STATUS.get(error.code, 400), message, error.code, field, numbers=error.numbers)
+        return ApiError(_ENGINE_STATUS.get(error.code, 400), in_flags(error), error.code, field, numbers=error.numbers)
     if isinstance(error, Refused):
         headers = dict(_RETRYING_IS_NO_USE) if error.code == "timeout" else {}
         if error.retry_after is not None:

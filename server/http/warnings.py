@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from polarlm.server.reading.values import is_empty
 from polarlm.server.running import journal
 
 HEADER = "X-PolarLM-Warning"
@@ -25,7 +26,7 @@ _UNSAFE = re.compile(r"[^ -~]")  # characters that a header cannot have
 
 def unknown_fields(body: Mapping[str, Any], known: Collection[str], inside: str = "") -> list[str]:
     """A sentence for each of the first unknown fields of `body`. inside: the path of `body`, such as "options."."""
-    strange = [name for name, value in body.items() if name not in known and value is not None]
+    strange = [name for name, value in body.items() if name not in known and not is_empty(value)]
     found = [_unknown(name, known, inside) for name in strange[:_MOST]]
     return [*found, f"{len(strange) - _MOST} more fields are unknown"] if len(strange) > _MOST else found
 

@@ -24,7 +24,7 @@ from polarlm.server.models.child import CLIENT
 from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.served import READY, Served, ended
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.reading.values import read_json, text
+from polarlm.server.reading.values import is_empty, read_json, text
 from polarlm.server.running import journal
 from polarlm.server.running.refused import Refused, for_clients
 
@@ -79,7 +79,7 @@ class Proxy:
         if path in MONITORED and served.state != READY:
             raise Refused("model_not_loaded", f"{served.model.name} is {served.state}: it is loaded by a request")
         keep = self._supervisor.usual_keep(served)
-        if path.startswith("/api/") and fields.get("keep_alive") is not None:
+        if path.startswith("/api/") and not is_empty(fields.get("keep_alive")):
             keep = waiting.keep_alive(fields["keep_alive"])
             if keep == 0 and waiting.is_without_prompt(path, fields):
                 return self._unload(served, path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from polarlm.engine import PromptOptions
-from polarlm.server.reading.values import BadRequest, count, number, wrong
+from polarlm.server.reading.values import BadRequest, count, is_empty, number, wrong
 
 
 def with_adapter(options: PromptOptions, body: Mapping[str, Any], adapters: Mapping[str, float]) -> PromptOptions:
@@ -29,7 +29,7 @@ def with_adapter(options: PromptOptions, body: Mapping[str, Any], adapters: Mapp
 
 def _listed(value: Any, names: list[str]) -> tuple[str, float] | None:
     """The adapter in llama-server's list, and its scale; None if it has none of a scale other than 0."""
-    if value is None:
+    if is_empty(value):
         return None
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise wrong("lora", 'an array of objects such as {"id": 0, "scale": 1}', value)

@@ -37,7 +37,7 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(field, _FORMATS, value)
     kind = value.get("type")
-    if kind == "text":
+    if kind in ("text", ""):
         return {}
     if kind == "json_object":  # llama-server takes a schema here as well
         return _schema(f"{field}.schema", value.get("schema", _JSON_OBJECT))
@@ -89,7 +89,7 @@ def _structured(field: str, value: Any) -> dict[str, Any]:
     """The constraint in vLLM's object, which has one field."""
     if not isinstance(value, dict):
         raise wrong(field, "an object", value)
-    given = {name: part for name, part in value.items() if part is not None and part is not False}
+    given = {name: part for name, part in value.items() if part not in (None, False, "", [])}
     if not given:
         return {}
     name, *others = given

@@ -1,9 +1,10 @@
 """How this server treats every field of a completion request that OpenAI, llama-server or vLLM defines.
 
-A field is *honoured*, *harmless* (the answer is the same with it and without it), or *refused* by name, unless its
-value is the default. Fields that none of the three defines are ignored, since clients send extra names and expect no
-effect; over HTTP they get a warning. fields.json lists the fields of each kind; a row has the APIs, a sentence, and for
-a refused field the values that have no effect. docs/http-fields.md is generated from it.
+A field is *honoured*, *harmless* (the answer is the same with it and without it), *ignored* with a warning (a wish that
+does not change what the answer means), or *refused* by name. A value that asks for nothing is as good as none. Fields
+that none of the three defines are ignored, since clients send extra names and expect no effect; over HTTP they get a
+warning. fields.json lists the fields of each kind; a row has the APIs, a sentence, and values that ask for nothing.
+docs/http-fields.md is generated from it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
+from polarlm.server.reading.values import is_empty, shown, unquoted
+
 Body = Mapping[str, Any]
 
 
@@ -23,29 +27,56 @@ class Field:
 
     name: str
     apis: str  # as "OpenAI, vLLM"; "here alone" for this server's own
-    standing: Literal["honoured", "harmless", "refused"]
+    standing: Literal["honoured", "harmless", "ignored", "refused"]
     says: str
-    neutral: tuple[Any, ...] = ()  # values of a refused field that have no effect, if RULES does not have the field
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing, if RULES does not have the field
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The values of a refused field that have no effect, and how the documentation describes them."""
+    """The values of a field that ask for nothing, and how the documentation describes them."""
 
     text: str
     holds: Callable[[Any, Body], bool]
 
 
+def given(body: Body) -> dict[str, Any]:
+    """The fields of a body that ask for something.
+
+    Typed clients send every field that they know. What is null or empty asks for nothing, nor do neutral values.
+    """
+    body = {name: value for name, value in body.items() if value is not None}
+    return {name: value for name, value in body.items() if not _is_neutral(name, value, body)}
+
+
+def _is_neutral(name: str, value: Any, body: Body) -> bool:
+    if is_empty(value):
+        return value not in _MEANT_EMPTY.get(name, ())
+    if rule := RULES.get(name):
+        return rule.holds(value, body)
+    return name in FIELDS and any(_equal(unquoted(value), one) for one in FIELDS[name].neutral)
+
+
 def complaint(body: Body) -> tuple[str, str] | None:
-    """The first refused field of a request whose value has an effect, and a sentence that names it; else None."""
-    for name, value in body.items():
-        field = FIELDS.get(name)
-        if field is None or field.standing != "refused" or value is None:
-            continue
-        rule = RULES.get(name)
-        if not (rule.holds(value, body) if rule else any(_equal(value, one) for one in field.neutral)):
-            return name, f"{name}: {field.says}"
-    return None
+    """The first refused field of those that are `given`, and a sentence that names it; else None."""
+    found = (FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "refused")
+    return next(((field.name, f"{field.name}: {field.says}") for field in found), None)
+
+
+def warnings(body: Body) -> list[tuple[str, str]]:
+    """The fields of those that are `given` that are not done as they ask, each with a sentence that names it."""
+    ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "ignored"]
+    told = [(field.name, f"{field.name} is ignored: {field.says}") for field in ignored]
+    for name, most in CAPS.items():
+        if name in body and capped(name, body[name]) != body[name]:
+            told.append((name, f"{name} is {shown(body[name])}, and the most that there is here, {most}, counts"))
+    return told
+
+
+def capped(name: str, value: Any) -> Any:
+    """`value`, or in the place of a larger or negative number the most that a field of CAPS can be."""
+    most = CAPS.get(name)
+    return most if most is not None and _is_number(value) and not 0 <= value <= most else value
 
 
 def _equal(value: Any, other: Any) -> bool:
@@ -75,7 +106,11 @@ def _is_usual_order(value: Any, _: Body) -> bool:
 
 
 RULES: Mapping[str, Rule] = {
-    "best_of": Rule("1, or `n`", lambda value, body: value in (1, body.get("n", 1)) and not _is_flag(value)),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens"),
+        Rule("0 with messages", lambda value, body: _equal(value, 0) and "messages" in body),
+    ),
+    "best_of": Rule("0, 1, or `n`", lambda value, body: value in (0, 1, body.get("n", 1)) and not _is_flag(value)),
     "top_n_sigma": Rule("0 or less", lambda value, _: _is_number(value) and value <= 0),
     "adaptive_target": Rule("below 0", lambda value, _: _is_number(value) and value < 0),
     "samplers": Rule("llama-server's own order", _is_usual_order),
@@ -83,6 +118,15 @@ RULES: Mapping[str, Rule] = {
         "`true` for a prompt, `false` for messages", lambda value, body: value is ("prompt" in body)
     ),
 }
+CAPS = {"repeat_last_n": PENALTY_WINDOW, "speculative.n_max": MOST_DRAFTED, "speculative.n_min": MOST_DRAFTED}
+"""Fields for which the most that there is here stands in the place of more, and of a negative number."""
+
+_MEANT_EMPTY: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("messages", "prompt", "input", "content"), ("", [], {})),
+    **dict.fromkeys(("json_schema", "guided_json", "format"), ({},)),  # any JSON
+    "dry_sequence_breakers": ([],),  # none
+}  # field → empty values that ask for something
+
 FIELDS: Mapping[str, Field] = {
     name: Field(name, apis, standing, says, tuple(neutral))
     for standing, rows in json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8")).items()

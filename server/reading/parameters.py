@@ -12,7 +12,7 @@ from typing import Any, Literal
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.reading.constraints import constraining_field
-from polarlm.server.reading.fields import complaint
+from polarlm.server.reading.fields import complaint, given, warnings
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import Tokenize, read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
@@ -61,10 +61,9 @@ def read(
 
     tokenize: returns the ids of a string in `logit_bias`. With `switched_logprobs`, log-probabilities are requested as
     in OpenAI's chat, by `logprobs: true` and a count in `top_logprobs`; otherwise `logprobs` is the count.
-    parse_special: see `read_options`. null stands for the default everywhere. Unknown fields are ignored. Raises
-    BadRequest.
+    parse_special: see `read_options`. Fields that ask for nothing and unknown fields are ignored. Raises BadRequest.
     """
-    body = {name: value for name, value in body.items() if value is not None}
+    body = given(body)
     refused = complaint(body)
     if refused is not None:
         raise BadRequest(*refused)
@@ -98,7 +97,7 @@ def read(
         tools=tools,
         constrained_by=constraining_field(body),
         reasoning=_reasoning(body),
-        warnings=tuple(told),
+        warnings=(*told, *warnings(body)),
     )
 
 

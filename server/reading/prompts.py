@@ -10,7 +10,7 @@ from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.tools import Tools, check_depth
-from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, text, wrong
+from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, is_empty, text, wrong
 
 MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
@@ -23,14 +23,21 @@ def read_prompt(
     told: list[tuple[str, str]] | None = None,
 ) -> Prompt:
     """The prompt under one of the names in `takes`. told: see `read_messages`. Raises BadRequest."""
-    given = [name for name in takes if body.get(name) is not None]
-    if len(given) != 1:
-        missing = f"{' or '.join(takes)} is missing"
-        raise BadRequest(next(iter(takes)), "give either messages or prompt, not both" if given else missing)
-    if given == ["messages"]:
+    name = one_given(body, takes)
+    if name == "messages":
         return read_messages(body["messages"], [] if told is None else told)
-    (prompt,) = read_prompts("prompt", body["prompt"], 1)
+    (prompt,) = read_prompts(name, body[name], 1)
     return prompt
+
+
+def one_given(body: Mapping[str, Any], names: Collection[str]) -> str:
+    """The one of `names` that a body has; an empty one counts where no other is there. Raises BadRequest."""
+    there = [name for name in names if body.get(name) is not None]
+    found = [name for name in there if not is_empty(body[name])] or there
+    if len(found) == 1:
+        return found[0]
+    sentence = f"give either {' or '.join(names)}, not both" if found else f"{' or '.join(names)} is missing"
+    raise BadRequest(next(iter(names)), sentence)
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
@@ -57,7 +64,7 @@ def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> 
     dimensions, truncate, name = body.get("dimensions"), body.get("truncate"), body.get("prompt_name")
     return {
         "prompt_name": None if name is None else text("prompt_name", name),
-        "dimensions": None if dimensions is None else count("dimensions", dimensions, 1, LARGEST),
+        "dimensions": None if dimensions in (None, 0, -1) else count("dimensions", dimensions, 1, LARGEST),
         "truncate": truncates if truncate is None else flag("truncate", truncate),
     }
 
@@ -116,8 +123,8 @@ def read_salt(value: Any) -> str:
     """A cache salt; empty for none. Raises BadRequest."""
     if value is None:
         return ""
-    if not 1 <= len(text("cache_salt", value)) <= MOST_SALT:
-        raise BadRequest("cache_salt", f"cache_salt must have 1 to {MOST_SALT} characters, not {len(value)}")
+    if len(text("cache_salt", value)) > MOST_SALT:
+        raise BadRequest("cache_salt", f"cache_salt must have at most {MOST_SALT} characters, not {len(value)}")
     return str(value)
 
 

@@ -10,18 +10,15 @@ from typing import Any
 from polarlm.engine import SamplingParams
 from polarlm.engine.limits import MOST_LOGPROBS, SAMPLING, complaint
 from polarlm.server.reading.constraints import read_constraint
+from polarlm.server.reading.fields import capped
 from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
 
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
+MAX_STOPS, MAX_STOP_LENGTH = 256, 1000
+MAX_STOP_TEXT = 16_000  # characters, of all stops together
 MAX_BIASES = 1024  # tokens
 MAX_BIAS_TEXT = 4096  # characters, of all strings together
 
 Tokenize = Callable[[str], list[int]]
-
-_MEANT: dict[tuple[str, float], float] = {
-    ("top_k", -1): 0,
-    ("top_p", 0): 1e-9,
-}  # other servers' spellings of "off" and of "the best token alone" → ours
 
 
 def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logprobs: bool) -> SamplingParams:
@@ -29,8 +26,7 @@ def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logpr
     chosen: dict[str, Any] = {}
     for field, (name, read) in _FIELDS.items():
         if field in body:
-            value = read(field, body[field])
-            chosen[name] = _within_limits(field, name, _MEANT.get((field, value), value))
+            chosen[name] = _within_limits(field, name, capped(field, read(field, body[field])))
     if "logit_bias" in body:
         biases = _biases(body["logit_bias"], tokenize)
         chosen["logit_bias"] = _within_limits("logit_bias", "logit_bias", biases)
@@ -46,16 +42,16 @@ def _within_limits(field: str, name: str, value: Any) -> Any:
 
 def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
     """`SamplingParams.logprobs`: a number of most likely tokens; None for no log-probabilities."""
-    given, top = body.get("logprobs"), body.get("top_logprobs")
+    given, top = body.get("logprobs"), count("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
     if probabilities := count("n_probs", body.get("n_probs", 0), 0, MOST_LOGPROBS):
         return probabilities
     if not switched:
-        if top not in (None, 0):
+        if top:
             raise BadRequest("top_logprobs", "top_logprobs is not known here: logprobs itself is the number of tokens")
         return None if given is None or given is False else count("logprobs", given, 0, MOST_LOGPROBS)
-    if flag("logprobs", False if given is None else given):
-        return count("top_logprobs", 0 if top is None else top, 0, MOST_LOGPROBS)
-    if top is not None:
+    if flag("logprobs", False if given is None or given == 0 else given):
+        return top
+    if top:
         raise BadRequest("top_logprobs", "top_logprobs needs logprobs, which must be true with it")
     return None
 
@@ -72,14 +68,33 @@ def _whole(field: str, value: Any) -> int:
     return count(field, value, -LARGEST, LARGEST)
 
 
+def _at_least(low: int) -> Callable[[str, Any], int]:
+    """Reads a whole number; `low` stands for what is below it, since other servers have more than one such number."""
+    return lambda field, value: max(low, _whole(field, value))
+
+
+def _seed(field: str, value: Any) -> int:
+    """A seed, which other programs draw from more bits than ours has."""
+    seed = count(field, value, -math.inf, math.inf)
+    return -1 if seed < 0 else seed & LARGEST
+
+
+def _top_p(field: str, value: Any) -> float:
+    """0 stands for the best token alone."""
+    return number(field, value) or 1e-9
+
+
 def _texts(field: str, value: Any) -> tuple[str, ...]:
-    return texts(field, value, MAX_STOPS, MAX_STOP_LENGTH)
+    found = texts(field, value, MAX_STOPS, MAX_STOP_LENGTH)
+    if (characters := sum(map(len, found))) > MAX_STOP_TEXT:
+        raise BadRequest(field, f"{field} has {characters} characters, but at most {MAX_STOP_TEXT} are taken")
+    return found
 
 
 # Field → (parameter, how a value is read). If several fields of one parameter are given, the last in this table counts.
 _FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "temperature": ("temperature", number),
-    "top_p": ("top_p", number),
+    "top_p": ("top_p", _top_p),
     "min_p": ("min_p", number),
     "repetition_penalty": ("repeat_penalty", number),
     "repeat_penalty": ("repeat_penalty", number),
@@ -87,12 +102,12 @@ _FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "frequency_penalty": ("frequency_penalty", number),
     "dry_multiplier": ("dry_multiplier", number),
     "dry_base": ("dry_base", number),
-    "top_k": ("top_k", _whole),
-    "n_predict": ("max_tokens", _whole),
-    "max_tokens": ("max_tokens", _whole),
-    "max_completion_tokens": ("max_tokens", _whole),
-    "min_tokens": ("min_tokens", _whole),
-    "seed": ("seed", _whole),
+    "top_k": ("top_k", _at_least(0)),
+    "n_predict": ("max_tokens", _at_least(-1)),
+    "max_tokens": ("max_tokens", _at_least(-1)),
+    "max_completion_tokens": ("max_tokens", _at_least(-1)),
+    "min_tokens": ("min_tokens", _at_least(0)),
+    "seed": ("seed", _seed),
     "repeat_last_n": ("repeat_last_n", _whole),
     "dry_allowed_length": ("dry_allowed_length", _whole),
     "dry_penalty_last_n": ("dry_penalty_last_n", _whole),

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 LARGEST = 2**63 - 1
+_LONGEST_NUMBER = 40  # characters of one in quotes
 
 # An escape of JSON: both halves of a character together, one half alone, or another one.
 _HALF = "u[dD][{}][0-9a-fA-F]{{2}}".format
@@ -50,30 +51,48 @@ def read_json(data: bytes) -> dict[str, Any]:
     return value
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a value is null, or an empty text, array or object."""
+    return value is None or value in ("", [], {})
+
+
 def flag(field: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise wrong(field, "true or false", value)
     return value
 
 
-def count(field: str, value: Any, low: int, high: int) -> int:
-    """A whole number, which may be written as 5.0."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool):
+def count(field: str, value: Any, low: float, high: float) -> int:
+    """A whole number, which may be written as 5.0 or in quotes."""
+    whole = unquoted(value)
+    if isinstance(whole, float) and whole.is_integer():
+        whole = int(whole)
+    if not isinstance(whole, int) or isinstance(whole, bool):
         raise wrong(field, "a whole number", value)
-    if not low <= value <= high:
-        raise BadRequest(field, f"{field} must be from {low} to {high}, not {shown(value)}")
-    return value
+    if not low <= whole <= high:
+        raise BadRequest(field, f"{field} must be from {low} to {high}, not {shown(whole)}")
+    return whole
 
 
 def number(field: str, value: Any) -> float:
-    """A finite number: JSON also allows 1e999, which no float can hold."""
+    """A finite number, which may be in quotes: JSON also allows 1e999, which no float can hold."""
+    value = unquoted(value)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise wrong(field, "a number", value)
     if not (-LARGEST <= value <= LARGEST and math.isfinite(value)):
         raise BadRequest(field, f"{field} is {shown(value)}, which is out of range")
     return value
+
+
+def unquoted(value: Any) -> Any:
+    """The number that a string spells, as vLLM takes it; anything else as it is."""
+    if not isinstance(value, str) or len(value) > _LONGEST_NUMBER:
+        return value
+    try:
+        number = json.loads(value)
+    except ValueError:
+        return value
+    return number if isinstance(number, (int, float)) and not isinstance(number, bool) else value
 
 
 def text(field: str, value: Any) -> str:
@@ -83,7 +102,7 @@ def text(field: str, value: Any) -> str:
 
 
 def texts(field: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
-    """The strings in a string or an array of at most `most`, each of 1 to `longest` characters."""
+    """The strings in a string or an array, but for empty ones; at most `most`, each of at most `longest` characters."""
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list):
         raise wrong(field, "a string or an array of strings", value)
@@ -91,9 +110,9 @@ def texts(field: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
         raise BadRequest(field, f"{field} has {len(given)} strings, but at most {most} are taken")
     for index, one in enumerate(given):
         place = field if given is not value else f"{field}[{index}]"
-        if not 1 <= len(text(place, one)) <= longest:
-            raise BadRequest(place, f"{place} must have 1 to {longest} characters, not {len(one)}")
-    return tuple(given)
+        if len(text(place, one)) > longest:
+            raise BadRequest(place, f"{place} must have at most {longest} characters, not {len(one)}")
+    return tuple(one for one in given if one)
 
 
 def wrong(field: str, wanted: str, value: Any) -> BadRequest:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine import EngineError
+from polarlm.engine import EngineError, PromptOptions
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
+from polarlm.server.config import ServerConfig
+from polarlm.server.reading.adapters import with_adapter
+from polarlm.server.reading.prompts import read_options
 from polarlm.server.reading.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -112,6 +115,18 @@ class SessionFolder:
         except OSError as error:
             raise EngineError(f"The session {name} cannot be removed: {error.strerror}", "storage") from None
         return True
+
+
+def read_saved(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[str, float]) -> PromptOptions:
+    """The options of a prompt whose part of the cache is saved. adapters: with their scales. Raises BadRequest.
+
+    What is saved tells which part of a prompt was in the cache: with --hide-cached-tokens a client learns it only of
+    prompts with a salt that it knows.
+    """
+    options = with_adapter(read_options(body, parse_special=config.parse_special), body, adapters)
+    if config.hide_cached_tokens and not options.cache_salt:
+        raise BadRequest("cache_salt", "cache_salt is missing: this server saves sessions of prompts with a salt alone")
+    return options
 
 
 def read_name(field: str, value: Any) -> str:

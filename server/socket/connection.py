@@ -15,13 +15,13 @@ from typing import Any
 from polarlm.engine import EngineError
 from polarlm.server.reading.adapters import with_adapter
 from polarlm.server.reading.parameters import ParsedRequest, read
-from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
+from polarlm.server.reading.prompts import read_prompt, read_salt
 from polarlm.server.reading.values import BadRequest, read_json
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import notice_lost_peers
 from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, Refused, busy
-from polarlm.server.running.sessions import read_name
+from polarlm.server.running.sessions import read_name, read_saved
 from polarlm.server.socket.lines import Lines
 from polarlm.server.socket.messages import Id, error_of, last_of, likelihood, read_id
 
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
             if not self._known or (has_key and len(message) == 1):
                 return
             request_id = read_id(message)
-            if message.get("cancel") is not None:
+            if message.get("cancel"):
                 self._cancel(request_id, message["cancel"])
             else:
                 self._start(request_id, message)
@@ -171,19 +171,17 @@ class Connection(asyncio.Protocol):
 
     def _work(self, request_id: Id, message: dict[str, Any]) -> Work:
         """The coroutine function of a message's request, which returns the last message to the client."""
-        if message.get("save") is not None and message.get("load") is not None:
+        if message.get("save") and message.get("load"):
             raise BadRequest("load", "give either save or load, not both")
-        if message.get("save") is not None:
+        if message.get("save"):
             saved = read_name("save", message["save"])
             prompt = read_prompt(message)
-            options = read_options(message, parse_special=self._config.parse_special)
-            options = with_adapter(options, message, self._driver.engine.adapters.scales)
-            counted = not self._config.hide_cached_tokens
-            return lambda: _transferred(self._driver.save_session(saved, prompt, options), counted)
-        if message.get("load") is not None:
+            options = read_saved(message, self._config, self._driver.engine.adapters.scales)
+            return lambda: self._transferred(self._driver.save_session(saved, prompt, options))
+        if message.get("load"):
             loaded = read_name("load", message["load"])
             salt = read_salt(message.get("cache_salt"))
-            return lambda: _transferred(self._driver.load_session(loaded, salt))
+            return lambda: self._transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
         asked = read(body, self._driver.engine.tokenize, parse_special=self._config.parse_special)
         asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters.scales))
@@ -229,6 +227,11 @@ class Connection(asyncio.Protocol):
                     self._send(request_id, {"delta": text} | ({"logprobs": logprobs} if logprobs else {}))
                     text, logprobs = "", []
         return last_of(chunk, self._config.hide_cached_tokens)
+
+    async def _transferred(self, session: Awaitable[int]) -> dict[str, Any]:
+        """The last message of a request that saves or loads a session; the number of tokens may be hidden."""
+        tokens = await session
+        return {"done": True} | ({} if self._config.hide_cached_tokens else {"tokens": tokens})
 
     def _finish(self, request_id: Id, message: dict[str, Any]) -> None:
         """Send the last message of a request; its id is free from then on."""
@@ -291,9 +294,3 @@ class Connection(asyncio.Protocol):
         except asyncio.TimeoutError:
             self._transport.abort()
             await self.lost.wait()
-
-
-async def _transferred(session: Awaitable[int], counted: bool = True) -> dict[str, Any]:
-    """The last message of a request that saves or loads a session, with the number of tokens if `counted`."""
-    tokens = await session
-    return {"done": True} | ({"tokens": tokens} if counted else {})

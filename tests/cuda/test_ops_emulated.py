@@ -165,7 +165,7 @@ def test_rms_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rows:
 
 
 def test_softcap_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator) -> None:
-    """In place in columns of each row; NaN stays, infinity becomes the cap."""
+    """In place in columns of each row; NaN stays, and infinity becomes NaN."""
     x = 40 * normal(rng, 3, 300)
     x[0, 3:7] = np.nan, np.inf, -np.inf, 1e-6
     on_device = ops.to_device(x)

@@ -214,6 +214,17 @@ def code_of(ask: Callable[..., object], *given: object) -> str | None:
     return None
 
 
+def test_a_cap_of_logits_hides_no_infinity(backend: Callable[[], Ops], tmp_path: Path) -> None:
+    path = make_model(tmp_path, "gemma4_shared_kv")
+    (file,) = path.glob("*.safetensors")
+    tensors = {name: tensor.astype(np.float32) for name, tensor in load_file(file).items()}
+    tensors["model.norm.weight"].flat[7] = math.inf
+    save_file(tensors, file)
+    with load_tiny(path, ops=backend(), cache_type="f16", calibration=False) as engine:
+        for ask in (lambda: engine.generate(GOOD, GREEDY), lambda: engine.score(GOOD)):
+            assert code_of(ask) == "model_damaged"
+
+
 @pytest.mark.slow
 def test_damaged_packed_weights_give_an_error(packed: Callable[..., Path], backend: Callable[[], Ops]) -> None:
     """From long and short prompts, and from scores; or when the model is loaded, if its codes are fitted to them."""

@@ -16,6 +16,7 @@ from polarlm.engine.backends.ops import Load
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.prefill import units_of
 from polarlm.engine.model.score import score
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.store import Span
@@ -346,3 +347,14 @@ def test_an_id_without_a_row_is_an_error(beyond: int) -> None:
         calibrate(NumpyOps(), config, weights, [5] * 15 + [beyond], 8)
     with pytest.raises(EngineError, match=f"no row {beyond} in a table of 96"):
         bare_model(config, weights).step([], [beyond], [])
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 16])
+def test_no_prompt_is_cut_so_that_a_single_row_is_left(step: int) -> None:
+    """Kernels of steps would compute it, and the size of a unit would change a result."""
+    for count in range(1, 70):
+        units = units_of(count, step)
+        assert [row for unit in units for row in range(count)[unit]] == [*range(count)]
+        sizes = [unit.stop - unit.start for unit in units]
+        assert max(sizes) <= step
+        assert step < 3 or min(sizes) > 1 or sizes == [1]

@@ -9,7 +9,8 @@ quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 def softcap(x: np.ndarray, cap: float) -> None:
-    """cap · tanh(x / cap), in place."""
+    """cap · tanh(x / cap), in place; NaN for an infinity."""
+    x[np.isinf(x)] = np.nan
     x /= np.float32(cap)
     np.tanh(x, out=x)
     x *= np.float32(cap)

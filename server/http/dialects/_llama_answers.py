@@ -12,13 +12,13 @@ from polarlm.engine.sampling.sample import resolve
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import About
 from polarlm.server.http.openai.completions import PromptText, read_raw
 from polarlm.server.http.openai.shapes import prompt_progress
 from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import FIELDS, SAMPLERS
+from polarlm.server.reading.fields import FIELDS, SAMPLERS, given
 from polarlm.server.reading.infill import infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.values import flag, text, wrong
@@ -36,9 +36,9 @@ _INFILLED = ("input_prefix", "input_suffix", "prompt")
 def error_body(error: ApiError) -> dict[str, Any]:
     """The body of the response with an error."""
     kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    if error.code == "context_length_exceeded":
+    if error.code == TOO_LONG:
         kind = "exceed_context_size_error"
-    shown = {"code": error.status, "message": error.message, "type": kind, "param": error.param}
+    shown = {"code": error.status, "message": error.told("llama-server"), "type": kind, "param": error.param}
     return {"error": {**shown, **error.numbers}}
 
 
@@ -50,6 +50,7 @@ class Completion:
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
+        body = given(body)
         own = _own_fields(body)
         asked = read_raw(body, about)
         return asked, _writer(asked, about, own, several=isinstance(body["prompt"], list) and bool(asked.more_prompts))
@@ -67,17 +68,16 @@ class Infilling:
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
+        body = given(body)
         own = _own_fields(body)
-        texts = {}
-        for name in _INFILLED:
-            texts[name] = "" if body.get(name) is None else text(name, body[name])
-        files = _files(body.pop("input_extra", None))
+        texts = {name: text(name, body.get(name, "")) for name in _INFILLED}
+        files = _files(body.pop("input_extra", []))
         asked = read(
             {**body, "prompt": "-"}, about.model.tokenizer.tokenize, ("prompt",), parse_special=about.parse_special
         )
         infill = infill_of(about.model.tokenizer)
-        given = (texts["input_prefix"], texts["input_suffix"], texts["prompt"], files)
-        prompts = [] if infill is None else [infill.prompt(*given)]
+        parts = (texts["input_prefix"], texts["input_suffix"], texts["prompt"], files)
+        prompts = [] if infill is None else [infill.prompt(*parts)]
         asked = infilled("input_suffix", asked, infill, prompts)
         return asked, _writer(asked, about, own, several=False)
 
@@ -88,8 +88,6 @@ class Infilling:
 
 def _files(value: Any) -> list[tuple[str, str]]:
     """(name, text) of each file in `input_extra`. Raises BadRequest."""
-    if value is None:
-        return []
     if not isinstance(value, list) or len(value) > _MOST_FILES:
         raise wrong("input_extra", f"an array of at most {_MOST_FILES} files", value)
     files = []
@@ -104,8 +102,7 @@ def _files(value: Any) -> list[tuple[str, str]]:
 
 def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
     """The fields that only llama-server's own shape has, removed from `body`. Raises BadRequest."""
-    given = {name: body.pop(name, None) for name in ("return_tokens", "timings_per_token")}
-    return {name: value is not None and flag(name, value) for name, value in given.items()}
+    return {name: flag(name, body.pop(name, False)) for name in ("return_tokens", "timings_per_token")}
 
 
 def _writer(asked: ParsedRequest, about: About, own: dict[str, bool], *, several: bool) -> Writer:

@@ -18,7 +18,7 @@ from polarlm.server.http.streams import Event
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """The body of the response with an error."""
-    return {"error": error.message}
+    return {"error": error.told("ollama")}
 
 
 @dataclass

@@ -12,7 +12,7 @@ from polarlm.engine import TokenLogprob, Usage
 from polarlm.server.answers.pieces import Answer, CallStart, Piece
 from polarlm.server.http.dialects._response_tools import ResponseTools
 from polarlm.server.http.dialects._shared import arguments_of
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
 
@@ -114,7 +114,8 @@ class ResponseWriter:
 
     def failure(self, error: ApiError) -> Event:
         """The last event of a stream that an error ends."""
-        failed = {"error": {"code": "server_error", "message": error.message}}
+        code = TOO_LONG if error.code == TOO_LONG else "server_error"
+        failed = {"error": {"code": code, "message": error.told("openai")}}
         return self._event("response.failed", response=self._response("failed") | failed)
 
     # -- items -----------------------------------------------------------------------------------------------------

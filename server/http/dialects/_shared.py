@@ -36,8 +36,13 @@ def read_own(
         asked = read(body, about.model.tokenizer.tokenize, takes, parse_special=about.parse_special)
     except BadRequest as error:
         raise _renamed(error, {**places, **names}) from None
+    told = [_renamed(BadRequest(*warning), names) for warning in asked.warnings]
     by = asked.constrained_by
-    return asked if by is None else replace(asked, constrained_by=names.get(by, by))
+    return replace(
+        asked,
+        constrained_by=by and names.get(by, by),
+        warnings=tuple((one.field or "", one.message) for one in told),
+    )
 
 
 def _absolute(at: str, given: Any) -> dict[str, str]:

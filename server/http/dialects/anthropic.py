@@ -13,6 +13,7 @@ from polarlm.server.http.dialects._shared import Places, items, located, members
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
+from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest, flag, text, wrong
 from polarlm.server.running.driver import Driver
@@ -74,7 +75,7 @@ class Messages:
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body in our own names. Raises BadRequest."""
-    body = {name: value for name, value in body.items() if value is not None}
+    body = given(body)
     refuse(body, _REFUSED)
     own = {name: body[name] for name in _SAME_NAMES if name in body}
     own["messages"] = [*_system(body.get("system", "")), *_messages(body.get("messages"))]
@@ -151,17 +152,17 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
         if kind != "adaptive":
             variables["enable_thinking"] = kind == "enabled"
     effort = members("output_config", body.get("output_config", {})).get("effort")
-    if effort is not None:
+    if effort:
         variables["reasoning_effort"] = text("output_config.effort", effort)
     return {"chat_template_kwargs": variables} if variables else {}
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
     """The constraint of the answer, in our own names."""
-    given = members("output_config", body.get("output_config", {})).get("format")
-    if given is None:
+    wanted = members("output_config", body.get("output_config", {})).get("format")
+    if not wanted:
         return {}
-    format = members("output_config.format", given)
+    format = members("output_config.format", wanted)
     if format.get("type") != "json_schema":
         raise wrong("output_config.format.type", "json_schema", format.get("type"))
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}}

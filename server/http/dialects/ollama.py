@@ -23,15 +23,17 @@ from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import LINES, Framing, while_there
 from polarlm.server.http.warnings import unknown_fields
+from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
-from polarlm.server.reading.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
 
 __all__ = ["PATHS", "error_body", "routes"]
 
 PATHS = ("/api",)
 
+_SAME_NAMES = ("model", "cache_prompt", "cache_salt")  # but for the first, not in Ollama's API
 _OPTIONS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")},
     **{name: name for name in ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")},
@@ -56,8 +58,8 @@ _OF_THE_MACHINE = (  # options without an effect here
     *("num_gqa", "rope_frequency_base", "rope_frequency_scale", "draft_num_predict"),
 )
 _KNOWN = {
-    *(*_REFUSED, "model", "messages", "prompt", "system", "suffix", "raw", "images", "tools"),
-    *("stream", "options", "format", "think", "logprobs", "top_logprobs"),
+    *(*_REFUSED, "messages", "prompt", "system", "suffix", "raw", "images", "tools"),
+    *("stream", "options", "format", "think", "logprobs", "top_logprobs", *_SAME_NAMES),
     *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
 _EFFORTS = ("low", "medium", "high")
@@ -89,7 +91,7 @@ class Endpoint:
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
-        body = {name: value for name, value in body.items() if value is not None}
+        body = given(body)
         asked = read_own(self.own(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
         logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
         return asked, Writer(about.model.name, self.content, logprobs)
@@ -110,8 +112,7 @@ class _Served:
     async def serve(self, request: Request) -> Response:
         """The response. Raises what `Generation.respond` does."""
         body = await read_body(request, self.driver.config.max_body)
-        given = [body.get(name) for name in ("messages", "prompt", "suffix", "images")]
-        if all(one is None or one == "" or one == [] for one in given):
+        if all(is_empty(body.get(name)) for name in ("messages", "prompt", "suffix", "images")):
             text("model", body.get("model") or "")
             loaded = {"done": True, "done_reason": "load"}
             return JSONResponse(head(self.driver.engine.model.name) | self.endpoint.content({"content": ""}) | loaded)
@@ -150,9 +151,10 @@ class _Embedded:
     ) -> Sequence[tuple[str, int]]:
         """(JSON of the vector, tokens of the text) for each prompt."""
         text("model", body.get("model") or "")
-        options = read_options({}, parse_special=self.driver.config.parse_special)
+        isolated = {name: body.get(name) for name in _SAME_NAMES}
+        options = read_options(isolated, parse_special=self.driver.config.parse_special)
         options = self.driver.engine.embedding_options(None, options)
-        options = replace(options, **read_vector_options(body, truncates=True))
+        options = replace(options, **read_vector_options(given(body), truncates=True))
 
         def written(found: Embedding) -> tuple[str, int]:
             return json.dumps(found.vector.tolist(), separators=(",", ":")), found.usage.prompt_tokens
@@ -162,12 +164,10 @@ class _Embedded:
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of both endpoints except the prompt, in our own names. Raises BadRequest."""
-    own: dict[str, Any] = {"model": body.get("model"), "stream": body.get("stream", True)}
+    own: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
     for name, value in members("options", body.get("options", {})).items():
         if name in _OPTIONS:
             own[_OPTIONS[name]] = value
-    if own.get("max_tokens") == -2:  # as many as the context holds, which is -1 in our names
-        own["max_tokens"] = -1
     format = body.get("format", "")
     if format == "json":
         own["response_format"] = {"type": "json_object"}

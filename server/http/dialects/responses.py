@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
+from polarlm.engine import EngineError
+from polarlm.server.answers.pieces import Piece
 from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.dialects._response_tools import (
     ResponseTools,
@@ -15,11 +19,12 @@ from polarlm.server.http.dialects._response_tools import (
     read_response_tools,
 )
 from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
+from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest, flag, text, wrong
 from polarlm.server.running.driver import Driver
@@ -56,13 +61,14 @@ _KNOWN = {
     *("prompt_cache_retention", "stream_options", "max_tool_calls", "moderation", "client_metadata", "image"),
     *("background_options", "access_programs"),
 }
+_TRUNCATIONS = ("auto", "disabled")
 _LOGPROBS = "message.output_text.logprobs"
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
 def routes(driver: Driver) -> list[Route]:
     """The endpoints."""
-    serve = Generation(driver, Responses()).serve
+    serve = _Generation(driver, Responses()).serve
     count = Counting(driver, Responses(), {"object": "response.input_tokens"}).serve
     return [
         *(Route(path, serve, methods=["POST"]) for path in PATHS),
@@ -83,7 +89,7 @@ class Responses:
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
         """The request. Raises BadRequest."""
-        body = {name: value for name, value in body.items() if value is not None}
+        body = given(body)
         own = _own(body)
         tools = read_response_tools(body.get("tools", []))
         if tools.tools:
@@ -105,14 +111,31 @@ class Responses:
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         """Sentences about unknown fields."""
-        return unknown_fields(body, _KNOWN)
+        cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
+        return cut + unknown_fields(body, _KNOWN)
+
+
+class _Generation(Generation):
+    """The endpoint. A stream whose prompt is too long is a response that failed, as at OpenAI: Codex, which would go on
+    with a shorter one, takes an error's status for the end."""
+
+    async def respond(self, request: Request, body: dict[str, Any]) -> Response:
+        """The response. Raises what `Generation.respond` does."""
+        try:
+            return await super().respond(request, body)
+        except EngineError as error:
+            if error.code != TOO_LONG or not body.get("stream"):
+                raise
+            _, writer = self._endpoint.read(body, self._about)
+            events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
+            return Response(b"".join(map(NAMED.frame, events)), media_type=NAMED.media_type)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body in our own names. Raises BadRequest."""
     refuse(body, _REFUSED)
-    if body.get("truncation", "disabled") != "disabled":
-        raise BadRequest("truncation", "truncation must be disabled: this server cuts no prompt")
+    if body.get("truncation", "auto") not in _TRUNCATIONS:
+        raise wrong("truncation", " or ".join(_TRUNCATIONS), body["truncation"])
     own = {name: body[name] for name in _SAME_NAMES if name in body}
     if "max_output_tokens" in body:
         own["max_tokens"] = body["max_output_tokens"]
@@ -157,7 +180,7 @@ def _text_settings(value: Any) -> dict[str, Any]:
         return {}
     settings = members("text", value)
     own = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
-    if "format" in settings:
+    if settings.get("format"):
         format = members("text.format", settings["format"])
         kind = format.get("type")
         if kind not in ("text", "json_object", "json_schema"):

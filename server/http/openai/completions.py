@@ -15,7 +15,7 @@ from polarlm.server.http.openai.logprobs import TextLogprobs
 from polarlm.server.http.openai.shapes import TEXT, Writer
 from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import FIELDS
+from polarlm.server.reading.fields import FIELDS, given
 from polarlm.server.reading.infill import Mixed, infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_prompts
@@ -32,10 +32,9 @@ class Completions:
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request. Raises BadRequest."""
-        own = {name: body.pop(name, None) for name in ("echo", "suffix")}
+        body = given(body)
+        echo, suffix = flag("echo", body.pop("echo", False)), text("suffix", body.pop("suffix", ""))
         asked = read_raw(body, about)
-        echo = own["echo"] is not None and flag("echo", own["echo"])
-        suffix = "" if own["suffix"] is None else text("suffix", own["suffix"])
         if suffix:
             if echo:
                 raise BadRequest("suffix", "suffix and echo are both given: leave one of them out")

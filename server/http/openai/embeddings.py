@@ -17,7 +17,8 @@ from polarlm.engine.limits import POOLINGS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.streams import while_there
-from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
+from polarlm.server.reading.fields import given
+from polarlm.server.reading.prompts import one_given, read_options, read_prompts, read_vector_options
 from polarlm.server.reading.values import BadRequest, text, wrong
 from polarlm.server.running.driver import Driver
 
@@ -70,17 +71,16 @@ class Embeddings:
         return _json(f"[{','.join(parts)}]")
 
     def _read(self, body: Mapping[str, Any]) -> _Asked:
-        given = [name for name in ("input", "content") if body.get(name) is not None]
-        if len(given) != 1:
-            raise BadRequest("input", "give either input or content, not both" if given else "input is missing")
+        body = given(body)
+        name = one_given(body, ("input", "content"))
+        prompts = read_prompts(name, body[name], MOST_INPUTS)
         if body.get("truncate_prompt_tokens") not in (None, -1):
-            name = "truncate_prompt_tokens"
-            raise BadRequest(name, f"{name}: a text is cut to the context alone, with truncate or -1; leave it out")
+            sentence = "a text is cut to the context alone, with truncate or -1; leave it out"
+            raise BadRequest("truncate_prompt_tokens", f"truncate_prompt_tokens: {sentence}")
         if body.get("embd_normalize") not in (None, 2):
             raise BadRequest("embd_normalize", "embd_normalize: vectors have the Euclidean length 1 here; leave it out")
         if body.get("model") is not None:
             text("model", body["model"])
-        prompts = read_prompts(given[0], body[given[0]], MOST_INPUTS)
         asked = None if body.get("pooling") is None else _one_of("pooling", body["pooling"], POOLINGS)
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(asked, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +15,8 @@ from polarlm.engine.outputs import embedding
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.streams import while_there
+from polarlm.server.reading.fields import given
+from polarlm.server.reading.prompts import read_salt
 from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, text, wrong
 from polarlm.server.running import refused
 from polarlm.server.running.driver import Driver
@@ -36,16 +39,18 @@ class Rerank:
         "top_n" limits the results; with "return_documents" they have the documents. Raises BadRequest, Refused,
         EngineError, ApiError, or ClientDisconnect.
         """
-        body = await read_body(request, self._driver.config.max_body)
+        body = given(await read_body(request, self._driver.config.max_body))
         documents = _documents(body.get("documents"))
-        query = text("query", body.get("query"))
+        query = text("query", body.get("query", ""))
         if not query:
             raise wrong("query", "a text that is not empty", query)
         top = body.get("top_n")
-        most = len(documents) if top is None else count("top_n", top, 1, LARGEST)
+        most = len(documents) if top in (None, 0, -1) else count("top_n", top, 1, LARGEST)
         returns = flag("return_documents", body.get("return_documents") or False)
         engine = self._driver.engine
-        jobs = await asyncio.to_thread(engine.rank_jobs, query, documents, _instruction(body))
+        salt = read_salt(body.get("cache_salt"))
+        ranked = await asyncio.to_thread(engine.rank_jobs, query, documents, _instruction(body))
+        jobs = [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in ranked]
         found = await while_there(request.receive, self._driver.each(jobs, _score, "ranked"))
         best = sorted(range(len(found)), key=lambda index: -found[index][0])[:most]
         tokens = sum(count for _, count in found)
@@ -72,8 +77,7 @@ def _score(chunks: Any) -> tuple[float, int]:
 
 
 def _instruction(body: dict[str, Any]) -> str | None:
-    given = body.get("instruction")
-    return None if given is None else text("instruction", given)
+    return text("instruction", body["instruction"]) if "instruction" in body else None
 
 
 def _documents(value: Any) -> list[str]:

@@ -178,9 +178,7 @@ class _ForRouters(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", meaning, labels=["model_name"])
             gauge.add_metric([engine.model.name], value)
             yield gauge
-        shape = engine.cache_shape
-        most = max(shape.quantized_blocks(engine.context), default=0)  # the largest of the groups of layers
-        blocks = {"block_size": str(shape.block_size), "num_gpu_blocks": str(most)}
+        blocks = {"block_size": str(engine.cache_shape.block_size), "num_gpu_blocks": str(now.blocks_of_largest)}
         yield InfoMetricFamily("vllm:cache_config", "The KV store: tokens of a block, and blocks", value=blocks)
 
 

@@ -9,10 +9,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.server.http.bodies import read_body
-from polarlm.server.reading.adapters import with_adapter
-from polarlm.server.reading.prompts import read_options, read_prompt, read_salt
+from polarlm.server.reading.prompts import read_prompt, read_salt
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.sessions import read_name
+from polarlm.server.running.sessions import read_name, read_saved
 
 
 class Sessions:
@@ -41,16 +40,18 @@ class Sessions:
         config = self._driver.config
         body = await read_body(request, config.max_body)
         name = read_name("name", body.get("name"))
-        options = read_options(body, parse_special=config.parse_special)
-        options = with_adapter(options, body, self._driver.engine.adapters.scales)
-        tokens = await self._driver.save_session(name, read_prompt(body), options)
-        return JSONResponse({"name": name} if config.hide_cached_tokens else {"name": name, "tokens": tokens})
+        options = read_saved(body, config, self._driver.engine.adapters.scales)
+        return self._moved(name, await self._driver.save_session(name, read_prompt(body), options))
 
     async def load(self, request: Request) -> Response:
         """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""
         body = await read_body(request, self._driver.config.max_body)
         name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
-        return JSONResponse({"name": name, "tokens": await self._driver.load_session(name, salt)})
+        return self._moved(name, await self._driver.load_session(name, salt))
+
+    def _moved(self, name: str, tokens: int) -> Response:
+        counted = {} if self._driver.config.hide_cached_tokens else {"tokens": tokens}
+        return JSONResponse({"name": name, **counted})
 
     async def remove(self, request: Request) -> Response:
         await self._driver.remove_session(read_name("name", request.path_params["name"]))

@@ -13,8 +13,9 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.http.bodies import read_body
+from polarlm.server.reading.fields import given
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
-from polarlm.server.reading.values import LARGEST, count, flag, text, wrong
+from polarlm.server.reading.values import LARGEST, count, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
 
 MOST_TOKENS = 1 << 18  # in a response; as JSON, a token takes several times its bytes
@@ -40,13 +41,14 @@ class Tokens:
         "add_special" adds the token with which every text begins, if the model requires one. With "parse_special",
         names of control tokens become these tokens, as in raw prompts. "with_pieces": {"id", "piece"} in place of ids.
         """
-        body = await read_body(request, self._driver.config.max_body)
-        if body.get("content") is None and any(body.get(name) is not None for name in ("prompt", "messages")):
+        sent = await read_body(request, self._driver.config.max_body)
+        body = given(sent)
+        if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
             return await self._tokenize_as_vllm(body)
         content = text("content", body.get("content"))
         options = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
         for name in options:
-            if body.get(name) is not None:
+            if name in body:
                 options[name] = flag(name, body[name])
         return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
 
@@ -56,7 +58,7 @@ class Tokens:
         Without "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs".
         """
         named, special = (
-            default if body.get(name) is None else flag(name, body[name])
+            flag(name, body.get(name, default))
             for name, default in (("return_token_strs", False), ("add_special_tokens", True))
         )
         prompt = read_prompt(body)

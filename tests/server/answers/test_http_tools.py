@@ -324,7 +324,7 @@ def allowed(what: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "field", "sentence"),
     [
-        ({"tools": {}}, "tools", "tools must be an array of functions"),
+        ({"tools": {"a": 1}}, "tools", "tools must be an array of functions"),
         ({"tools": [TOOLS[0]] * 129}, "tools", "has 129 functions, but at most 128 are taken"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "names a function twice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "must be an object with a name"),

@@ -223,7 +223,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": "on"}, "stop_sequences"),
-        ({"stop_sequences": ["on", ""]}, "stop_sequences[1]"),
+        ({"stop_sequences": ["on", 5]}, "stop_sequences[1]"),
         ({"tools": [{"name": "look", "input_schema": []}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),

@@ -241,7 +241,7 @@ def test_what_comes_behind_a_middle_ends_it(filling: Serving) -> None:
     ("body", "param"),
     [
         ({"input_prefix": 3}, "input_prefix"),
-        ({"input_suffix": []}, "input_suffix"),
+        ({"input_suffix": 5}, "input_suffix"),
         ({"prompt": ["a"]}, "prompt"),
         ({"input_extra": "a"}, "input_extra"),
         ({"input_extra": [3]}, "input_extra[0]"),

@@ -218,7 +218,7 @@ def test_embeddings_are_those_of_the_engine(server: Serving, client: ollama.Clie
         ("/api/generate", {"prompt": "a", "context": [1, 2]}, "context"),
         ("/api/generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "template"),
         ("/api/embed", {"input": 5}, "input"),
-        ("/api/embed", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("/api/embed", {"input": "a", "dimensions": -2}, "dimensions"),
         ("/api/show", {"model": 5}, "model"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine
+from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai
 from tests.server.http.test_http_openai import alone
 from tests.server.http.test_http_streams import breaking
@@ -202,10 +203,9 @@ def test_a_base_url_may_lack_the_version(server: Serving) -> None:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {}, "strict": 5}}}, "text.format.strict"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "always"}, "truncation"),
         ({"metadata": {"a": 5}}, "metadata.a"),
         ({"parallel_tool_calls": 5}, "parallel_tool_calls"),
     ],
@@ -229,11 +229,30 @@ def test_keywords_that_are_not_supported_are_refused_where_a_format_is_strict(se
     assert '"not"' in refused.json()["error"]["message"]
 
 
+def test_wishes_are_ignored_with_a_warning(server: Serving) -> None:
+    response = server.post("/v1/responses", arguments(text={"verbosity": "low"}, truncation="auto"))
+    assert response.status_code == 200
+    told = response.headers[HEADER]
+    assert told.startswith("text.verbosity is ignored: ")
+    assert told.endswith("; truncation is ignored: this server cuts no prompt")
+
+
+def test_a_prompt_that_is_too_long_has_a_status_or_is_a_stream_that_failed(server: Serving) -> None:
+    """Codex compacts a conversation after such a stream alone."""
+    too_long = arguments(input="then " * 300)
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai.responses.create(**too_long)
+    assert caught.value.code == "context_length_exceeded"
+    first, *_, last = server.openai.responses.create(**too_long, stream=True)
+    assert (first.type, last.type, last.response.status) == ("response.created", "response.failed", "failed")
+    assert last.response.error.code == "context_length_exceeded"
+    assert "maximum context length" in last.response.error.message
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_before_the_first_event_has_a_status(server: Serving, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        server.openai.responses.create(**arguments(input="then " * 300, stream=stream))
-    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError):
+        server.openai.responses.create(**arguments(input=[], stream=stream))
     with pytest.raises(openai.NotFoundError):
         server.openai.responses.retrieve("resp_1")
 

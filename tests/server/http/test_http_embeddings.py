@@ -65,7 +65,7 @@ def test_llama_servers_shape_has_a_list_of_vectors(shared: Serving, path: str, f
 @pytest.mark.parametrize(
     ("body", "param", "part"),
     [
-        ({}, "input", "input is missing"),
+        ({}, "input", "input or content is missing"),
         ({"input": TEXT, "content": TEXT}, "input", "not both"),
         ({"input": []}, "input", "array"),
         ({"input": 5}, "input", "must be a string or an array"),
@@ -73,7 +73,7 @@ def test_llama_servers_shape_has_a_list_of_vectors(shared: Serving, path: str, f
         ({"input": [TEXT] * 3000}, "input", "3000 prompts, but at most 2048"),
         ({"input": [TEXT, None]}, "input[1]", "null"),
         ({"input": TEXT, "encoding_format": "int8"}, "encoding_format", "float or base64"),
-        ({"input": TEXT, "encoding_format": []}, "encoding_format", "float or base64"),
+        ({"input": TEXT, "encoding_format": ["float"]}, "encoding_format", "float or base64"),
         ({"input": TEXT, "pooling": "max"}, "pooling", "mean or last or cls"),
         ({"input": TEXT, "truncate_prompt_tokens": 8}, "truncate_prompt_tokens", "to the context alone"),
         ({"input": TEXT, "embd_normalize": -1}, "embd_normalize", "length 1"),

@@ -97,7 +97,7 @@ def test_no_answers_are_written(shared: Serving, path: str, body: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("body", "param"),
-    [({"dimensions": 0}, "dimensions"), ({"dimensions": "x"}, "dimensions"), ({"truncate": 1}, "truncate")],
+    [({"dimensions": -2}, "dimensions"), ({"dimensions": "x"}, "dimensions"), ({"truncate": 1}, "truncate")],
 )
 def test_a_wrong_field_is_named(shared: Serving, body: dict[str, Any], param: str) -> None:
     response = shared.post("/v1/embeddings", {"input": "rain", **body})

@@ -149,7 +149,7 @@ def test_a_request_sets_the_silence(server: Serving, path: str) -> None:
     server.gate.close()
     server.loop.call_soon_threadsafe(server.loop.call_later, 0.3, server.gate.open)
     assert ":\n\n" not in server.post(path, body | {"sse_ping_interval": -1}).text
-    for wrong in (0, -2, "1", 0.5):
+    for wrong in (-2, "x", 0.5):
         refused = server.post(path, body | {"sse_ping_interval": wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "sse_ping_interval")
 

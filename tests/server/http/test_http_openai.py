@@ -196,12 +196,12 @@ def test_the_model_is_listed_and_found(server: Serving) -> None:
     [
         ({"temperature": -1}, "temperature"),
         ({"top_p": "high"}, "top_p"),
-        ({"n": 0}, "n"),
+        ({"n": -1}, "n"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [*MESSAGES, {"role": "user", "content": 5}]}, "messages[1].content"),
-        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": ["a", 5]}, "stop[1]"),
         ({"stream_options": 5}, "stream_options"),
     ],
 )

@@ -18,7 +18,7 @@ from polarlm.engine import Engine
 from polarlm.server.http.plain import tokens as tokens_of_texts
 from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.server.lines import PATIENCE
-from tests.tiny import CHARACTERS, VOCABULARY
+from tests.tiny import CHARACTERS, PLAIN, VOCABULARY, load_tiny
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_tokens_that_are_not_an_array_are_a_bad_request(shared: Serving, tokens:
     assert response.json()["error"]["param"] == "tokens"
 
 
-@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31, 2**64, 10**300, 1.5, True, None, "5", [5]])
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31, 2**64, 10**300, 1.5, True, None, "the", [5]])
 def test_an_invalid_token_id_is_a_bad_request(shared: Serving, token: Any) -> None:
     response = shared.post("/detokenize", {"tokens": [5, token]})
     assert response.status_code == 400
@@ -279,6 +279,13 @@ def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
         parts = sum(running[f"polarlm_kv_blocks_{part}"] for part in ("used", "kept", "free"))
         assert parts == running["polarlm_kv_blocks"]
     eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
+
+
+def test_routers_learn_the_blocks_of_the_whole_store(tiny_path: Path) -> None:
+    with load_tiny(tiny_path, **PLAIN, kv_memory="1M") as engine, serving(engine) as server:
+        (group,) = engine._store.groups
+        assert group.quantized.size > 2 * engine.context // 8
+        assert f'num_gpu_blocks="{group.quantized.size}"' in server.http.get("/metrics").text
 
 
 def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None:

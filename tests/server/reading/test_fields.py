@@ -22,19 +22,12 @@ from tests.lazily import openai
 MESSAGES = [{"role": "user", "content": "Hi"}]
 NEWEST_CLIENT = Version("3.52.0")  # of OpenAI's, whose fields are in the table; later ones may have more
 
-ANYTHING = (True, False, 0, 1, -1, 5, 0.5, "", "x", "none", [], ["x"], {}, {"x": 1})
+ANYTHING = (True, False, 0, 1, -1, 5, 0.5, "x", "none", ["x"], {"x": 1})
 # Of fields whose values a rule tells apart: values that ask for something, and values that do not.
 BY_RULE: dict[str, tuple[list[Any], list[Any]]] = {
-    "best_of": ([2, True], [1]),
-    "top_n_sigma": ([1.5, False, "0"], [-1, 0]),
+    "best_of": ([2, True], [1, 0]),
+    "top_n_sigma": ([1.5, False, "0"], [-1, 0, ""]),
     "adaptive_target": ([0, 0.5], [-1.0]),
-    "samplers": (
-        [["temperature", "top_k", "top_p", "min_p", "penalties", "dry"], ["top_k"], "kt", [1], []],
-        [
-            ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
-            ["penalties", "dry", "top_k", "top_p", "min_p", "temperature"],
-        ],
-    ),
     "add_special_tokens": ([False], [True]),
 }
 REFUSED = [field for field in FIELDS.values() if field.standing == "refused"]
@@ -109,7 +102,7 @@ def test_a_field_stands_in_the_table_once() -> None:
     table = json.loads(
         Path(fields.__file__).with_name("fields.json").read_text(encoding="utf-8"), object_pairs_hook=list
     )
-    assert [standing for standing, _ in table] == ["honoured", "harmless", "refused"]
+    assert [standing for standing, _ in table] == ["honoured", "harmless", "ignored", "refused"]
     names = [name for _, rows in table for name, _ in rows]
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
@@ -127,7 +120,7 @@ def test_every_field_of_openais_client_is_known() -> None:
 
 
 def test_every_field_has_its_example_here() -> None:
-    assert set(BY_RULE) == set(RULES) <= {field.name for field in REFUSED}
+    assert set(BY_RULE) <= set(RULES) <= {*BY_RULE, *(name for name in FIELDS if FIELDS[name].standing != "refused")}
     assert {*SAME_NAME, *HONOURED, *ELSEWHERE} == {
         name for name, field in FIELDS.items() if field.standing == "honoured"
     }
@@ -159,7 +152,7 @@ def test_refused_fields_are_refused_by_name() -> None:
 
 def test_neutral_values_of_refused_fields_are_accepted() -> None:
     for field in REFUSED:
-        for value in (None, *field.neutral, *BY_RULE.get(field.name, ([], []))[1]):
+        for value in (None, "", [], {}, *field.neutral, *BY_RULE.get(field.name, ([], []))[1]):
             assert read(**{field.name: value}) == read(), (field.name, value)
     assert read(mirostat=0.0, typical_p=1.0) == read()
 
@@ -173,11 +166,24 @@ def test_add_special_tokens_is_refused_unless_it_is_the_default_of_the_prompt() 
 
 def test_harmless_fields_are_ignored() -> None:
     plain = read()
-    for name in (name for name, field in FIELDS.items() if field.standing == "harmless"):
+    for name in (name for name, field in FIELDS.items() if field.standing in ("harmless", "ignored")):
         for value in (None, True, 5, "x", ["x"], {"x": 1}):
             asked = read(**{name: value})
             for part in ("prompt", "options", "params", "n"):
                 assert getattr(asked, part) == getattr(plain, part), (name, value)
+            told = [(name, f"{name} is ignored: {FIELDS[name].says}")] if FIELDS[name].standing == "ignored" else []
+            assert list(asked.warnings) == (told if value else []), (name, value)
+    usual = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+    assert read(samplers=usual).warnings == ()
+
+
+def test_the_most_that_there_is_stands_for_more() -> None:
+    for name, most in fields.CAPS.items():
+        for value in (-1, most + 1, 10**6):
+            asked = read(**{name: value})
+            assert asked.params == read(**{name: most}).params, (name, value)
+            assert [field for field, _ in asked.warnings] == [name], (name, value)
+        assert read(**{name: most}).warnings == ()
 
 
 def test_honoured_fields_reach_the_engine() -> None:

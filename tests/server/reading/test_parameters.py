@@ -71,6 +71,16 @@ def test_parameters_that_json_spells_differently() -> None:
         ("logprobs", 5.0, 5),
         ("n_probs", 5.0, 5),
         ("stop_token_ids", [7.0], [7]),
+        ("top_k", -7, 0),
+        ("max_tokens", -2, -1),
+        ("min_tokens", -1, 0),
+        ("temperature", "0.5", 0.5),
+        ("max_tokens", "5", 5),
+        ("logprobs", "2", 2),
+        ("seed", -5, -1),
+        ("seed", 2**63 + 7, 7),
+        ("seed", float(2**80), 0),
+        ("stop", ["", "a"], "a"),
     ],
 )
 def test_values_of_other_servers_are_accepted(name: str, value: Any, meant: Any) -> None:
@@ -139,9 +149,9 @@ def test_log_probabilities_are_requested_by_a_switch_with_a_number_beside_it(
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        *(({"logprobs": bad}, "logprobs") for bad in (0, 1, "true", [])),
-        *(({"logprobs": True, "top_logprobs": bad}, "top_logprobs") for bad in (-1, 21, 1.5, True, "1", {})),
-        *(({"top_logprobs": count}, "top_logprobs") for count in (0, 5)),
+        *(({"logprobs": bad}, "logprobs") for bad in (1, "true", [1])),
+        *(({"logprobs": True, "top_logprobs": bad}, "top_logprobs") for bad in (-1, 21, 1.5, True, "x", {"x": 1})),
+        *(({"top_logprobs": count}, "top_logprobs") for count in (5,)),
         ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
     ],
 )
@@ -205,7 +215,7 @@ def test_messages() -> None:
         ({"stop": 7}, "stop must be a string or an array of strings, not 7"),
         ({"stop": ["a", {}]}, "stop[1] must be a string, not an object"),
         ({"prompt": None, "messages": [None]}, "messages[0] must be an object with a role and a content, not null"),
-        ({"temperature": []}, "temperature must be a number, not an empty array"),
+        ({"temperature": [[]]}, "temperature must be a number, not an array"),
         ({"stop_token_ids": "x" * 99}, "stop_token_ids must be an array of token ids, not a string of 101 characters"),
     ],
 )
@@ -213,7 +223,7 @@ def test_types_are_called_by_their_names_in_json(fields: dict[str, Any], sentenc
     assert str(complaint({"prompt": "a", **fields})) == sentence
 
 
-@pytest.mark.parametrize(("name", "value"), [("seed", -5), ("max_tokens", -2), ("top_k", -7), ("min_tokens", -3)])
+@pytest.mark.parametrize(("name", "value"), [("dry_penalty_last_n", -3), ("dry_allowed_length", -1)])
 def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value: int) -> None:
     with pytest.raises(BadRequest) as caught:
         params(**{name: value})
@@ -223,28 +233,29 @@ def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, bad) for name in ("temperature", "top_p", "min_p") for bad in (math.nan, math.inf, True, "1", [], -1)),
-        *((name, bad) for name in ("presence_penalty", "frequency_penalty") for bad in (math.nan, False, {}, 1e9)),
-        *((name, bad) for name in ("max_tokens", "top_k", "seed") for bad in (1.5, True, "1", -2, 10**30)),
+        *((name, bad) for name in ("temperature", "top_p", "min_p") for bad in (math.nan, math.inf, True, "x", -1)),
+        *(
+            (name, bad)
+            for name in ("presence_penalty", "frequency_penalty")
+            for bad in (math.nan, False, {"x": 1}, 1e9)
+        ),
+        *((name, bad) for name in ("max_tokens", "top_k", "seed") for bad in (1.5, True, "x", "1.5", "true", "[1]")),
+        *((name, 10**30) for name in ("max_tokens", "top_k")),
         ("max_completion_tokens", 0.5),
-        ("n_predict", -2),
-        ("repetition_penalty", 0),
-        ("min_tokens", -1),
-        ("repeat_last_n", 65),
+        ("repetition_penalty", -1),
         ("n_probs", 21),
         ("n_probs", True),
-        ("n_cmpl", 0),
+        ("n_cmpl", -1),
         ("stop_token_ids", 5),
         ("stop_token_ids", [5] * (MAX_BIASES + 1)),
         ("parse_special", 1),
         ("cache_prompt", "no"),
-        *(("cache_salt", bad) for bad in (5, "", "x" * (MOST_SALT + 1))),
-        ("max_completion_tokens", -2),
+        *(("cache_salt", bad) for bad in (5, "x" * (MOST_SALT + 1))),
         ("temperature", 10**4000),
         ("top_p", -0.1),
         ("top_p", 1.1),
-        ("repeat_penalty", 0),
-        ("n", 0),
+        ("repeat_penalty", -1),
+        ("n", -1),
         ("n", 1000),
         ("n", True),
         ("stream", 1),
@@ -254,11 +265,10 @@ def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value:
         ("dry_base", 0.5),
         ("dry_allowed_length", 1.5),
         ("dry_sequence_breakers", 3),
-        ("dry_sequence_breakers", ""),
-        ("stop", ""),
         ("stop", 3),
         ("stop", ["a"] * (MAX_STOPS + 1)),
         ("stop", "x" * (MAX_STOP_LENGTH + 1)),
+        ("stop", ["x" * MAX_STOP_LENGTH] * 17),
         ("logit_bias", 5),
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"9" * 19: 1}),
@@ -268,10 +278,10 @@ def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value:
         ("logit_bias", {str(i): 1 for i in range(1000)} | {"7": 1e7}),
         ("logit_bias", {str(i): 1 for i in range(MAX_BIASES + 1)}),
         ("model", 3),
-        ("stream_options", []),
+        ("stream_options", [1]),
         ("tools", 0),
         ("tool_choice", "sometimes"),
-        ("response_format", "text"),
+        ("response_format", "json"),
         ("json_schema", [3]),
         ("grammar", 3),
         ("guided_regex", ["a"]),
@@ -280,8 +290,8 @@ def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value:
         ("structured_outputs", {"json": {}, "regex": "a"}),
         ("structured_outputs", {"structural_tag": "a"}),
         ("structured_outputs", "json"),
-        *(("logprobs", bad) for bad in (True, -1, 21, 2.5, "2", [], 10**30)),
-        *(("top_logprobs", bad) for bad in (1, True, "0", [])),
+        *(("logprobs", bad) for bad in (True, -1, 21, 2.5, "x", [1], 10**30)),
+        *(("top_logprobs", bad) for bad in (1, True, "0", [1])),
     ],
 )
 def test_a_wrong_field_is_named(name: str, value: Any) -> None:
@@ -295,10 +305,11 @@ def test_as_many_values_as_are_allowed_are_taken() -> None:
     taken = params(
         logit_bias={str(token): 1 for token in range(MAX_BIASES)},
         stop_token_ids=[5] * MAX_BIASES,
-        stop=["x" * MAX_STOP_LENGTH] * MAX_STOPS,
+        stop=["x" * MAX_STOP_LENGTH] * 16 + [""] * (MAX_STOPS - 16),
     )
     assert len(taken.logit_bias) == MAX_BIASES
-    assert len(taken.stop) == MAX_STOPS
+    assert len(taken.stop) == 16
+    assert len(params(stop=["x"] * MAX_STOPS).stop) == MAX_STOPS
 
 
 @pytest.mark.parametrize(

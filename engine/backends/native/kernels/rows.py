@@ -249,11 +249,12 @@ ROW_PIECE = 4096  # columns of a unit
 def softcap_rows() -> Kernel[SoftcapArguments]:
     """cap · tanh(x / cap) of `columns` of each row, in place; one unit per row and piece, of `pieces` in a row.
 
+    x − x is 0, but NaN for an infinity, which would become the cap, as if the model had computed it.
     stride: bytes from row to row.
     """
 
     def emit(e: Emitter, args: SoftcapArguments, begin: Value, end: Value, scratch: Value) -> None:
-        _change_pieces(e, args, begin, end, lambda x: capped(e, x, e.like(args.cap, x)))
+        _change_pieces(e, args, begin, end, lambda x: capped(e, x, e.like(args.cap, x)) + (x - x))
 
     return Kernel("softcap_rows", emit, SoftcapArguments)
 

@@ -1,0 +1,84 @@
+"""A salt keeps clients apart at every endpoint that computes, and a server that hides its cache tells nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.engine import Engine, PromptOptions, SamplingParams
+from polarlm.server.http.app import create_app
+from tests.server.http_server import Serving, serving
+
+TEXT = "then he ran on and the rain ran on and then the end"
+MESSAGES = [{"role": "user", "content": TEXT}]
+CHAT, RAW = {"messages": MESSAGES, "max_tokens": 2}, {"prompt": TEXT, "max_tokens": 2}
+ITEMS, INPUT, RANKED = {"input": TEXT, "max_output_tokens": 2}, {"input": TEXT}, {"query": "a", "documents": [TEXT]}
+OPTIONS = {"num_predict": 2}
+GENERATING: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("/v1/chat/completions", "/chat/completions", "/v1/messages"), CHAT),
+    **dict.fromkeys(("/v1/completions", "/completions", "/completion"), RAW),
+    **dict.fromkeys(("/v1/responses", "/responses"), ITEMS),
+    "/infill": {"input_prefix": TEXT, "input_suffix": "on", "n_predict": 2},
+    "/api/chat": {"messages": MESSAGES, "options": OPTIONS},
+    "/api/generate": {"prompt": TEXT, "options": OPTIONS},
+}
+VECTORS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding", "/api/embed"), INPUT),
+    "/api/embeddings": {"prompt": TEXT},
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/reranking", "/v1/reranking"), RANKED),
+}
+COMPUTE_NOTHING = {  # they count, convert, save and describe, or belong to the page
+    *("/tokenize", "/detokenize", "/apply-template", "/sessions/save", "/sessions/load", "/documents/text"),
+    *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/responses/input_tokens"),
+    *("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens", "/api/show", "/api/pull", "/props"),
+    *("/slots/{slot}", "/lora-adapters", "/conversations/{id}", "/mcp/connect", "/mcp/call"),
+}
+
+
+def test_every_endpoint_is_here(filling: Serving) -> None:
+    routes = create_app(filling.driver, filling.driver.config).routes
+    posted = {route.path for route in routes if "POST" in (getattr(route, "methods", None) or ())}
+    assert posted == {*GENERATING, *VECTORS, *COMPUTE_NOTHING}
+
+
+def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, given = filling.engine, list[str]()
+    submit = engine.submit
+
+    def noted(prompt: Any, params: SamplingParams, options: PromptOptions, **how: Any) -> Any:
+        given.append(options.cache_salt)
+        return submit(prompt, params, options, **how)
+
+    one = (TEXT, SamplingParams(max_tokens=0), PromptOptions(pooling="mean"))  # this model cannot rank
+    monkeypatch.setattr(engine, "submit", noted)
+    monkeypatch.setattr(engine, "rank_jobs", lambda *_: [one])
+
+    def cached(**more: Any) -> int:
+        before = filling.driver.snapshot().cached_tokens
+        response = filling.post(path, {**GENERATING, **VECTORS}[path] | more)
+        assert response.status_code == 200, response.text
+        assert "X-PolarLM-Warning" not in response.headers
+        return filling.driver.snapshot().cached_tokens - before
+
+    for path in [*GENERATING, *VECTORS]:
+        salt = f"of {path}"
+        cached()
+        assert cached(cache_salt=salt) == 0, path
+        assert given[-2:] == ["", salt], path
+        if path in GENERATING:
+            assert min(cached(), cached(cache_salt=salt)) > 0, path
+            assert cached(cache_salt=salt, cache_prompt=False) == 0, path
+
+
+def test_sessions_of_a_server_that_hides_its_cache_tell_nothing(tiny: Engine, tmp_path: Path) -> None:
+    with serving(tiny, sessions=str(tmp_path / "sessions"), hide_cached_tokens=True) as server:
+        salted = {"prompt": TEXT, "cache_salt": "mine"}
+        for sent in (RAW, {**RAW, **salted}):
+            assert server.post("/v1/completions", sent).status_code == 200
+        known, new = (server.post("/sessions/save", {"name": "talk", "prompt": text}) for text in (TEXT, "the end"))
+        assert (known.status_code, known.text) == (new.status_code, new.text)
+        assert known.json()["error"]["param"] == "cache_salt"
+        assert server.post("/sessions/save", {"name": "talk", **salted}).json() == {"name": "talk"}
+        assert server.post("/sessions/load", {"name": "talk", "cache_salt": "mine"}).json() == {"name": "talk"}
