@@ -56,7 +56,7 @@ class ChatTemplate:
         """The template with `new` in the place of the text `old`."""
         tokens = {name: self._constants[name] or "" for name in ("bos_token", "eos_token")}
         changed = self.source.replace(old, new)
-        return ChatTemplate(changed, origin=self._origin, is_default=self.is_default, **tokens)
+        return ChatTemplate(changed, is_default=self.is_default, **tokens)
 
     def missing(self, model: str) -> str | None:
         """A sentence for users of `model` if it has no template of its own, on how messages are written; else None."""

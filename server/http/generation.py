@@ -165,4 +165,5 @@ class Counting:
         asked, _ = self._endpoint.read(body, self._about)
         model = self._driver.engine.model
         ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
-        return JSONResponse({**self._more, "input_tokens": len(ids)})
+        counted = JSONResponse({**self._more, "input_tokens": len(ids)})
+        return warn(counted, [sentence for _, sentence in asked.warnings])

@@ -74,14 +74,15 @@ def read(
     if "model" in body:
         text("model", body["model"])  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
-    tools = read_tools(body)
+    told: list[tuple[str, str]] = []
+    tools = read_tools(body, told)
     params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)
     if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:
         sentence = "tools and a grammar, or a regular expression, exclude each other: leave one of them out"
         raise BadRequest("tools", sentence)
     if tools is not None and tools.calls == "must":
         params = replace(params, schema=None)  # the form of the text, and there is none
-    prompt = read_prompt(body, takes)
+    prompt = read_prompt(body, takes, told)
     continues = read_continues(body, prompt)
     options = read_options(body, parse_special=parse_special, tools=tools)
     return ParsedRequest(
@@ -96,7 +97,7 @@ def read(
         tools=tools,
         constrained_by=constraining_field(body),
         reasoning=_reasoning(body),
-        warnings=tuple(warnings(body)),
+        warnings=(*told, *warnings(body)),
     )
 
 

@@ -8,22 +8,24 @@ from typing import Any
 
 from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.server.reading.tools import Tools, check_depth, read_calls
-from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, is_empty, shown, text, wrong
+from polarlm.server.reading.messages import read_messages
+from polarlm.server.reading.tools import Tools, check_depth
+from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, is_empty, text, wrong
 
 MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
 _LONGEST_EFFORT = 32  # characters: a word, such as "high"
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""The roles that clients may use, and their names in templates."""
 
-
-def read_prompt(body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt")) -> Prompt:
-    """The prompt under one of the names in `takes`. Raises BadRequest."""
+def read_prompt(
+    body: Mapping[str, Any],
+    takes: Collection[str] = ("messages", "prompt"),
+    told: list[tuple[str, str]] | None = None,
+) -> Prompt:
+    """The prompt under one of the names in `takes`. told: see `read_messages`. Raises BadRequest."""
     name = one_given(body, takes)
     if name == "messages":
-        return _messages(body["messages"])
+        return read_messages(body["messages"], [] if told is None else told)
     (prompt,) = read_prompts(name, body[name], 1)
     return prompt
 
@@ -82,6 +84,7 @@ def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
         raise BadRequest("continue_final_message", f"{sentence}: leave one of them out")
     last: Any = prompt[-1] if prompt else None
     begun = isinstance(last, dict) and last["role"] == "assistant" and not last.get("tool_calls")
+    begun = begun and body["messages"][-1].get("role") == "assistant"  # and no result that went to its call
     if isinstance(last, dict) and not begun and any(asks.values()):
         name = next(iter(asks))
         raise BadRequest(name, f"{name} asks to continue the last message, which is not a text of the assistant's")
@@ -155,69 +158,3 @@ def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
         raise wrong(field, "a string or an array of token ids", value)
     places = ((f"{field}[{index}]", part) for index, part in enumerate(value))
     return [text(at, part) if isinstance(part, str) else count(at, part, 0, LARGEST) for at, part in places]
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise wrong("messages", "an array with at least one message", value)
-    messages: list[dict[str, Any]] = []
-    open_calls: list[dict[str, Any]] = []  # calls without a result so far
-    for index, given in enumerate(value):
-        field = f"messages[{index}]"
-        message = _message(field, given)
-        if message["role"] == "tool":
-            called = _called(f"{field}.tool_call_id", message, open_calls)
-            open_calls.remove(called)
-            message |= {"tool_call_id": called["id"], "name": called["function"]["name"]}
-        else:
-            open_calls = list(message.get("tool_calls", ()))
-        messages.append(message)
-    return messages
-
-
-def _called(field: str, message: Mapping[str, Any], calls: Collection[dict[str, Any]]) -> dict[str, Any]:
-    """The call whose result a message has: the one with its id, or else the next one. Raises BadRequest."""
-    if not calls:
-        raise BadRequest(field, f"{field}: a message of role tool must follow the call that it has the result of")
-    id = message.get("tool_call_id")
-    if id is None:
-        return next(iter(calls))
-    found = next((call for call in calls if call["id"] == id), None)
-    if found is None:
-        raise BadRequest(field, f"{field} is {shown(id)}, which is no call of the message before, or has its result")
-    return found
-
-
-def _message(field: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise wrong(field, "an object with a role and a content", message)
-    for name in ("function_call", "audio"):
-        if message.get(name):
-            raise BadRequest(f"{field}.{name}", f"{name} in a message is not supported")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in ROLES:
-        raise wrong(f"{field}.role", f"one of {', '.join(ROLES)}", role)
-    read: dict[str, Any] = {"role": ROLES[role]}
-    if role == "assistant" and message.get("tool_calls"):
-        read["tool_calls"] = read_calls(f"{field}.tool_calls", message["tool_calls"])
-        content = "" if content is None else content
-    if role == "assistant" and message.get("reasoning_content") is not None:
-        read["reasoning_content"] = text(f"{field}.reasoning_content", message["reasoning_content"])
-    if role == "tool" and message.get("tool_call_id") is not None:
-        read["tool_call_id"] = text(f"{field}.tool_call_id", message["tool_call_id"])
-    field = f"{field}.content"
-    if isinstance(content, list):
-        content = "".join(_part(f"{field}[{index}]", part) for index, part in enumerate(content))
-    if not isinstance(content, str):
-        raise wrong(field, "a string or an array of text parts", content)
-    return read | {"content": text(field, content)}
-
-
-def _part(field: str, part: Any) -> str:
-    if not isinstance(part, dict):
-        raise wrong(field, 'an object such as {"type": "text", "text": "…"}', part)
-    kind = part.get("type")
-    if kind != "text":
-        named = f"{shown(kind)} parts are" if isinstance(kind, str) else "a part without a type is"
-        raise BadRequest(f"{field}.type", f"{named} not supported: this server takes text alone")
-    return text(f"{field}.text", part.get("text"))

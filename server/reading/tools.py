@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from polarlm.server.reading.parts import in_words
 from polarlm.server.reading.values import BadRequest, flag, text, wrong
 
 MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON
 MOST_DEPTH = 64  # of a tool's JSON
-MOST_CALLS = 128  # in a message
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _FUNCTION = '{"type": "function", "function": {"name": "…"}}'
 _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "required": "must", "none": "none"}
@@ -29,21 +29,31 @@ class Tools:
     several: bool  # whether there may be more than one call
 
 
-def read_tools(body: Mapping[str, Any]) -> Tools | None:
-    """The tools of a request; None if it has none. Raises BadRequest."""
+def read_tools(body: Mapping[str, Any], told: list[tuple[str, str]] | None = None) -> Tools | None:
+    """The functions of a request; None if it has none. Raises BadRequest.
+
+    Tools of other types are left out, and a choice of one of them is "auto": fields and sentences are added to `told`.
+    """
+    told = [] if told is None else told
     several = flag("parallel_tool_calls", body.get("parallel_tool_calls", True))
     value, choice = body.get("tools", []), body.get("tool_choice", "auto")
     if not isinstance(value, list):
         raise wrong("tools", "an array of functions", value)
-    if len(value) > MOST_TOOLS:
+    kinds = [_kind(f"tools[{index}]", tool) for index, tool in enumerate(value)]
+    others = [tool for kind, tool in zip(kinds, value, strict=True) if kind != "function"]
+    if len(value) - len(others) > MOST_TOOLS:
         raise BadRequest("tools", f"tools has {len(value)} functions, but at most {MOST_TOOLS} are taken")
-    if not value:
+    if others:
+        named_kinds = in_words(dict.fromkeys(kind for kind in kinds if kind != "function"))
+        told.append(("tools", f"tools of type {named_kinds} are left out: only functions are called"))
+        choice = _without(others, choice, told, alone=len(others) == len(value))
+    if len(value) == len(others):
         if choice not in ("auto", "none"):
             raise BadRequest("tool_choice", "tool_choice needs tools, and there are none")
         return None
     if body.get("messages") is None:
         raise BadRequest("tools", "tools need messages: a raw prompt has to name its functions itself")
-    tools = tuple(_tool(f"tools[{index}]", tool) for index, tool in enumerate(value))
+    tools = tuple(_tool(f"tools[{index}]", value[index]) for index, kind in enumerate(kinds) if kind == "function")
     size = sum(len(json.dumps(tool)) for tool in tools)
     if size > MOST_TEXT:
         raise BadRequest("tools", f"tools has {size:,} characters of JSON, but at most {MOST_TEXT:,} are taken")
@@ -60,6 +70,44 @@ def read_tools(body: Mapping[str, Any]) -> Tools | None:
     if kind != "function":
         raise wrong("tool_choice.type", f"function or allowed_tools, as in {_FUNCTION}", kind)
     return Tools(tools, (named[_name("tool_choice", choice, named)],), "must", several=False)
+
+
+def _kind(field: str, tool: Any) -> str:
+    """The type of a tool. Raises BadRequest."""
+    if not isinstance(tool, dict):
+        raise wrong(field, f"an object such as {_FUNCTION}", tool)
+    kind = tool.get("type")
+    if kind is not None and not isinstance(kind, str):
+        raise wrong(f"{field}.type", "function, or the name of another type", kind)
+    return kind or "function"
+
+
+def _without(others: list[dict[str, Any]], choice: Any, told: list[tuple[str, str]], *, alone: bool) -> Any:
+    """A choice of tools without `others`; "auto" if nothing else is chosen. alone: whether there are no functions."""
+    names = {_called(tool) for tool in others}
+
+    def is_left_out(one: Any) -> bool:
+        if not isinstance(one, dict):
+            return False
+        return one.get("type") not in (None, "function", "allowed_tools") or _called(one) in names
+
+    left_out = is_left_out(choice) or (alone and choice != "none")
+    allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
+    if isinstance(allowed, dict) and isinstance(some := allowed.get("tools"), list) and some:
+        kept = [one for one in some if not is_left_out(one)]
+        left_out = left_out or not kept
+        choice = {**choice, "allowed_tools": {**allowed, "tools": kept}}
+    if left_out and choice != "auto":
+        told.append(("tool_choice", "tool_choice is auto: it asks for a tool that is left out"))
+    return "auto" if left_out else choice
+
+
+def _called(tool: Mapping[str, Any]) -> Any:
+    """The name in a tool or in a choice of one, in any API's form; its type if it has none."""
+    kind = tool.get("type") or "function"
+    inner = tool.get(kind) if isinstance(kind, str) else None
+    name = inner.get("name") if isinstance(inner, dict) else tool.get("name")
+    return name if isinstance(name, str) else kind
 
 
 def _allowed(
@@ -91,11 +139,7 @@ def _name(field: str, value: Any, named: Mapping[str, Any]) -> str:
     return name
 
 
-def _tool(field: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong(field, 'an object such as {"type": "function", "function": {"name": "…"}}', value)
-    if value.get("type") != "function":
-        raise wrong(f"{field}.type", "function, the only type of tool here", value.get("type"))
+def _tool(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
     function = value.get("function")
     if not isinstance(function, dict):
         raise wrong(f"{field}.function", "an object with a name", function)
@@ -124,57 +168,22 @@ def read_name(field: str, value: Any) -> str:
     return str(value)
 
 
+def in_namespace(namespace: str, name: str) -> str:
+    """Our name of a function in a namespace of OpenAI's Responses."""
+    return f"{namespace}__{name}"
+
+
 def check_depth(field: str, value: Any) -> None:
-    """Raises BadRequest for JSON that is nested too deeply or has strings that are not text."""
+    """Raises BadRequest for JSON that is nested too deeply."""
     level = [value]
     for _ in range(MOST_DEPTH):
-        level = [inner for each in level for inner in _inside(field, each)]
+        level = [inner for each in level for inner in _inside(each)]
         if not level:
             return
     raise BadRequest(field, f"{field} is nested more than {MOST_DEPTH} levels deep")
 
 
-def _inside(field: str, value: Any) -> Iterator[Any]:
+def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        yield from value
-        yield from value.values()
-    elif isinstance(value, list):
-        yield from value
-    elif isinstance(value, str):
-        text(field, value)
-
-
-def read_calls(field: str, value: Any) -> list[dict[str, Any]]:
-    """The calls of an assistant's message. Raises BadRequest."""
-    if not isinstance(value, list):
-        raise wrong(field, "an array of calls", value)
-    if len(value) > MOST_CALLS:
-        raise BadRequest(field, f"{field} has {len(value)} calls, but at most {MOST_CALLS} are taken")
-    return [_call(f"{field}[{index}]", call) for index, call in enumerate(value)]
-
-
-def _call(field: str, value: Any) -> dict[str, Any]:
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict):
-        raise wrong(field, "an object with an id and a function", value)
-    name = read_name(f"{field}.function.name", function.get("name"))
-    arguments = _arguments(f"{field}.function.arguments", function.get("arguments"))
-    id = value.get("id")
-    return {
-        "id": "" if id is None else text(f"{field}.id", id),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
-def _arguments(field: str, value: Any) -> str:
-    """The text of a call's arguments. It need not be a JSON object: an answer may end inside a call."""
-    if isinstance(value, str):
-        return text(field, value) or "{}"
-    try:
-        written = json.dumps({} if value is None else value, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise BadRequest(field, f"{field} is nested too deeply") from None
-    except ValueError:
-        raise BadRequest(field, f"{field} holds a number that JSON does not have") from None
-    return text(field, written)
+        return value.values()
+    return value if isinstance(value, list) else ()

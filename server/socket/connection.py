@@ -214,6 +214,8 @@ class Connection(asyncio.Protocol):
             self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
 
     async def _answer(self, request_id: Id, asked: ParsedRequest) -> dict[str, Any]:
+        if asked.warnings and (entry := journal.current()):
+            entry.warning = "; ".join(sentence for _, sentence in asked.warnings)
         async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options)) as chunks:
             text = ""
             logprobs: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Tools of OpenAI's Responses: functions, which may be in namespaces. OpenAI's own tools are left out."""
+"""Tools of OpenAI's Responses: functions, which may be in namespaces, and OpenAI's own tools."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.server.http.dialects._shared import Places, items, members
-from polarlm.server.reading.values import shown, text, wrong
-
-_BETWEEN = "__"  # separates namespace and function in our name of a function
+from polarlm.server.reading.tools import in_namespace
+from polarlm.server.reading.values import text
 
 
 @dataclass(frozen=True)
 class ResponseTools:
-    """The functions of a request, under names that include their namespaces."""
+    """The tools of a request; functions have names that include their namespaces."""
 
-    functions: list[dict[str, Any]] = field(default_factory=list)  # in our own names
+    tools: list[dict[str, Any]] = field(default_factory=list)  # in our own names, those of other types as they are
     namespaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # our name → namespace, name
-    left_out: list[str] = field(default_factory=list)  # types of the tools that are not functions
 
     def named(self, name: str) -> dict[str, str]:
         """The fields of a call that name the function `name`."""
@@ -30,17 +28,14 @@ def read_response_tools(value: Any) -> ResponseTools:
     """The tools of a request. Raises BadRequest."""
     found = ResponseTools()
     for at, tool, namespace in _each("tools", value):
-        kind = tool.get("type")
-        if not isinstance(kind, str):
-            raise wrong(f"{at}.type", "function, namespace, or the name of another type", kind)
-        if kind != "function":
-            found.left_out.append(kind)
+        if tool.get("type", "function") != "function":
+            found.tools.append({**tool, "places": Places({"": at})})
             continue
         function = {name: member for name, member in tool.items() if name != "type"}
         if namespace:
-            function["name"] = _joined(namespace, name := text(f"{at}.name", tool.get("name")))
+            function["name"] = in_namespace(namespace, name := text(f"{at}.name", tool.get("name")))
             found.namespaced[function["name"]] = namespace, name
-        found.functions.append({"type": "function", "function": function, "places": Places({".function": at})})
+        found.tools.append({"type": "function", "function": function, "places": Places({".function": at})})
     return found
 
 
@@ -58,11 +53,7 @@ def _each(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, di
 def named_function(at: str, given: Mapping[str, Any]) -> str:
     """Our name of the function that a call or a choice names. Raises BadRequest."""
     name = text(f"{at}.name", given.get("name"))
-    return _joined(text(f"{at}.namespace", given["namespace"]), name) if "namespace" in given else name
-
-
-def _joined(namespace: str, name: str) -> str:
-    return f"{namespace}{_BETWEEN}{name}"
+    return in_namespace(text(f"{at}.namespace", given["namespace"]), name) if "namespace" in given else name
 
 
 def read_choice(value: Any) -> dict[str, Any]:
@@ -73,19 +64,11 @@ def read_choice(value: Any) -> dict[str, Any]:
     kind = choice.get("type")
     if kind == "allowed_tools":
         some = [(at, tool) for at, tool, _ in _each("tool_choice.tools", choice.get("tools"))]
-        functions = [_function(at, tool) for at, tool in some if tool.get("type") == "function"]
-        return {"tool_choice": {"type": kind, kind: {"mode": choice.get("mode"), "tools": functions}}}
-    if kind != "function":
-        raise wrong("tool_choice.type", "function or allowed_tools", kind)
-    return {"tool_choice": _function("tool_choice", choice)}
+        tools = [_function(at, tool) if tool.get("type") == "function" else tool for at, tool in some]
+        return {"tool_choice": {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}}
+    return {"tool_choice": _function("tool_choice", choice) if kind == "function" else choice}
 
 
 def _function(at: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The function of a choice, in our own names. Raises BadRequest."""
     return {"type": "function", "function": {"name": named_function(at, given)}}
-
-
-def left_out(body: Mapping[str, Any]) -> list[str]:
-    """A sentence about the tools that are left out of a validated request; an empty list if there are none."""
-    kinds = dict.fromkeys(read_response_tools(body.get("tools") or []).left_out)
-    return [f"tools of type {', '.join(map(shown, kinds))} are left out: only functions are called"] if kinds else []

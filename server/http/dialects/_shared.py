@@ -13,7 +13,7 @@ from polarlm.server.reading.values import BadRequest, wrong
 
 
 class Places(dict[str, str]):
-    """Paths of the parts of a message, a call or a tool in the client's body: our relative path → the client's path.
+    """Paths of the parts of a message or a tool in the client's body: our relative path → the client's path.
 
     "" is the whole. JSON cannot contain this class, so a client cannot send one.
     """
@@ -25,12 +25,10 @@ def read_own(
     """The request in `body`, which has our own names. Raises BadRequest.
 
     Error messages use the client's names of fields: `names` maps ours to the client's, and so do the "places" that
-    messages, calls and tools may have.
+    messages and tools may have.
     """
     places: dict[str, str] = {}
     for i, message in enumerate(body.get("messages", ())):
-        for j, call in enumerate(message.get("tool_calls", ())):
-            places |= _absolute(f"messages[{i}].tool_calls[{j}]", call)
         places |= _absolute(f"messages[{i}]", message)
     for i, tool in enumerate(body.get("tools", ())):
         places |= _absolute(f"tools[{i}]", tool)
@@ -86,6 +84,12 @@ def items(field: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise wrong(field, "an array", value)
     return value
+
+
+def located(field: str, value: Any) -> list[dict[str, Any]]:
+    """The objects in a JSON array, with their places. Raises BadRequest."""
+    places = ((f"{field}[{index}]", one) for index, one in enumerate(items(field, value)))
+    return [{**members(at, one), "places": Places({"": at})} for at, one in places]
 
 
 def arguments_of(written: str) -> dict[str, Any] | None:

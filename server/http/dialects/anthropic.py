@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.routing import Route
 
 from polarlm.server.http.dialects._anthropic_events import Writer, error_body
-from polarlm.server.http.dialects._shared import Places, items, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
-from polarlm.server.reading.values import BadRequest, flag, shown, text, wrong
+from polarlm.server.reading.values import BadRequest, flag, text, wrong
 from polarlm.server.running.driver import Driver
 
 __all__ = ["PATHS", "error_body", "routes"]
@@ -89,93 +89,25 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _system(value: Any) -> list[dict[str, Any]]:
     """The system message; no message for an empty one."""
-    if isinstance(value, str):
-        prompt = text("system", value)
-    elif not isinstance(value, list):
+    if not isinstance(value, (str, list)):
         raise wrong("system", "a string or an array of text blocks", value)
-    else:
-        blocks = [_text(f"system[{index}]", block) for index, block in enumerate(items("system", value))]
-        prompt = "".join(block for block in blocks if not block.startswith(_BILLING))
+    prompt = value
+    if isinstance(value, list):
+        texts = (block.get("text") if isinstance(block, dict) else None for block in value)
+        prompt = [one for one, text in zip(value, texts, strict=True) if not str(text).startswith(_BILLING)]
     return [{"places": Places({"": "system"}), "role": "system", "content": prompt}] if prompt else []
 
 
-def _messages(value: Any) -> Iterator[dict[str, Any]]:
+def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise wrong("messages", "an array with at least one message", value)
-    for index, message in enumerate(value):
-        place = f"messages[{index}]"
-        message = members(place, message)
-        role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant", "system"):
-            raise wrong(f"{place}.role", "user, assistant or system", role)
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        blocks = [members(f"{place}.content[{i}]", one) for i, one in enumerate(items(f"{place}.content", blocks))]
-        found = (_assistant if role == "assistant" else _others)(f"{place}.content", role, blocks)
-        yield from ({**one, "places": Places({"": place} | one.get("places", {}))} for one in found)
-
-
-def _assistant(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The message of an answer: its text, its reasoning and its calls."""
-    texts, reasoning, calls = "", "", []
-    for index, block in enumerate(blocks):
-        at = f"{place}[{index}]"
-        kind = block.get("type")
-        if kind == "thinking":
-            reasoning += text(f"{at}.thinking", block.get("thinking"))
-        elif kind == "tool_use":
-            function = {"name": text(f"{at}.name", block.get("name")), "arguments": block.get("input")}
-            places = Places({"": at, ".function.name": f"{at}.name", ".function.arguments": f"{at}.input"})
-            id = text(f"{at}.id", block.get("id"))
-            calls.append({"id": id, "type": "function", "function": function, "places": places})
-        elif kind != "redacted_thinking":  # which only Anthropic can read
-            texts += _text(at, block)
-    message: dict[str, Any] = {"role": role, "content": texts}
-    yield message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
-
-
-def _others(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A message of the user or the system; each result of a tool becomes a message of its own, before the text."""
-    texts: list[str] = []
-    results = 0
-    for index, block in enumerate(blocks):
-        at = f"{place}[{index}]"
-        if block.get("type") != "tool_result":
-            texts.append(_text(at, block))
-            continue
-        results += 1
-        yield {
-            "role": "tool",
-            "tool_call_id": text(f"{at}.tool_use_id", block.get("tool_use_id")),
-            "content": _result(f"{at}.content", block.get("content", "")),
-            "places": Places({".tool_call_id": f"{at}.tool_use_id"}),
-        }
-    if texts or not results:
-        yield {"role": role, "content": "".join(texts)}
-
-
-def _result(place: str, value: Any) -> str:
-    if isinstance(value, str):
-        return text(place, value)
-    return "".join(_text(f"{place}[{index}]", block) for index, block in enumerate(items(place, value)))
-
-
-def _text(place: str, value: Any) -> str:
-    """The text of a block. Raises BadRequest for blocks of other types."""
-    block = members(place, value)
-    kind = block.get("type")
-    if kind != "text":
-        named = f"{shown(kind)} blocks are" if isinstance(kind, str) else "a block without a type is"
-        raise BadRequest(f"{place}.type", f"{place}.type: {named} not supported here: this server takes text alone")
-    return text(f"{place}.text", block.get("text"))
+    return located("messages", value)
 
 
 def _tool(place: str, value: Any) -> dict[str, Any]:
     tool = members(place, value)
-    if tool.get("type", "custom") != "custom":
-        kind = shown(tool["type"])
-        raise BadRequest(
-            f"{place}.type", f"{place}.type: this server has no tools of its own, such as {kind}; leave it out"
-        )
+    if tool.get("type", "custom") != "custom" and "input_schema" not in tool:  # one of Anthropic's own
+        return tool | {"places": Places({"": place})}
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if "description" in tool:
         function["description"] = tool["description"]

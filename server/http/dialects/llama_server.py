@@ -18,6 +18,7 @@ from polarlm.server.http.generation import Counting, Generation
 from polarlm.server.http.openai.chat import OpenAI
 from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.http.streams import while_there
+from polarlm.server.http.warnings import warn
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.running.driver import Driver
 
@@ -99,7 +100,8 @@ class _Server:
         work = self._driver.counted(
             "templated", lambda: chat_text(asked.prompt, self._driver.engine.model, asked.options)
         )
-        return JSONResponse({"prompt": await while_there(request.receive, work)})
+        shown = JSONResponse({"prompt": await while_there(request.receive, work)})
+        return warn(shown, [sentence for _, sentence in asked.warnings])
 
     async def _asked(self, request: Request) -> ParsedRequest:
         config = self._driver.config

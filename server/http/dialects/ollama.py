@@ -17,7 +17,7 @@ from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.dialects._ollama_answers import Writer, error_body, head, nanoseconds
 from polarlm.server.http.dialects._ollama_model import ModelFacts
-from polarlm.server.http.dialects._shared import Places, items, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
 from polarlm.server.http.generation import About, Generation
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -63,7 +63,6 @@ _KNOWN = {
     *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
 _EFFORTS = ("low", "medium", "high")
-_ROLES = ("system", "user", "assistant", "tool")
 
 
 def routes(driver: Driver) -> list[Route]:
@@ -194,59 +193,14 @@ def _thinking(value: Any) -> dict[str, Any]:
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
     """The messages and the tools of /api/chat."""
-    calls: list[tuple[str, str]] = []  # (name, id) of calls that have no result yet
-    messages = [
-        _message(f"messages[{index}]", one, calls) for index, one in enumerate(items("messages", body.get("messages")))
-    ]
     tools = items("tools", body.get("tools", []))
-    return {"messages": messages} | ({"tools": tools} if tools else {})
-
-
-def _message(at: str, value: Any, calls: list[tuple[str, str]]) -> dict[str, Any]:
-    message = members(at, value)
-    _refuse_images(f"{at}.images", message)
-    role = message.get("role")
-    if role not in _ROLES:
-        raise wrong(f"{at}.role", f"one of {', '.join(_ROLES)}", role)
-    own: dict[str, Any] = {
-        "places": Places({"": at}),
-        "role": role,
-        "content": text(f"{at}.content", message.get("content", "")),
-    }
-    if role == "tool":
-        name = text(f"{at}.tool_name", message.get("tool_name", message.get("name", "")))
-        own["tool_call_id"] = text(f"{at}.tool_call_id", message.get("tool_call_id", _answered(calls, name)))
-    if role == "assistant":
-        if thoughts := text(f"{at}.thinking", message.get("thinking", "")):
-            own["reasoning_content"] = thoughts
-        given = items(f"{at}.tool_calls", message.get("tool_calls", []))
-        calls[:] = []
-        if found := [_call(f"{at}.tool_calls[{index}]", index, call) for index, call in enumerate(given)]:
-            own["tool_calls"] = found
-            calls += [(call["function"]["name"], call["id"]) for call in found]
-    return own
-
-
-def _call(at: str, index: int, value: Any) -> dict[str, Any]:
-    """A call. Ollama's clients send calls without ids, whose ids are then made of their numbers."""
-    call = members(at, value)
-    function = members(f"{at}.function", call.get("function"))
-    name = text(f"{at}.function.name", function.get("name"))
-    own = {"type": "function", "function": {"name": name, "arguments": function.get("arguments")}}
-    return {"id": text(f"{at}.id", call.get("id", f"call_{index}")), **own}
-
-
-def _answered(calls: list[tuple[str, str]], name: str) -> str:
-    """The id of the call that a result without an id answers: the first call of its tool, else the first of all."""
-    found = next((call for call in calls if call[0] == name), calls[0] if calls else ("", "call_0"))
-    if found in calls:
-        calls.remove(found)
-    return found[1]
+    return {"messages": located("messages", body.get("messages"))} | ({"tools": tools} if tools else {})
 
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of /api/generate: a question to the model, or a raw text."""
-    _refuse_images("images", body)
+    if body.get("images"):
+        raise BadRequest("images", "images: this server takes text alone; leave images out")
     refuse(body, _REFUSED)
     prompt, system = text("prompt", body.get("prompt", "")), text("system", body.get("system", ""))
     if "suffix" in body:
@@ -256,11 +210,6 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     question = {"places": Places({"": "prompt"}), "role": "user", "content": prompt}
     first = [{"places": Places({"": "system"}), "role": "system", "content": system}] if system else []
     return {"messages": [*first, question]}
-
-
-def _refuse_images(at: str, holder: Mapping[str, Any]) -> None:
-    if holder.get("images"):
-        raise BadRequest(at, f"{at}: this server takes text alone; leave images out")
 
 
 def _as_response(content: dict[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,10 @@ from polarlm.server.answers.pieces import Piece
 from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.dialects._response_tools import (
     ResponseTools,
-    left_out,
-    named_function,
     read_choice,
     read_response_tools,
 )
-from polarlm.server.http.dialects._shared import Places, items, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Counting, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -28,7 +26,7 @@ from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
-from polarlm.server.reading.values import BadRequest, flag, shown, text, wrong
+from polarlm.server.reading.values import BadRequest, flag, text, wrong
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/responses", "/responses")
@@ -38,6 +36,7 @@ _SAME_NAMES = (
     *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_prompt", "cache_salt"),  # not in OpenAI's API
 )
 _NAMES = {
+    "messages": "input",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "response_format.json_schema": "text.format",
@@ -64,8 +63,6 @@ _KNOWN = {
 }
 _TRUNCATIONS = ("auto", "disabled")
 _LOGPROBS = "message.output_text.logprobs"
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = ("input_text", "output_text", "text")
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
@@ -95,8 +92,8 @@ class Responses:
         body = given(body)
         own = _own(body)
         tools = read_response_tools(body.get("tools", []))
-        if tools.functions:
-            own["tools"] = tools.functions
+        if tools.tools:
+            own["tools"] = tools.tools
         asked = read_own(own, _NAMES, about)
         params = asked.params
         logprobs = None if params.logprobs is None else ChatLogprobs(about.model.tokenizer)
@@ -113,9 +110,9 @@ class Responses:
         return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs, tools)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields and about tools that are left out."""
+        """Sentences about unknown fields."""
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
-        return left_out(body) + cut + unknown_fields(body, _KNOWN)
+        return cut + unknown_fields(body, _KNOWN)
 
 
 class _Generation(Generation):
@@ -156,87 +153,15 @@ def _included(value: Any) -> list[Any]:
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The conversation. Raises BadRequest."""
-    found: list[dict[str, Any]] = []
+    first: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
-        found.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
+        first.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
     asked = body.get("input")
     if isinstance(asked, str):
-        return [*found, {"places": Places({"": "input"}), "role": "user", "content": text("input", asked)}]
+        return [*first, {"places": Places({"": "input"}), "role": "user", "content": asked}]
     if not isinstance(asked, list) or not asked:
         raise wrong("input", "a string, or an array with at least one item", asked)
-    reasoning = ""
-    for index, one in enumerate(asked):
-        at = f"input[{index}]"
-        item = members(at, one)
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            reasoning += _thoughts(at, item)
-            continue
-        if kind == "function_call":
-            message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_call(at, item)]}
-        elif kind == "function_call_output":
-            content = _content(f"{at}.output", item.get("output"))
-            message = {"role": "tool", "tool_call_id": text(f"{at}.call_id", item.get("call_id")), "content": content}
-            message["places"] = Places({".tool_call_id": f"{at}.call_id"})
-        elif kind == "message":
-            message = _message(at, item)
-        else:
-            raise BadRequest(f"{at}.type", f"{at}.type: items of type {shown(kind)} are not supported here")
-        if message["role"] == "assistant" and reasoning:
-            message["reasoning_content"], reasoning = reasoning, ""
-        elif message["role"] != "assistant":
-            reasoning = ""  # its answer is missing
-        _append(found, {**message, "places": Places({"": at} | message.get("places", {}))})
-    return found
-
-
-def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message. A call that follows an answer joins it: its items belong to one turn."""
-    last = messages[-1] if messages else {}
-    calls = message.get("tool_calls")
-    if calls and last.get("role") == "assistant" and "reasoning_content" not in message:
-        last["tool_calls"] = [*last.get("tool_calls", []), *calls]
-    else:
-        messages.append(message)
-
-
-def _message(at: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    role = item.get("role")
-    if role not in _ROLES:
-        raise wrong(f"{at}.role", f"one of {', '.join(_ROLES)}", role)
-    return {"role": role, "content": _content(f"{at}.content", item.get("content"))}
-
-
-def _content(at: str, value: Any) -> str:
-    """The text of a string, or of an array of parts."""
-    if isinstance(value, str):
-        return text(at, value)
-    if not isinstance(value, list):
-        raise wrong(at, "a string or an array of parts", value)
-    return "".join(_part(f"{at}[{index}]", part) for index, part in enumerate(value))
-
-
-def _part(at: str, value: Any) -> str:
-    part = members(at, value)
-    kind = part.get("type")
-    if kind not in _TEXTS:
-        named = f"{shown(kind)} parts are" if isinstance(kind, str) else "a part without a type is"
-        raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server takes text alone")
-    return text(f"{at}.text", part.get("text"))
-
-
-def _thoughts(at: str, item: Mapping[str, Any]) -> str:
-    """The reasoning in an item, without encrypted parts, which only their maker can read."""
-    parts = items(f"{at}.content", item.get("content", []))
-    found = [members(f"{at}.content[{index}]", part).get("text", "") for index, part in enumerate(parts)]
-    return "".join(text(f"{at}.content[{index}].text", one) for index, one in enumerate(found))
-
-
-def _call(at: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": named_function(at, item), "arguments": text(f"{at}.arguments", item.get("arguments"))}
-    places = Places({"": at, ".function.name": f"{at}.name"})
-    id = text(f"{at}.call_id", item.get("call_id"))
-    return {"id": id, "type": "function", "function": function, "places": places}
+    return first + located("input", asked)
 
 
 def _choice(own: Any, tools: ResponseTools) -> Any:
@@ -244,8 +169,9 @@ def _choice(own: Any, tools: ResponseTools) -> Any:
     if isinstance(own, str):
         return own
     if (allowed := own.get("allowed_tools")) is not None:
-        return {"type": "allowed_tools", **allowed, "tools": [_choice(one, tools) for one in allowed["tools"]]}
-    return {"type": "function", **tools.named(own["function"]["name"])}
+        functions = [_choice(one, tools) for one in allowed["tools"] if "function" in one]
+        return {"type": "allowed_tools", **allowed, "tools": functions} if functions else "auto"
+    return {"type": "function", **tools.named(own["function"]["name"])} if "function" in own else "auto"
 
 
 def _text_settings(value: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from polarlm.engine import Usage
 from polarlm.server.answers.pieces import CallStart, Piece, fold
 from polarlm.server.http.dialects import anthropic, ollama, responses
 from polarlm.server.http.dialects._response_events import ResponseWriter
+from polarlm.server.reading.messages import read_messages
 from tests.lazily import openai
 
 USAGE = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=7, prefill_seconds=1, generation_seconds=2)
@@ -128,12 +129,11 @@ def test_calls_join_the_answer_that_they_belong_to() -> None:
             {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "noon"}]},
         ]
     }
-    _, answer, first, second = responses._own(body)["messages"]
+    _, answer, first, second = read_messages(responses._own(body)["messages"], [])
     assert (answer["content"], answer["reasoning_content"]) == ("I look it up.", "hm")
     assert [call["id"] for call in answer["tool_calls"]] == ["a", "b"]
     assert (first["role"], first["tool_call_id"], first["content"]) == ("tool", "a", "wet")
     assert (second["role"], second["tool_call_id"], second["content"]) == ("tool", "b", "noon")
-    assert second["places"] == {"": "input[6]", ".tool_call_id": "input[6].call_id"}
 
 
 def test_blocks_of_calls_and_results_are_messages_of_their_own() -> None:
@@ -149,12 +149,12 @@ def test_blocks_of_calls_and_results_are_messages_of_their_own() -> None:
         "tool_choice": {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
     }
     own = anthropic._own(body)
-    _, answer, tool, question = own["messages"]
+    _, answer, tool, question = read_messages(own["messages"], [])
     (called,) = answer["tool_calls"]
-    assert (called["id"], called["function"]) == ("a", {"name": "look", "arguments": {"word": "é"}})
+    assert (called["id"], called["function"]) == ("a", {"name": "look", "arguments": '{"word": "é"}'})
     assert (answer["reasoning_content"], answer["content"]) == ("hm", "")
     assert (tool["role"], tool["tool_call_id"], tool["content"]) == ("tool", "a", "wet")
-    assert question == {"places": {"": "messages[2]"}, "role": "user", "content": "and now?"}
+    assert question == {"role": "user", "content": "and now?"}
     (given,) = own["tools"]
     assert given["function"] == {"name": "look", "description": "looks", "parameters": {"type": "object"}}
     assert own["tool_choice"] == {"type": "function", "function": {"name": "look"}}
@@ -194,8 +194,9 @@ def test_results_belong_to_the_calls_of_their_tools() -> None:
     results = [{"role": "tool", "content": name, "tool_name": name} for name in ("now", "look", "look")]
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}, *results], "tools": [{"a": 1}]}
     own = ollama._conversation(body)
-    answer, *given = own["messages"]
+    answer, *given = read_messages(own["messages"], [])
     assert [call["id"] for call in answer["tool_calls"]] == ["call_0", "call_1", "call_2"]
-    assert answer["tool_calls"][0]["function"] == {"name": "look", "arguments": {"word": "rain"}}
-    assert [message["tool_call_id"] for message in given] == ["call_1", "call_0", "call_2"]
+    assert answer["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"word": "rain"}'}
+    placed = [(message["tool_call_id"], message["content"]) for message in given]
+    assert placed == [("call_0", "look"), ("call_1", "now"), ("call_2", "look")]
     assert own["tools"] == [{"a": 1}]

@@ -79,14 +79,6 @@ def test_a_conversation_with_calls_finds_its_whole_prefix(claude: anthropic.Anth
         assert (usage.cache_read_input_tokens or 0) >= 0.98 * before, seed
 
 
-def test_a_result_without_its_call_is_named_by_the_clients_place(hermes: Serving) -> None:
-    result = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
-    body = {"system": "on", "messages": [*MESSAGES, {"role": "user", "content": [result]}], "tools": TOOLS}
-    response = hermes.post("/v1/messages", body)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("messages[1].content[0].tool_use_id")
-
-
 # -- OpenAI's Responses ------------------------------------------------------------------------------------------------
 
 FUNCTIONS: list[Any] = [

@@ -216,16 +216,15 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (user({"type": "image", "source": {}}), "messages[0].content[0].type"),
         (user({"type": "document", "source": {}}), "messages[0].content[0].type"),
-        (user({"text": "on"}), "messages[0].content[0].type"),
+        (user({"data": "on"}), "messages[0].content[0].type"),
         (user({"type": "text", "text": 5}), "messages[0].content[0].text"),
-        ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"system": 5}, "system must be a string or an array of text blocks, not 5"),
         ({"messages": []}, "messages must be an array with at least one message, not an empty array"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": "on"}, "stop_sequences"),
         ({"stop_sequences": ["on", 5]}, "stop_sequences[1]"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "look", "input_schema": []}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -254,13 +253,12 @@ def test_models_have_anthropics_shape(server: Serving) -> None:
 
 
 def test_arguments_that_are_no_json_are_refused(server: Serving) -> None:
-    for given in ('{"x": NaN}', '{"x": "\\ud800"}'):
-        block = f'{{"type": "tool_use", "id": "a", "name": "f", "input": {given}}}'
-        last = '{"role": "user", "content": "on"}'
-        body = f'{{"messages": [{{"role": "assistant", "content": [{block}]}}, {last}]}}'
-        response = server.http.post("/v1/messages", content=body, headers={"Content-Type": "application/json"})
-        assert response.status_code == 400, given[:20]
-        assert response.json()["error"]["type"] == "invalid_request_error"
+    block = '{"type": "tool_use", "id": "a", "name": "f", "input": {"x": NaN}}'
+    last = '{"role": "user", "content": "on"}'
+    body = f'{{"messages": [{{"role": "assistant", "content": [{block}]}}, {last}]}}'
+    response = server.http.post("/v1/messages", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("messages[0].content[0].input")
 
 
 def test_the_client_raises_its_own_errors(tiny: Engine) -> None:

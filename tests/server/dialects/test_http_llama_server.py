@@ -326,7 +326,7 @@ def test_tokens_of_messages_are_counted(shared: Serving) -> None:
 
 @pytest.mark.parametrize("path", ["/apply-template", "/v1/chat/completions/input_tokens"])
 def test_messages_of_a_wrong_form_are_named(shared: Serving, path: str) -> None:
-    for body, param in (({}, "messages"), ({"messages": [{"role": "user"}]}, "messages[0].content")):
+    for body, param in (({}, "messages"), ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content")):
         response = shared.post(path, body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 

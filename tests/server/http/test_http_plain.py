@@ -162,13 +162,6 @@ def test_content_that_is_not_a_string_is_a_bad_request(shared: Serving, content:
     assert response.json()["error"]["param"] == "content"
 
 
-def test_half_of_a_surrogate_pair_is_not_text(shared: Serving) -> None:
-    json = {"Content-Type": "application/json"}
-    response = shared.http.post("/tokenize", content=rb'{"content": "\ud800"}', headers=json)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "content"
-
-
 @pytest.mark.parametrize("tokens", [None, 5, "the", {"0": 1}])
 def test_tokens_that_are_not_an_array_are_a_bad_request(shared: Serving, tokens: Any) -> None:
     response = shared.post("/detokenize", {"tokens": tokens})

@@ -214,10 +214,7 @@ def test_messages() -> None:
     [
         ({"stop": 7}, "stop must be a string or an array of strings, not 7"),
         ({"stop": ["a", {}]}, "stop[1] must be a string, not an object"),
-        (
-            {"prompt": None, "messages": [{"role": "user"}]},
-            "messages[0].content must be a string or an array of text parts, not null",
-        ),
+        ({"prompt": None, "messages": [None]}, "messages[0] must be an object with a role and a content, not null"),
         ({"temperature": [[]]}, "temperature must be a number, not an array"),
         ({"stop_token_ids": "x" * 99}, "stop_token_ids must be an array of token ids, not a string of 101 characters"),
     ],
@@ -253,7 +250,7 @@ def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value:
         ("stop_token_ids", [5] * (MAX_BIASES + 1)),
         ("parse_special", 1),
         ("cache_prompt", "no"),
-        *(("cache_salt", bad) for bad in (5, "x" * (MOST_SALT + 1), "\ud800")),
+        *(("cache_salt", bad) for bad in (5, "x" * (MOST_SALT + 1))),
         ("temperature", 10**4000),
         ("top_p", -0.1),
         ("top_p", 1.1),
@@ -272,11 +269,9 @@ def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value:
         ("stop", ["a"] * (MAX_STOPS + 1)),
         ("stop", "x" * (MAX_STOP_LENGTH + 1)),
         ("stop", ["x" * MAX_STOP_LENGTH] * 17),
-        ("stop", "\ud800"),
         ("logit_bias", 5),
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"9" * 19: 1}),
-        ("logit_bias", {"x\ud800": 1}),
         ("logit_bias", {"x" * (MAX_BIAS_TEXT + 1): 1}),
         ("logit_bias", [["x" * MAX_BIAS_TEXT, 1], ["x", 1]]),
         ("logit_bias", {"".join(map(chr, range(256, 256 + MAX_BIASES + 1))): 1}),
@@ -336,7 +331,6 @@ def test_as_many_values_as_are_allowed_are_taken() -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": {}}, "prompt.prompt_string"),
         ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": "\udfff"}, "prompt"),
         ({"prompt": [1, True]}, "prompt[1]"),
         ({"prompt": [1, -1]}, "prompt[1]"),
         ({"prompt": [1.5]}, "prompt[0]"),
@@ -346,13 +340,10 @@ def test_as_many_values_as_are_allowed_are_taken() -> None:
         ({"messages": "Hi"}, "messages"),
         ({"messages": [USER, "Hi"]}, "messages[1]"),
         ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].tool_call_id"),
         ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
@@ -396,6 +387,21 @@ def test_input_that_is_not_a_json_object_is_refused(data: bytes) -> None:
         read_json(data)
     assert caught.value.field is None
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"log \ud83d", "log \ufffd"),
+        (r"\uDE00 log", "\ufffd log"),
+        (r"\ud83d\ude00", "\N{GRINNING FACE}"),
+        (r"\ud83d\ud83d\ude00\ude00", "\ufffd\N{GRINNING FACE}\ufffd"),
+        (r"\\ud83d \"\ud83d\" \n\u0000", '\\ud83d "\ufffd" \n\0'),
+    ],
+)
+def test_half_of_a_character_is_one_that_cannot_be_shown(written: str, read: str) -> None:
+    """Names of members, too; an escaped backslash before the same letters is none."""
+    assert read_json(f'{{"{written}": ["{written}", "{written}"]}}'.encode()) == {read: [read, read]}
 
 
 NAMES = [*FIELDS, "role", "content", *SamplingParams.__dataclass_fields__]

@@ -1,0 +1,315 @@
+"""Reads a conversation in JSON, in the shapes of every API, into the messages that chat templates take.
+
+Agents send their history with every turn, so a part of it that this server cannot use must not end the conversation: it
+is put otherwise, or left out with a warning. Only what the user asks now is refused for the media in it.
+
+How a part is put does not depend on later ones, so that a prompt begins with that of the turn before. The one exception
+is a result, which goes to its call unless an answer was begun without it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polarlm.server.reading.parts import CALLED_WITH, Losses, in_words, kind_of, said
+from polarlm.server.reading.tools import in_namespace
+from polarlm.server.reading.values import BadRequest, shown, text, wrong
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""The roles that clients may use, and their names in templates."""
+
+_OF_RESULTS = ("tool", "function")  # the second is OpenAI's, before there were tools
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names that APIs have for the reasoning of an answer
+_ODD = re.compile(r"[^\w.:/-]+")  # characters of a name that could end it in a template
+_LONGEST_NAME = 128
+_MOST_OPEN = 128  # calls of an answer that may get results
+
+Message = dict[str, Any]
+
+
+def read_messages(given: Any, told: list[tuple[str, str]]) -> list[Message]:
+    """The messages in an array of messages and items. Raises BadRequest.
+
+    What is left out or put otherwise is added to `told`: the field, and a sentence for each kind.
+    """
+    if not isinstance(given, list) or not given:
+        raise wrong("messages", "an array with at least one message", given)
+    reader, question = _Reader(), _question(given)
+    try:
+        for index, one in enumerate(given):
+            reader.read(f"messages[{index}]", one, asked=index == question)
+    except RecursionError:
+        raise BadRequest("messages", "messages is nested too deeply") from None
+    sentences = reader.warnings()
+    told += [("messages", sentence) for sentence in sentences]
+    if not (found := reader.messages()):
+        raise BadRequest("messages", ": ".join(("messages has nothing to answer", *sentences)))
+    return found
+
+
+def _question(given: list[Any]) -> int | None:
+    """The place of what the user asks now: the last message of the user's, unless an answer follows it."""
+    for index in reversed(range(len(given))):
+        role = given[index].get("role") if isinstance(given[index], dict) else None
+        if role not in ("system", "developer"):
+            return index if role == "user" else None
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that waits for its result."""
+
+    id: str
+    name: str
+    has_id: bool  # whether the client gave it one
+    results: list[Message | None]  # those of its message's calls, in the order of the calls
+    place: int  # in `results`
+
+
+class _Reader:
+    """Reads messages one after the other."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[Message, list[Message | None]]] = []  # messages, and the results of their calls
+        self._open: list[_Call] = []
+        self._called: dict[str, str] = {}  # ids of calls → names
+        self._answered: set[str] = set()  # ids of calls
+        self._is_over = False  # whether the latest answer is: something other than an answer follows it
+        self._thoughts: list[str] = []  # reasoning, in items of its own, of the answer that follows
+        self._losses = Losses()
+        self._late: dict[str, None] = {}  # names of functions whose results came too late
+        self._twice: dict[str, None] = {}
+
+    def messages(self) -> list[Message]:
+        """What has been read."""
+        return [one for message, results in self._rows for one in (message, *results) if one is not None]
+
+    def warnings(self) -> list[str]:
+        """A sentence for each kind of thing that was left out or put otherwise."""
+        kinds = {
+            "parts of messages that have no text are left out, of type": self._losses.left_out,
+            "parts of messages are put as text, of type": self._losses.as_text,
+            "results without a call, or later than the next answer, are put as text, of the function": self._late,
+            "second results of a call are left out, of the function": self._twice,
+        }
+        return [f"{sentence} {in_words(each)}" for sentence, each in kinds.items() if each]
+
+    def read(self, at: str, given: Any, *, asked: bool) -> None:
+        """Read a message or an item. asked: whether it is what the user asks now. Raises BadRequest."""
+        if not isinstance(given, dict):
+            raise wrong(at, "an object with a role and a content", given)
+        kind = given.get("type", "message")
+        if given.get("role") is None and isinstance(kind, str) and kind != "message":
+            self._item(at, given, kind)
+            return
+        role = given.get("role")
+        if role in _OF_RESULTS:
+            name = given.get("tool_name") or given.get("name")
+            self._result(given.get("tool_call_id"), name, _with_images(given))
+        elif not isinstance(role, str) or role not in ROLES:
+            raise wrong(f"{at}.role", f"one of {', '.join(ROLES)}", role)
+        else:
+            self._message(at, ROLES[role], given, asked)
+
+    def _message(self, at: str, role: str, given: Mapping[str, Any], asked: bool) -> None:
+        is_answer = role == "assistant"
+        thoughts = [given[name] for name in _REASONING if is_answer and isinstance(given.get(name), str)][:1]
+        texts: list[str] = []
+        calls: list[Message] = []
+        if asked and given.get("images"):
+            raise BadRequest(f"{at}.images", f"{at}.images: this server takes text alone; leave images out")
+        content = _with_images(given)
+        if not isinstance(content, (str, list)) and kind_of(content) == "untyped":
+            raise wrong(f"{at}.content", "a string or an array of text parts", content)
+        parts = content if isinstance(content, list) else [content]
+        results = 0
+        for index, part in enumerate(parts):
+            kind = kind_of(part)
+            if kind == "tool_result":
+                self._result(part.get("tool_use_id"), None, part.get("content"))
+                results += 1
+            elif is_answer and kind == "thinking":
+                thoughts.append(_text(part.get("thinking")))
+            elif is_answer and kind == "tool_use":
+                calls.append(_call(f"{at}.content[{index}]", part, part.get("input"), "input"))
+            elif kind != "redacted_thinking":  # which only its maker can read
+                place = f"{at}.content[{index}]" if isinstance(content, list) else f"{at}.content"
+                texts.append(self._part(place, part, asked))
+        if is_answer:
+            texts.append(_text(given.get("refusal")))
+            if given.get("audio"):
+                texts.append(said({"type": "audio"}, self._losses))
+            calls += _calls(at, given)
+        message: Message = {"role": role} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
+        if texts or not results:
+            self._add(message | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {}))
+
+    def _part(self, at: str, part: Any, asked: bool = False) -> str:
+        losses = Losses()
+        found, kind = said(part, losses), kind_of(part)
+        if losses.left_out and asked:
+            if not isinstance(part, dict):
+                raise wrong(at, 'an object such as {"type": "text", "text": "…"}', part)
+            text(f"{at}.text", part.get("text", ""))
+            named = "a part without a type is" if kind == "untyped" else f"{shown(kind)} parts are"
+            raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server takes text alone")
+        self._losses.left_out.update(losses.left_out)
+        self._losses.as_text.update(losses.as_text)
+        return found
+
+    def _item(self, at: str, item: Mapping[str, Any], kind: str) -> None:
+        """Read an item of OpenAI's Responses that is no message."""
+        if kind == "reasoning":  # an encrypted part is for its maker alone
+            parts = item.get("content") or item.get("summary")
+            self._thoughts += [said(part, Losses()) for part in (parts if isinstance(parts, list) else ())]
+        elif kind.endswith("_output"):
+            content = item["output"] if item.get("output") is not None else item.get("status")
+            self._result(item.get("call_id") or item.get("id"), None, content)
+        elif kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
+            name = next((name for name in CALLED_WITH if item.get(name) is not None), "arguments")
+            given = item.get(name)
+            if name != "arguments" and not isinstance(given, dict):
+                given = {name: given}
+            function = {"id": item.get("call_id"), "name": item.get("name", kind.removesuffix("_call"))}
+            if isinstance(space := item.get("namespace"), str):
+                function["name"] = in_namespace(space, _text(function["name"]))
+            self._add_item([_call(at, function, given, name)], "")
+        elif found := self._part(at, item).strip():
+            self._add_item([], found)
+
+    def _add_item(self, calls: list[Message], content: str) -> None:
+        """Add calls or a text of an answer. Calls join what the answer has so far: its items belong to one turn."""
+        last = self._rows[-1] if self._rows else None
+        if calls and last and last[0]["role"] == "assistant" and not self._is_over and not self._thoughts:
+            message, results = last
+            message.setdefault("tool_calls", []).extend(calls)
+            self._expect(calls, results)
+        else:
+            self._add({"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {}))
+
+    def _add(self, message: Message) -> None:
+        thoughts, self._thoughts = "".join(self._thoughts), []
+        results: list[Message | None] = []
+        if message["role"] == "assistant":
+            if thoughts:
+                message = {**message, "reasoning_content": thoughts}
+            if self._is_over:
+                self._open, self._is_over = [], False
+            self._expect(message.get("tool_calls", []), results)
+        else:
+            self._is_over = True
+        self._rows.append((message, results))
+
+    def _expect(self, calls: list[Message], results: list[Message | None]) -> None:
+        for call in calls:
+            given, name, place = call["id"], call["function"]["name"], len(results)
+            id = call["id"] = given or f"call_{place}"
+            if len(self._open) < _MOST_OPEN:
+                self._open.append(_Call(id, name, bool(given), results, place))
+            results.append(None)
+            self._called[id] = name
+            self._answered.discard(id)
+
+    def _result(self, id: Any, name: Any, content: Any) -> None:
+        """Put a result next to its call, or else as a text of the user's, who is not taken for the model."""
+        id, name = _text(id), _name(name) if name else ""
+        self._thoughts, self._is_over = [], True
+        written = self._of_tool(content)
+        call = self._call_of(id, name)
+        if call is not None:
+            self._open.remove(call)
+            self._answered.add(call.id)
+            call.results[call.place] = {
+                "role": "tool",
+                "content": written,
+                "tool_call_id": call.id,
+                "name": call.name,
+            }
+        elif id in self._answered:
+            self._twice[self._called[id]] = None
+        else:
+            name = self._called.get(id, name) or "a tool"
+            self._late[name] = None
+            self._add({"role": "user", "content": f"Result of {name}:\n{written}"})
+
+    def _call_of(self, id: str, name: str) -> _Call | None:
+        """The open call with an id. Where the client gave no ids, the first of this name, or of all."""
+        found = next((call for call in self._open if call.id == id), None)
+        if found or id in self._called:
+            return found
+        calls = [call for call in self._open if not id or not call.has_id]
+        return next((call for call in calls if call.name == name), next(iter(calls), None))
+
+    def _of_tool(self, content: Any) -> str:
+        """The text of a result, which may be any JSON."""
+        if content is None or isinstance(content, str):
+            return content or ""
+        if isinstance(content, dict):
+            content = [content]
+        if not isinstance(content, list):
+            return json.dumps(content)
+        return "".join(
+            self._part("", one)
+            if isinstance(one, str) or kind_of(one) != "untyped"
+            else json.dumps(one, ensure_ascii=False)
+            for one in content
+        )
+
+
+def _with_images(given: Mapping[str, Any]) -> Any:
+    """The content of a message, with what Ollama's clients have beside it."""
+    content, images = given.get("content"), given.get("images")
+    content = "" if content is None else content
+    if not isinstance(images, list) or not images:
+        return content
+    return [*(content if isinstance(content, list) else [content]), *({"type": "image"} for _ in images)]
+
+
+def _calls(at: str, given: Mapping[str, Any]) -> Iterator[Message]:
+    """The calls of an assistant's message. Raises BadRequest."""
+    calls, call = given.get("tool_calls"), given.get("function_call")
+    if call and isinstance(call, dict):  # OpenAI's, before there were tools
+        yield _call(f"{at}.function_call", call, call.get("arguments"), "arguments")
+    if calls is not None and not isinstance(calls, list):
+        raise wrong(f"{at}.tool_calls", "an array of calls", calls)
+    for index, call in enumerate(calls or ()):
+        place = f"{at}.tool_calls[{index}]"
+        kind = "custom" if isinstance(call, dict) and isinstance(call.get("custom"), dict) else "function"
+        function = call.get(kind) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise wrong(place, "an object with an id and a function", call)
+        given_to = {"input": function.get("input")} if kind == "custom" else function.get("arguments")
+        yield _call(place, {**function, "id": call.get("id")}, given_to, f"{kind}.arguments")
+
+
+def _call(at: str, given: Mapping[str, Any], arguments: Any, member: str) -> Message:
+    """A call with the name and the id in `given`."""
+    return {
+        "id": _text(given.get("id")),
+        "type": "function",
+        "function": {"name": _name(given.get("name")), "arguments": _arguments(f"{at}.{member}", arguments)},
+    }
+
+
+def _name(given: Any) -> str:
+    """The name of a function that was called, however another server let it be."""
+    return _ODD.sub("_", _text(given))[:_LONGEST_NAME] or "unknown"
+
+
+def _text(given: Any) -> str:
+    return given if isinstance(given, str) else ""
+
+
+def _arguments(field: str, value: Any) -> str:
+    """The text of a call's arguments. It need not be a JSON object: an answer may end inside a call."""
+    if isinstance(value, str):
+        return value or "{}"
+    try:
+        return json.dumps({} if value is None else value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise BadRequest(field, f"{field} holds a number that JSON does not have") from None

@@ -1,0 +1,103 @@
+"""The text of parts of messages: blocks and items of any API, of types that are made up later as well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from polarlm.server.reading.values import shown
+
+_MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot", "image_generation_call"), "image"),
+    **dict.fromkeys(("audio", "input_audio", "output_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    **dict.fromkeys(("file", "input_file", "container_upload"), "file"),
+}
+CALLED_WITH = ("arguments", "input", "action", "actions", "operation", "code", "queries")
+"""Members of a call of a tool, of any provider's, that have what it was called with."""
+
+_TEXTS = {  # members that have text, or objects with text
+    *("title", "url", "filename", "context", "text", "refusal", "content", "source", "summary", "message"),
+    *("output", "outputs", "results", "logs", "stdout", "stderr", "error", "error_code"),
+}
+_MOST_DEPTH = 8  # of the texts in a part
+_MOST_NAMED, _LONGEST = 5, 38  # names in a sentence, and characters of each
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Types of parts of which a prompt does not have all, in the order in which they were read."""
+
+    left_out: dict[str, None] = field(default_factory=dict)
+    as_text: dict[str, None] = field(default_factory=dict)
+
+
+def said(part: Any, losses: Losses) -> str:
+    """The text of a part: its own, or its type and the texts in it, a line each.
+
+    A note takes the place of an image, a sound, a video or a file; what else has no text is "".
+    """
+    if isinstance(part, str):
+        return part
+    kind, part = kind_of(part), part if isinstance(part, dict) else {}
+    if note := _note(part, losses):
+        return note
+    for name in ("text", "refusal"):
+        if isinstance(part.get(name), str):
+            return str(part[name])
+    inside = list(_inside(part, losses, _MOST_DEPTH))
+    if not inside:
+        losses.left_out[kind] = None
+        return ""
+    losses.as_text[kind] = None
+    name = part.get("name")
+    head = f"{kind} {name}" if isinstance(name, str) else kind
+    return "\n".join((f"\n[{head}]", *inside, ""))
+
+
+def kind_of(part: Any) -> str:
+    """The type of a part; "untyped" for one without."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else "untyped"
+
+
+def in_words(kinds: Iterable[str]) -> str:
+    """The first few of these names in a sentence."""
+    named = [shown(kind[:_LONGEST]) for kind in kinds]
+    more = len(named) - _MOST_NAMED
+    return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _note(part: dict[str, Any], losses: Losses) -> str:
+    """What stands for a part that is no text; "" for others."""
+    kind = kind_of(part)
+    medium = _MEDIA.get(kind)
+    if kind == "document":
+        source = part.get("source")
+        if isinstance(source, dict) and source.get("type") not in ("text", "content"):
+            medium = kind
+    if medium is None:
+        return ""
+    losses.left_out[kind] = None
+    return f"[{medium} left out]"
+
+
+def _inside(value: Any, losses: Losses, depth: int) -> Iterator[str]:
+    """The texts in a part, in their order. What may be data, such as an encrypted member, is none."""
+    if isinstance(value, str):
+        if value.strip():
+            yield value
+    elif isinstance(value, list) and depth:
+        for one in value:
+            yield from _inside(one, losses, depth - 1)
+    elif isinstance(value, dict) and depth:
+        if note := _note(value, losses):
+            yield note
+            return
+        for name, member in value.items():
+            if name in CALLED_WITH and member:
+                yield member if isinstance(member, str) else json.dumps(member, ensure_ascii=False)
+            elif name in _TEXTS or (name == "data" and value.get("type") == "text"):
+                yield from _inside(member, losses, depth - 1)
