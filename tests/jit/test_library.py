@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -456,6 +457,40 @@ def test_what_cannot_be_compiled_is_a_sentence(monkeypatch: pytest.MonkeyPatch, 
             needed()
         assert "test_1" in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (
+            OSError(errno.EMFILE, "no", "/a/file"),
+            r"cannot be loaded now: .*; raise the limit of open files \(ulimit -n\)",
+        ),
+        (OSError(errno.ENOMEM, "no"), "cannot be loaded now: .*; try again$"),
+        (ImportError("no"), "cannot be loaded now: no; try again$"),
+        (MemoryError(), ""),
+        (RuntimeError("no"), "cannot be compiled for this CPU: no; set POLARLM_CPU_LEVEL"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_errors_of_the_system_pass_and_those_of_the_compiler_do_not(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
+) -> None:
+    def broken(kernel: Kernel, level: object) -> bytes:
+        raise error
+
+    library = Library(LEVEL, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "compile_object", broken)
+        with pytest.raises((KernelError, MemoryError), match=advice):
+            library.address(number_kernel(1))
+    if isinstance(error, RuntimeError):
+        assert library.failed == ["test_1"]
+        with pytest.raises(KernelError, match=advice):
+            library.address(number_kernel(1))
+    else:
+        assert library.failed == []
+        assert stored_by(library.address(number_kernel(1))) == 1
 
 
 def test_a_missing_function_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
