@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,6 +190,9 @@ def test_the_files_used_least_recently_are_removed(folder: Path) -> None:
     assert names(folder) == [*map(name, (1, 3, 4)), "notes.txt"]
     loaded(cache(folder, 3, 25_000), matrix)  # a lower limit
     assert names(folder) == [*map(name, (3, 4)), "notes.txt"]
+    os.utime(folder / name(4), (time.time() + 86_400,) * 2)  # before the clock was set back
+    loaded(cache(folder, 5, 25_000), matrix)
+    assert names(folder) == [*map(name, (3, 5)), "notes.txt"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows itself keeps files that are mapped")

@@ -31,7 +31,7 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.names import digest
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.weights import WeightSource
-from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, source_digest
+from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, last_used, source_digest
 
 try:
     import fcntl
@@ -205,7 +205,7 @@ def _make_room(folder: Path, own: Path, limit: int) -> int:
         with suppress(OSError):
             status = file.lstat()
             if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != own:
-                found.append((status.st_mtime, status.st_size, file))
+                found.append((last_used(status), status.st_size, file))
     total = sum(size for _, size, _ in found)
     for _, size, file in sorted(found):
         if total <= limit:

@@ -287,8 +287,10 @@ def test_the_sets_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = [make_set(tmp_path, number) for number in range(6)]
     ObjectCache(made[2], "")  # it is used again
     monkeypatch.setattr(cache_module, "_SETS", 4)
+    for ahead in (made[5], *made[5].iterdir()):
+        os.utime(ahead, (time.time() + 86_400,) * 2)  # before the clock was set back
     made.append(make_set(tmp_path, 6))
-    assert set(tmp_path.iterdir()) == {made[2], made[4], made[5], made[6]}
+    assert set(tmp_path.iterdir()) == {made[2], made[3], made[4], made[6]}
 
 
 @pytest.fixture
