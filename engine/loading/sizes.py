@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -245,6 +247,12 @@ def store_plan(
     if shape.has_two_kinds and not shape.is_by_age:  # it has the memory of a store whose blocks have the most bits
         plan = with_more_tokens(plan, store_plan(config, ops, model, shape.finest, room, more).bytes)
     return plan
+
+
+def give_back_freed_memory() -> None:
+    """Give freed memory back to the system, such as that of slabs of weights, since glibc keeps it otherwise."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def no_memory(model: str, sizes: tuple[int, int] | None) -> EngineError:

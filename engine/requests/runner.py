@@ -53,6 +53,7 @@ class Runner:
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
+        request.why_damaged = self._model.weights.why_damaged
         self.requests[request.sequence] = request
         self._scheduler.submit(request.sequence)
 
