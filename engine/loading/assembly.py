@@ -128,7 +128,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         loading = partial(_loading_bar, bars, verbose is not None)
         is_here = config.weights is not None and Path(config.weights).exists()
         bar = loading(Path(config.weights).name) if config.weights is not None and is_here else None
-        source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose, fits=fits)
+        source = model_loaders.load(config.weights, verbose=verbose, fits=fits)
         source = replace(source, config=source.config.for_context(config.ctx_size))
         if source.config.is_encoder and ops.of_encoders is None:
             source.weights.close()

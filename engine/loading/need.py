@@ -68,7 +68,7 @@ def need(config: EngineConfig, reserved: int = 0, most: int | None = None) -> Ne
     ops, _ = select(config.device, config.threads)
     reserved = reserved if ops.name == "cpu" else 0  # on a GPU all memory is taken while a model is loaded
     try:
-        model, source, _ = model_loaders.load_weights(str(config.weights), config.mmap)
+        model, source, _ = model_loaders.load_weights(str(config.weights))
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     try:

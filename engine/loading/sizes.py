@@ -198,7 +198,7 @@ def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
     if config.model_draft is None:
         return lambda tokens: 0
     path, config = config.model_draft, draft_config(config, 0)
-    model, source, _ = model_loaders.load_weights(path, config.mmap)
+    model, source, _ = model_loaders.load_weights(path)
     try:
         weights = weight_bytes(ops, source, None)
         check_layers(ops, model, config.block_size)
