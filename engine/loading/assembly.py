@@ -119,6 +119,8 @@ def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHO
         return _assemble(config, select("cpu", config.threads, compiled=False)[0], verbose, encoding)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
+    except MemoryError:
+        raise no_memory("the model" if config.weights is None else Path(config.weights).name, None) from None
 
 
 def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> Parts:
