@@ -230,7 +230,7 @@ def test_a_file_that_changes_ends_the_request_and_not_the_engine(tmp_path: Path)
         expected = engine.generate(PROMPTS[0], SOME).token_ids
         size = weights.stat().st_size
         os.truncate(weights, size + 1)
-        with pytest.raises(EngineError, match="has changed since it was opened.*start the server again") as failed:
+        with pytest.raises(EngineError, match=r"has changed since it was opened; .* start the server") as failed:
             engine.generate(PROMPTS[1], SOME)
         assert failed.value.code == "model_unavailable"
         os.truncate(weights, size)  # at another time, which alone is no change
