@@ -207,7 +207,7 @@ class Writer:
             except _GivenUp:
                 return
             except Exception as error:  # the thread continues: without it nothing would be kept
-                if not self._is_troubled:
+                if not (self._is_troubled or self._given_up):
                     self._is_troubled = True
                     _LOG.warning("blocks cannot be kept: %r", error)
             finally:
