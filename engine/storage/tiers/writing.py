@@ -219,31 +219,31 @@ class Writer:
 
     def _write_all(self, works: Sequence[_Chain | _Answer], names: Names) -> None:
         self._let_read()
-        full: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}  # name → the hash before it, its ids
-        coded: dict[bytes, bytes] = {}  # name → hash, as of the snapshots
+        first: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}  # name → the hash before it, its ids
+        coded: dict[bytes, bytes] = {}  # name → hash
         states: dict[bytes, bytes] = {}
-        tails: set[bytes] = set()
+        tails: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         for work in works:
             if isinstance(work, _Answer):
                 self._write(names.answer(work.key), Object({"kind": "ids", "ids": work.ids}), replaces=True)
                 continue
-            full[names.block(work.hashes[0])] = work.root, work.first
+            first[names.block(work.hashes[0])] = work.root, work.first
             coded |= ((names.block(key), key) for key in work.hashes[1:])
             states |= ((names.state(key), key) for key in work.hashes[1:] if self._blocks.has_state(key))
             if work.last:
-                tails.add(tail := names.tail(work.hashes[-1]))
-                full[tail] = work.hashes[-1], work.last
+                tails[names.tail(work.hashes[-1])] = work.hashes[-1], work.last
         dense, sparse = ~self._blocks.sparse_groups, self._blocks.sparse_groups
-        takes = [partial(self._full, name, *of) for name, of in full.items() if name in tails or self._is_missing(name)]
+        takes = [partial(self._full, name, *of) for name, of in first.items() if self._is_missing(name)]
         missing = [one for one in coded.items() if self._is_missing(one[0])]
         takes += [partial(self._coded, missing[at : at + _AT_ONCE], dense) for at in range(0, len(missing), _AT_ONCE)]
         takes += [partial(self._coded, [one], sparse) for one in states.items() if self._is_missing(one[0])]
+        takes += [partial(self._full, name, *of) for name, of in tails.items()]  # last: without a state it is of no use
         waiting: deque[Take] = deque(takes)
         while waiting:
             for name, block in self._copied(waiting):
                 self._write(name, block, replaces=name in tails)
         for tier in self._tiers:
-            tier.used([*full.keys() - tails, *coded, *states, *tails])
+            tier.used([*first, *coded, *states, *tails])
 
     def _is_missing(self, name: bytes) -> bool:
         """Whether a tier that takes writes lacks an object."""
