@@ -135,7 +135,7 @@ class EngineConfig:
         metavar="N",
         help="CPU threads; 0 follows OMP_NUM_THREADS, or else uses one for each core that the process may use",
     )
-    mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
+    mmap: bool = setting(True, "--no-mmap", help="no effect: the weights file is read, and never mapped")
     tile_cache: str | None = setting(
         None,
         "--tile-cache",

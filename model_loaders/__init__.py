@@ -94,22 +94,21 @@ class Model:
 def load(
     path: str | Path | None,
     *,
-    mmap: bool = True,
     verbose: Callable[[str], None] | None = None,
     fits: Fits | None = None,
 ) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "hf:user/repo" from the hub, or (None) the demonstration
     model.
 
-    Weights are not read yet: `Model.weights.read_into` converts them one at a time. With `mmap` it maps the files,
-    otherwise it reads them piece by piece. The tokenizer is read by a thread while the caller loads the weights.
-    `verbose` receives lines of progress. `fits` chooses among GGUF files on the hub. Raises LoadError.
+    Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
+    thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
+    the hub. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
     name = _hub_name(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
-    model = _load_folder(where, mmap) if where.is_dir() else _load_gguf(where, mmap)
+    model = _load_folder(where) if where.is_dir() else _load_gguf(where)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if name is not None and where.is_dir():
@@ -119,14 +118,14 @@ def load(
     return model
 
 
-def load_weights(path: str | Path, mmap: bool = True) -> tuple[ModelConfig, WeightSource, str]:
+def load_weights(path: str | Path) -> tuple[ModelConfig, WeightSource, str]:
     """Configuration, weights and the type of most of them; reads no tokenizer. Raises LoadError."""
     name = _hub_name(path)
     where = _existing(path) if name is None else fetch(name)
     if where.is_dir():
-        config, weights = open_folder(where, mmap)
+        config, weights = open_folder(where)
         return config, weights, main_dtype(weights)
-    gguf = GgufFile(where, mmap)
+    gguf = GgufFile(where)
     try:
         config, weights = open_gguf(gguf)
     except BaseException:
@@ -135,11 +134,11 @@ def load_weights(path: str | Path, mmap: bool = True) -> tuple[ModelConfig, Weig
     return config, weights, main_dtype(weights)
 
 
-def _load_folder(folder: Path, mmap: bool) -> Model:
+def _load_folder(folder: Path) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
-    config, weights = open_folder(folder, mmap)
+    config, weights = open_folder(folder)
     try:
         return Model(
             name=folder.resolve().name,
@@ -164,11 +163,11 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
         raise
 
 
-def _load_gguf(file: Path, mmap: bool) -> Model:
+def _load_gguf(file: Path) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
-    gguf = GgufFile(file, mmap)
+    gguf = GgufFile(file)
     try:
         config, weights = open_gguf(gguf)
         return Model(

@@ -268,7 +268,7 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
         pickled = (folder / "adapter_model.bin").is_file()
         why = "holds its weights as a pickle (adapter_model.bin), which can run any code when opened and is not read"
         raise LoadError(f"{folder} {why if pickled else f'lacks {WEIGHTS}'}; use an adapter with safetensors.")
-    file = FileBytes(folder / WEIGHTS, True)
+    file = FileBytes(folder / WEIGHTS)
     files.callback(file.close)
     by_module = fields.section("alpha_pattern")
     alphas = {} if by_module is None else {key: by_module.number(key) for key in by_module.names()}

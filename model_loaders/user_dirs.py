@@ -1,15 +1,17 @@
-"""The user's cache folder, whether a file is the user's, and on which code a file of that folder depends."""
+"""The user's cache folder; whether a file is the user's, when it was used, and on which code it depends."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from polarlm.model_loaders.errors import LoadError
 
 CACHE_VARIABLE = "POLARLM_CACHE"
+_AHEAD = 300_000_000_000  # nanoseconds by which clocks of machines that share a folder may differ
 
 
 def cache_folder() -> Path:
@@ -39,6 +41,16 @@ def belongs_to_user(status: os.stat_result) -> bool:
     """Whether a file or folder is this user's, so that this program may remove it. Always True on Windows, where the
     folders are the users' own."""
     return not hasattr(os, "getuid") or status.st_uid == os.getuid()
+
+
+def last_used(status: os.stat_result) -> int:
+    """When a file was used, by its time of modification: nanoseconds since the epoch.
+
+    A time in the future is from before the clock was set back. It counts as before all others, since such files would
+    otherwise stay longest until the clock has caught up.
+    """
+    is_ahead = status.st_mtime_ns > time.time_ns() + _AHEAD
+    return status.st_mtime_ns - (1 << 64 if is_ahead else 0)
 
 
 def source_digest(folders: Sequence[Path]) -> str | None:

@@ -104,7 +104,7 @@ def _write_shards(model: Model, folder: Path, shard_bytes: int) -> None:
 
 
 def _write_tokenizer(model: Model, folder: Path) -> None:
-    gguf = GgufFile(model.path, mmap=True)
+    gguf = GgufFile(model.path)
     tokens = list(gguf.metadata["tokenizer.ggml.tokens"])
     merges = [tuple(merge.split(" ", 1)) for merge in gguf.metadata["tokenizer.ggml.merges"]]
     kinds = list(gguf.metadata["tokenizer.ggml.token_type"])

@@ -41,9 +41,6 @@ class RandomWeights:
     def expect(self, name: str) -> None:
         """There is nothing to read ahead."""
 
-    def release(self, name: str, rows: slice) -> None:
-        pass
-
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
         out[...] = self._matrices[name].values[rows] if name in self._matrices else 1
 

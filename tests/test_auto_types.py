@@ -238,7 +238,7 @@ def test_what_cannot_be_chosen_is_refused(tiny_path: Path, settings: dict[str, A
 def test_sizes_are_known_before_it_is_measured(tiny_path: Path) -> None:
     ops = NumpyOps(1)
     config = settle(tiny_path, None, {"block_size": N})
-    model, source, _ = model_loaders.load_weights(str(tiny_path), True)
+    model, source, _ = model_loaders.load_weights(str(tiny_path))
     with closing(source):
         fit = fit_device(config, "cpu", ops, model, source, ("auto:5",)).weights[0].cache("auto:5")
     with load(tiny_path, ops=NumpyOps(1)) as engine:

@@ -115,15 +115,8 @@ def resaved(demo: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mmap", [True, False])
-def test_it_knows_paris_from_bf16_shards(resaved: Path, mmap: bool) -> None:
+def test_it_knows_paris_from_bf16_shards(resaved: Path) -> None:
     assert len(list(resaved.glob("model-*.safetensors"))) > 1
-    with Engine.load(resaved, ctx_size=512, mmap=mmap) as engine:
+    with Engine.load(resaved, ctx_size=512) as engine:
         assert engine.model.dtype == "BF16"
-        assert greedy(engine, QUESTION) == ANSWER
-
-
-@pytest.mark.slow
-def test_it_knows_paris_without_mmap(demo_path: Path) -> None:
-    with Engine.load(demo_path, ctx_size=512, mmap=False) as engine:
         assert greedy(engine, QUESTION) == ANSWER

@@ -80,7 +80,7 @@ ROOMS: dict[str, set[str]] = {
         "weight_formats",
     }
     | TOLD,
-    "requests": {"state", "model", "sampling", "storage.copies", "storage.tiers"} | TOLD,
+    "requests": {"state", "model", "sampling", "storage.copies", "storage.tiers", "backends.numpy.host_memory"} | TOLD,
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
 ROOMS["loading.calibration"] = ROOMS["model"] | {"loading.kept_arrays", "model", "codecs"}

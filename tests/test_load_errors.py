@@ -65,6 +65,18 @@ def test_memory_that_runs_out_is_named_with_what_is_needed(tiny_path: Path, monk
         assert advice in str(error)
 
 
+def test_memory_that_runs_out_before_sizes_are_known_is_a_sentence(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*arguments: object, **more: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(assembly.model_loaders, "load", lacking)
+    error = refusal(tiny_path)
+    assert error.code == "out_of_memory"
+    assert f"There is not enough memory for {tiny_path.name}. End" in str(error)
+
+
 @pytest.mark.parametrize("path", [123, ["model.gguf"], b"model.gguf"])
 def test_what_is_no_path_is_refused(path: Any) -> None:
     error = refusal(path)

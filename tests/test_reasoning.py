@@ -159,7 +159,7 @@ REMOVES = (  # what past answers thought, and opens the channel only where it is
 def test_tags_that_a_template_only_removes_are_known(tmp_path: Path) -> None:
     make_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(REMOVES, encoding="utf-8")
-    template = load(str(tmp_path), mmap=True).template
+    template = load(str(tmp_path)).template
     assert template.tags == CHANNEL
     assert template.place_of_answer({}) == "after"
     assert template.place_of_answer({"enable_thinking": True}) == "before"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import KeptTiles
@@ -85,8 +86,10 @@ def test_a_file_is_of_one_weight_type_and_of_one_state_of_the_weights(tmp_path: 
         lambda content: content[:99] + bytes([content[99] ^ 1]) + content[100:],
         lambda content: b"",
         lambda content: b"something else",
+        lambda content: content[:9999] + bytes([content[9999] ^ 1]) + content[10000:],
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
     ],
-    ids=["shorter", "longer", "another header", "empty", "foreign"],
+    ids=["shorter", "longer", "another header", "empty", "foreign", "another tile", "another checksum"],
 )
 def test_a_damaged_file_is_replaced(tiny_path: Path, folder: Path, damage: Callable[[bytes], bytes]) -> None:
     expected = answer(tiny_path)
@@ -95,6 +98,40 @@ def test_a_damaged_file_is_replaced(tiny_path: Path, folder: Path, damage: Calla
     file.write_bytes(damage(content))
     assert answer(tiny_path) == expected
     assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("while_loading", [True, False])
+def test_damage_that_no_start_has_noticed_is_not_the_model_s(
+    tiny_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, while_loading: bool
+) -> None:
+    """An output that is not finite has all tiles checked: of fitting the cache, or of a request."""
+    monkeypatch.setattr(tile_cache, "_CHECKED", 0)
+    settings = {"calibration": True} if while_loading else {}
+    expected = answer(tiny_path, **settings)
+    (file,) = folder.iterdir()
+    content, said = file.read_bytes(), list[str]()
+    file.write_bytes(content[:4000] + b"\xff" * 20_000 + content[24_000:])
+    for kept in folder.parent.glob("calibration-*"):
+        kept.unlink()
+    if not while_loading:
+        with pytest.raises(EngineError, match=f"{file} are damaged, and the file is removed: load the model again"):
+            answer(tiny_path)
+        assert not file.exists()
+    assert answer(tiny_path, said, **settings) == expected
+    assert any("the file is removed: weights are packed again" in sentence for sentence in said) == while_loading
+    assert file.read_bytes() == content
+
+
+def test_pieces_are_checked_by_chance(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_cache, "_PIECE", 64)
+    matrices = [bytes([number]) * 64 for number in range(64)]
+    monkeypatch.setattr(tile_cache.random, "sample", lambda pieces, count: [*pieces][-count:])
+    loaded(cache(folder, 1), matrices)
+    content = bytearray((folder / name(1)).read_bytes())
+    for number in (47, 48):  # the first of the last 16 pieces is that of matrix 48
+        content[content.index(matrices[number])] ^= 1
+        (folder / name(1)).write_bytes(content)
+        assert (loaded(cache(folder, 1), matrices) == matrices) == (number == 48)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -189,6 +226,9 @@ def test_the_files_used_least_recently_are_removed(folder: Path) -> None:
     assert names(folder) == [*map(name, (1, 3, 4)), "notes.txt"]
     loaded(cache(folder, 3, 25_000), matrix)  # a lower limit
     assert names(folder) == [*map(name, (3, 4)), "notes.txt"]
+    os.utime(folder / name(4), (time.time() + 86_400,) * 2)  # before the clock was set back
+    loaded(cache(folder, 5, 25_000), matrix)
+    assert names(folder) == [*map(name, (3, 5)), "notes.txt"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows itself keeps files that are mapped")

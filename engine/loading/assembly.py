@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -34,13 +32,14 @@ from polarlm.engine.loading.sizes import (
     draft_bytes,
     draft_config,
     fits_beside,
+    give_back_freed_memory,
     is_calibrated,
     no_memory,
     store_plan,
     weight_format,
     within_table,
 )
-from polarlm.engine.loading.tile_cache import asked_tile_cache
+from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
 from polarlm.engine.model.adapters import Adapters, delta_bytes
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
@@ -121,6 +120,8 @@ def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHO
         return _assemble(config, select("cpu", config.threads, compiled=False)[0], verbose, encoding)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
+    except MemoryError:
+        raise no_memory("the model" if config.weights is None else Path(config.weights).name, None) from None
 
 
 def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> Parts:
@@ -130,7 +131,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         loading = partial(_loading_bar, bars, verbose is not None)
         is_here = config.weights is not None and Path(config.weights).exists()
         bar = loading(Path(config.weights).name) if config.weights is not None and is_here else None
-        source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose, fits=fits)
+        source = model_loaders.load(config.weights, verbose=verbose, fits=fits)
         config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(config.ctx_size))
         if source.config.is_encoder and ops.of_encoders is None:
@@ -145,6 +146,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             bar.total = file_bytes(source.weights)
             bar.set_description_str(f"Loading {source.name}", refresh=False)
         plan: StorePlan | None = None
+        mapped: MappedTiles | None = None
         try:
             check_layers(ops, source.config, config.block_size)
             source, adapters = with_adapters(config, source, say)
@@ -193,7 +195,10 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                     config, encoding, warm, source, shape, on_host.layers if on_host else 0, adapters.all
                 )
             held = None if experts is None else ExpertCache(experts.experts)
-            weights = load(progress=progress, cache=held) if mapped is None else load(kept=mapped)
+            if mapped is None:
+                weights = load(progress=progress, cache=held)
+            else:
+                weights = replace(load(kept=mapped), why_damaged=mapped.removed_if_damaged)
             if lost := source.left_out():  # what is wrong with the tokenizer is an error of loading
                 say(lost)
             bars.close()
@@ -209,13 +214,19 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         except MemoryError:
             source.weights.close()
             raise no_memory(source.name, None if plan is None else (size, plan.bytes)) from None
-        except np.linalg.LinAlgError:  # squares of damaged weights, or of K/V made with them, overflow
+        except (np.linalg.LinAlgError, EngineError) as error:  # squares of damaged weights, or of K/V, overflow
             source.weights.close()
-            raise EngineError(NOT_FINITE, "model_damaged") from None
+            if isinstance(error, EngineError) and error.code != "model_damaged":
+                raise
+            if mapped is None or (reason := mapped.removed_if_damaged()) is None:
+                raise EngineError(NOT_FINITE, "model_damaged") from None
+            bars.close()
+            say(f"{reason}: weights are packed again.")
+            return _assemble(config, ops, verbose, encoding)
         except BaseException:
             source.weights.close()
             raise
-    _give_back_freed_memory()
+    give_back_freed_memory()
     model = (Encoder if source.config.is_encoder else Transformer)(ops, source.config, weights, store)
     experts_kept = experts or on_host
     parts = Parts(config, source, plan, model, adapters, tiers, None, mapped is not None, experts_kept, split=split)
@@ -272,12 +283,6 @@ def with_cache(
         plan = planned(shape) if planned else store_plan(config, ops, source.config, shape, ops.room_beside(0))
     store = _store(config, WHOLE, ops, source, weights, plan, verbose)
     return Parts(config, source, plan, Transformer(ops, source.config, weights, store), split=parts.split)
-
-
-def _give_back_freed_memory() -> None:
-    """Give freed memory back to the system, such as that of slabs of weights, since glibc keeps it otherwise."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them

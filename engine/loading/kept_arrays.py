@@ -13,7 +13,7 @@ import numpy as np
 from polarlm.engine.storage import files, objects
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder, last_used
 
 _MOST_FILES = 32  # of a kind; the most recently used ones stay
 _OBJECT = b"polarlm computed"  # the name of the object in a file
@@ -78,7 +78,7 @@ def _remove_oldest(folder: Path, kind: str) -> None:
     used = []
     for file in folder.glob(f"{kind}-{'[0-9a-f]' * 32}"):
         with suppress(OSError):
-            used.append((file.stat().st_mtime, file))
+            used.append((last_used(file.stat()), file))
     for _, file in sorted(used, reverse=True)[_MOST_FILES:]:
         with suppress(OSError):
             file.unlink()

@@ -74,7 +74,7 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: 
     beside = sum(size for device, size in (reserved or {}).items() if any(name in device for name in names))
     process = PROCESS_BYTES if ops.name == "cpu" else 0
     try:
-        model, source, _ = model_loaders.load_weights(str(config.weights), config.mmap)
+        model, source, _ = model_loaders.load_weights(str(config.weights))
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -196,7 +198,7 @@ def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
     if config.model_draft is None:
         return lambda tokens: 0
     path, config = config.model_draft, draft_config(config, 0)
-    model, source, _ = model_loaders.load_weights(path, config.mmap)
+    model, source, _ = model_loaders.load_weights(path)
     try:
         weights = weight_bytes(ops, source, None)
         check_layers(ops, model, config.block_size)
@@ -254,6 +256,12 @@ def store_plan(
     if shape.has_two_kinds and not shape.is_by_age:  # it has the memory of a store whose blocks have the most bits
         plan = with_more_tokens(plan, store_plan(config, ops, model, shape.finest, room, more).bytes)
     return plan
+
+
+def give_back_freed_memory() -> None:
+    """Give freed memory back to the system, such as that of slabs of weights, since glibc keeps it otherwise."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def no_memory(model: str, sizes: tuple[int, int] | None) -> EngineError:

@@ -1,20 +1,25 @@
 """Packed weights in files of the user's cache folder (`tile_cache`), which are mapped into memory.
 
-A file has a checked object, whose header lists the bytes of every matrix, and then the tiles of all matrices in the
-order of loading, each aligned to 64 bytes. Its name is a digest of what the tiles depend on: the weights' files, the
-type that they are converted to, and the code that packs them; not the level of CPU features. Files are written as a
-whole or not at all. When they exceed the size that the user gave, the least recently used ones are removed that no
-process has mapped.
+A file has a checked object, whose header lists the bytes of every matrix, then the tiles of all matrices in the order
+of loading, each aligned to 64 bytes, and another object with a checksum of each megabyte of tiles. A start checks a few
+of these, drawn by chance, since it would have to read all tiles otherwise; all are checked once an output is not
+finite.
+
+The name of a file is a digest of what the tiles depend on: the weights' files, the type that they are converted to, and
+the code that packs them; not the level of CPU features. Files are written as a whole or not at all. When they exceed
+the size that the user gave, the least recently used ones are removed that no process has mapped.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import random
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +36,7 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.names import digest
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.weights import WeightSource
-from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, source_digest
+from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, last_used, source_digest
 
 try:
     import fcntl
@@ -40,6 +45,9 @@ except ImportError:  # Windows
 
 _OBJECT = b"polarlm tilefile"  # the name of the object at the start of a file
 _NAME = re.compile("[0-9a-f]{32}")
+_SUMS = b"polarlm tilesums"  # the name of the object at its end
+_PIECE = 1 << 20  # bytes of tiles that have a checksum
+_CHECKED = 16  # pieces that are checked at each start
 _ALIGNED = 64  # bytes
 _PACKAGE = Path(__file__).resolve().parents[2]
 # The code that decides what the tiles are, and in which order matrices are loaded.
@@ -64,11 +72,14 @@ class _Listed:
 
 
 @dataclass
-class _Mapped:
-    """The tiles of a file, in the order of `sizes`. memory: all of them, uint8."""
+class MappedTiles:
+    """The tiles of a file, in the order of `sizes`. memory: all of them, uint8. sums: CRC-32 of each piece."""
 
+    file: Path
     memory: np.ndarray
     sizes: list[int]
+    sums: np.ndarray
+    _is_damaged: bool | None = field(default=None, init=False)
     _taken: int = field(default=0, init=False)
     _end: int = field(default=0, init=False)
 
@@ -81,6 +92,20 @@ class _Mapped:
         self._end += _padded(nbytes)
         return self.memory[first : first + nbytes]
 
+    def is_right(self, pieces: Iterable[int]) -> bool:
+        """Whether these pieces are as they were written."""
+        starts = (piece * _PIECE for piece in pieces)
+        return all(zlib.crc32(self.memory[at : at + _PIECE].data) == self.sums[at // _PIECE] for at in starts)
+
+    def removed_if_damaged(self) -> str | None:
+        """Check all tiles, once. If they are damaged, remove the file and return a clause that says so."""
+        if self._is_damaged is None:
+            self._is_damaged = not self.is_right(range(len(self.sums)))
+            if self._is_damaged:
+                with suppress(OSError):
+                    self.file.unlink()
+        return f"The packed weights in {self.file} are damaged, and the file is removed" if self._is_damaged else None
+
 
 @dataclass(frozen=True)
 class TileCache:
@@ -90,7 +115,7 @@ class TileCache:
     limit: int
     say: Callable[[str], None]
 
-    def tiles(self, load: Callable[[KeptTiles], object]) -> KeptTiles | None:
+    def tiles(self, load: Callable[[KeptTiles], object]) -> MappedTiles | None:
         """Return the mapped tiles of the matrices that `load` loads, which are packed and written first if need be;
         None if they cannot be written. Raises LoadError for weights that cannot be read."""
         if (mapped := self._open()) is None:
@@ -100,24 +125,33 @@ class TileCache:
                 mapped = self._open()
         return mapped
 
-    def _open(self) -> _Mapped | None:
+    def _open(self) -> MappedTiles | None:
         """Map the file; None if there is none, or if it is damaged."""
         with suppress(OSError, DamagedObject, LookupError, TypeError), self.file.open("rb") as opened:
             _lock(opened, is_shared=True)
             found = objects.read(opened, _OBJECT)
             sizes, first = found.header["sizes"], opened.tell()
             end = first + sum(map(_padded, sizes))
-            if found.header["key"] == self.file.name and os.fstat(opened.fileno()).st_size == end:
-                os.utime(self.file)  # marks it as recently used
-                _make_room(self.file.parent, self.file, self.limit - end)
-                memory = mmap.mmap(opened.fileno(), end, access=mmap.ACCESS_READ)
-                return _Mapped(np.frombuffer(memory, np.uint8, end - first, first), sizes)
+            opened.seek(end)
+            sums = objects.read(opened, _SUMS).payload.view("<u4")
+            size = opened.tell()
+            if found.header["key"] != self.file.name or os.fstat(opened.fileno()).st_size != size:
+                return None
+            memory = np.frombuffer(mmap.mmap(opened.fileno(), end, access=mmap.ACCESS_READ), np.uint8)[first:]
+            mapped = MappedTiles(self.file, memory, sizes, sums)
+            if not mapped.is_right(random.sample(range(len(sums)), min(len(sums), _CHECKED))):
+                self.say(f"{self.file} is damaged: weights are packed again.")
+                return None
+            os.utime(self.file)  # marks it as recently used
+            _make_room(self.file.parent, self.file, self.limit - size)
+            return mapped
         return None
 
     def _write(self, listed: _Listed) -> bool:
         """Pack and write all tiles; if that is not possible, say why and return False."""
         header, _ = Object({"kind": "tiles", "key": self.file.name, "sizes": listed.sizes}).pack(_OBJECT)
-        folder, needed = self.file.parent, len(header) + sum(map(_padded, listed.sizes))
+        sums = _Sums(sum(map(_padded, listed.sizes)))
+        folder, needed = self.file.parent, len(header) + sums.bytes_of_tiles + sum(map(len, sums.pack()))
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             files.remove_unfinished(folder)
@@ -126,7 +160,7 @@ class TileCache:
                 return self._refuse(f"they take {format_bytes(needed)}, more than tile_cache allows")
             if (free := shutil.disk_usage(folder).free) < needed:
                 return self._refuse(f"they take {format_bytes(needed)}, and {format_bytes(free)} of the disk are free")
-            files.write(self.file, _parts(header, listed))
+            files.write(self.file, _parts(header, listed, sums))
             _make_room(folder, self.file, left)  # of files that other processes have written meanwhile
         except OSError as error:
             return self._refuse(error.strerror or str(error))
@@ -167,13 +201,35 @@ def tile_cache(
     return TileCache(folder / "tiles" / key[:32], limit, say)
 
 
-def _parts(header: bytes, listed: _Listed) -> Iterator[bytes | memoryview]:
+class _Sums:
+    """The CRC-32 of each piece of the tiles that are added."""
+
+    def __init__(self, bytes_of_tiles: int) -> None:
+        self.bytes_of_tiles = bytes_of_tiles
+        self._sums = np.zeros(-(-bytes_of_tiles // _PIECE), "<u4")
+        self._added = 0
+
+    def add(self, part: bytes | memoryview) -> bytes | memoryview:
+        left = memoryview(part)
+        while left:
+            piece, inside = divmod(self._added, _PIECE)
+            taken, left = left[: _PIECE - inside], left[_PIECE - inside :]
+            self._sums[piece] = zlib.crc32(taken, int(self._sums[piece]))
+            self._added += len(taken)
+        return part
+
+    def pack(self) -> tuple[bytes, memoryview]:
+        return Object({"kind": "sums"}, self._sums.view(np.uint8)).pack(_SUMS)
+
+
+def _parts(header: bytes, listed: _Listed, sums: _Sums) -> Iterator[bytes | memoryview]:
     """The bytes of a file."""
     yield header
     for nbytes, packed in zip(listed.sizes, listed.packed, strict=True):
         for part in packed():
-            yield part.data
-        yield bytes(_padded(nbytes) - nbytes)
+            yield sums.add(part.data)
+        yield sums.add(bytes(_padded(nbytes) - nbytes))
+    yield from sums.pack()
 
 
 def _lock(file: BinaryIO, *, is_shared: bool) -> None:
@@ -205,7 +261,7 @@ def _make_room(folder: Path, own: Path, limit: int) -> int:
         with suppress(OSError):
             status = file.lstat()
             if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != own:
-                found.append((status.st_mtime, status.st_size, file))
+                found.append((last_used(status), status.st_size, file))
     total = sum(size for _, size, _ in found)
     for _, size, file in sorted(found):
         if total <= limit:

@@ -49,7 +49,6 @@ class FileMatrix:
             rows = slice(first, min(first + step, count))
             if converted is None:
                 yield rows, self.source.read_raw(self.name, rows)
-                self.source.release(self.name, rows)
             else:
                 raw = converted[: rows.stop - first]
                 self._convert(rows, raw)

@@ -6,7 +6,7 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -45,6 +45,7 @@ class ModelWeights:
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
     pair_head: tuple[Linear, Linear] | None = None  # (E, E) and (1, E), see `ModelConfig.scores_pairs`
     merged: tuple[str, ...] = ()  # what tells adapters that are merged into the weights from others
+    why_damaged: Callable[[], str | None] | None = None  # says what else than the model's files may be damaged
 
 
 class Transformer:

@@ -76,9 +76,6 @@ class MergedWeights:
     def expect(self, name: str) -> None:
         self._source.expect(name)
 
-    def release(self, name: str, rows: slice) -> None:
-        self._source.release(name, rows)
-
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
         self._source.read_into(name, out, rows)
         for a, b in self._changes.get(name, ()):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
@@ -53,6 +54,7 @@ class Runner:
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
+        request.why_damaged = self._model.weights.why_damaged
         self.requests[request.sequence] = request
         self._scheduler.submit(request.sequence)
 
@@ -187,16 +189,16 @@ class Runner:
         return youngest is not None
 
     def _save(self, request: Request) -> None:
-        """Copy what the store holds of a request with recurrent layers to the computer's memory.
+        """Copy what the store holds of a request to the computer's memory, from which it goes on.
 
-        These layers go on from a state for which all blocks of K/V before it are there, and of the blocks that the
-        request gives up, the last ones are taken first: it would be computed from the start of its prompt. Copies for
-        all requests take at most as much memory as snapshots; without room, the request is computed again after all.
+        What is computed again is rounded in another way, and may have other words. Copies of all requests take at most
+        `StorePlan.copy_bytes`, and each half of the free memory; without room, the request is computed again after all.
         """
-        if not self._store.sparse_groups or request.kv is None or request.kv.length < len(request.sequence.prompt):
+        if request.kv is None or request.kv.length < len(request.sequence.prompt):
             return
         others = sum(one.saved.bytes for one in self.requests.values() if one.saved is not None)
-        if others + self._store.bytes_held(request.kv) <= self._store.plan.snapshot_bytes:
+        held = self._store.bytes_held(request.kv)
+        if others + held <= self._store.plan.copy_bytes and held <= host_memory.available() // 2:
             with suppress(MemoryError):
                 request.saved = export(self._store, request.kv, request.sequence.ids)
 

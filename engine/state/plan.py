@@ -40,6 +40,11 @@ class StorePlan:
         return self.shape.snapshot_bytes(self.quantized_blocks)
 
     @property
+    def copy_bytes(self) -> int:
+        """Most bytes of copies of preempted requests in the computer's memory: as snapshots, or half as the store."""
+        return self.snapshot_bytes or self.bytes // 2
+
+    @property
     def capacity(self) -> int:
         """The tokens of all sequences that fit, if these are long."""
         return self.tokens + self.more_tokens

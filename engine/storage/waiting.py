@@ -17,7 +17,7 @@ from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 
 _LOG = logging.getLogger(__name__)
-_COPIED_BYTES = 256 << 20  # most memory of copies; blocks that are reused when it is full are not written
+_COPIED_BYTES = 224 << 20  # most memory of copies; blocks that are reused when it is full are not written
 
 Key = tuple[bytes, int | tuple[int, ...]]
 """(hash, groups as bits) of quantized blocks that are written together; (hash before, token ids) of one in full
@@ -57,7 +57,7 @@ class WaitingBlocks:
             for key in keys:
                 self._waiting.discard(key)
                 if (copy := self._copies.pop(key, None)) is not None:
-                    self._bytes -= len(copy.payload)
+                    self._bytes -= _held(copy)
 
     def quantized(self, hashes: Collection[bytes], groups: int) -> list[tuple[bytes, Object]]:
         """Return the blocks of `groups`, given as bits, under these hashes, as far as they are known."""
@@ -80,7 +80,7 @@ class WaitingBlocks:
         return take_full(self._store, self._payloads, slots, ids) if groups_of(slots) else None
 
     def has_state(self, key: bytes) -> bool:
-        """Whether the snapshot of recurrent layers at the end of the block with this hash is known."""
+        """Whether the snapshot of recurrent layers at the end of the block with this hash is known. Needs no lock."""
         with self._lock:
             if (key, self.sparse_groups) in self._copies:
                 return True
@@ -108,4 +108,9 @@ class WaitingBlocks:
         with self._lock:
             if copy is not None and key in self._waiting:
                 self._copies[key] = copy
-                self._bytes += len(copy.payload)
+                self._bytes += _held(copy)
+
+
+def _held(copy: Object) -> int:
+    """At most so many bytes are held by a copy, its header, which has ids if it is in full precision, and its key."""
+    return len(copy.payload) + 1536 + 48 * len(copy.header.get("ids", ()))

@@ -1,31 +1,34 @@
-"""Byte ranges of a weight file, mapped into memory or read on demand."""
+"""Byte ranges of a weight file."""
 
 from __future__ import annotations
 
-import mmap as _mmap
 import os
+import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
 
 from polarlm.model_loaders.errors import LoadError, stand_in
 
+_SAMPLES, _SAMPLE = 16, 4096  # how many pieces tell a file whose time has changed from one that was written, and bytes
+
 
 class FileBytes:
-    """One open file.
+    """One open file. It is read and not mapped, which is as fast: a mapped page after the end of a file that became
+    shorter would kill the process.
 
-    With `mmap` a range is a view of the page cache and costs nothing until it is touched; without it every range is
-    read into memory of its own. Either way the memory is freed with the arrays that were returned, so that a tensor can
-    be converted slab by slab and the file is never in memory twice.
+    The memory of a range is freed with its array, so that a tensor can be converted slab by slab and the file is never
+    in memory twice. Threads may share an object.
     """
 
-    def __init__(self, path: Path, mmap: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._map: _mmap.mmap | None = None
+        self._lock = threading.Lock()  # of the file's position, where reading depends on it
+        self._whole: tuple[int, np.ndarray] | None = None
         try:
             self._file = path.open("rb", buffering=0)
-            self._opened = self._state()
-            self.size = self._opened[0]
+            self.size, self._time = self._state()
             if not self.size:
                 self._file.close()
                 raise LoadError(f"{path} is empty; download it again.")
@@ -35,67 +38,77 @@ class FileBytes:
             if path.with_name(f"{path.name}.aria2").exists():  # it has its size from the beginning
                 self._file.close()
                 raise LoadError(f"{path} is not downloaded completely: let aria2 finish, or download it again.")
-            if mmap:
-                self._map = _mmap.mmap(self._file.fileno(), 0, access=_mmap.ACCESS_READ)
+            self._sample = self._sampled()
         except OSError as error:
             raise LoadError(f"{path} cannot be opened: {error.strerror or error}.") from error
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to `count` bytes from `offset`; fewer only where the file ends."""
-        chunks = []
-        try:
-            self._file.seek(offset)
-            while count > 0 and (chunk := self._file.read(count)):
-                chunks.append(chunk)
-                count -= len(chunk)
-        except OSError as error:
-            raise LoadError(f"{self.path.name} cannot be read: {error.strerror or error}.") from error
-        return b"".join(chunks)
+        out = bytearray(max(0, min(count, self.size - offset)))
+        return bytes(memoryview(out)[: self._read_into(memoryview(out), offset)])
 
     def view(self, offset: int, count: int) -> np.ndarray:
         """The bytes of a range inside the file, uint8 (count,), read-only.
 
-        Raises LoadError if the file has changed since it was opened: a mapped page after its new end would kill the
-        process.
+        Raises LoadError if the file has changed since it was opened.
         """
-        self._check_unchanged()
-        if self._map is not None:
-            return np.frombuffer(self._map, np.uint8, count, offset)
-        data = self.read(offset, count)
-        if len(data) < count:
-            raise self._changed()
-        return np.frombuffer(data, np.uint8)
+        out = np.empty(count, np.uint8)
+        done = self._read_into(out.data, offset)
+        size, time = self._state()
+        if time != self._time and size == self.size and self._sampled() == self._sample:
+            self._time = time  # only the time is another one, as after a copy of it, or `touch`
+        if done < count or (size, time) != (self.size, self._time):
+            raise LoadError(
+                f"{self.path.name} has changed since it was opened; when its download has finished, load the model again, "
+                "or start the server again."
+            )
+        out.flags.writeable = False
+        return out
+
+    def whole(self, offset: int, count: int) -> np.ndarray:
+        """As `view`; until `forget` is called, the range from this offset is read once."""
+        if self._whole is None or self._whole[0] != offset:
+            self._whole = offset, self.view(offset, count)
+        return self._whole[1]
+
+    def forget(self) -> None:
+        """Free what `whole` keeps."""
+        self._whole = None
+
+    def expect(self, offset: int, count: int) -> None:
+        """Lets the system read a range ahead: many requests to a disk at a time are several times as fast as one."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read_into(self, out: memoryview, offset: int) -> int:
+        """Fill `out` from `offset` on, and return how many bytes the file has there."""
+        done, number = 0, self._file.fileno()
+        try:
+            while done < len(out):
+                if hasattr(os, "preadv"):
+                    count = os.preadv(number, [out[done:]], offset + done)
+                else:
+                    with self._lock:
+                        self._file.seek(offset + done)
+                        count = self._file.readinto(out[done:])
+                if not count:
+                    break
+                done += count
+        except OSError as error:
+            raise LoadError(f"{self.path.name} cannot be read: {error.strerror or error}.") from error
+        return done
 
     def _state(self) -> tuple[int, int]:
         """The file's size in bytes, and the time of its last change in nanoseconds."""
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
 
-    def _check_unchanged(self) -> None:
-        if self._state() != self._opened:
-            raise self._changed()
-
-    def _changed(self) -> LoadError:
-        return LoadError(f"{self.path.name} has changed while it was read; wait until its download has finished.")
-
-    def expect(self, offset: int, count: int) -> None:
-        """Lets the system read a range ahead: many requests to a disk at a time are several times as fast as one."""
-        self._advise("MADV_WILLNEED", offset // _mmap.PAGESIZE, -(-(offset + count) // _mmap.PAGESIZE))
-
-    def release(self, offset: int, count: int) -> None:
-        """Lets the system drop the pages of a range that will not be read again."""
-        self._advise("MADV_DONTNEED", -(-offset // _mmap.PAGESIZE), (offset + count) // _mmap.PAGESIZE)
-
-    def _advise(self, name: str, first: int, last: int) -> None:
-        """Give this advice about pages `first` to `last` of the mapped file. Windows has none, and trims by itself."""
-        advice = getattr(_mmap, name, None)
-        if self._map is not None and advice is not None and last > first:
-            self._map.madvise(advice, first * _mmap.PAGESIZE, (last - first) * _mmap.PAGESIZE)
-
-    def close(self) -> None:
-        if self._map is not None:
-            try:
-                self._map.close()
-            except BufferError:  # a view is still alive: the mapping ends with the view
-                self._map = None
-        self._file.close()
+    def _sampled(self) -> int:
+        """A checksum of pieces all over the file, its first and its last bytes among them."""
+        found = 0
+        for number in range(_SAMPLES):
+            found = zlib.crc32(self.read(number * max(0, self.size - _SAMPLE) // (_SAMPLES - 1), _SAMPLE), found)
+        return found

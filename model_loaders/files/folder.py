@@ -18,7 +18,7 @@ from polarlm.model_loaders.files.weights import fit
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 
-def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
+def open_folder(folder: Path) -> tuple[ModelConfig, StoredWeights]:
     """The configuration and weights in a folder. Raises LoadError unless it is a plain checkpoint of a known family."""
     try:
         _refuse_other_layouts(folder)
@@ -26,9 +26,9 @@ def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
         raise LoadError(f"{folder} cannot be read: {error.strerror or error}.") from error
     dense, folders = dense_of_folder(folder)
     config = replace(read_configuration(folder), dense=dense)
-    weights = open_safetensors(folder, mmap)
+    weights = open_safetensors(folder)
     try:
-        renamed = with_dense(weights.renamed(lambda name: table_name(config, name)), folders, mmap)
+        renamed = with_dense(weights.renamed(lambda name: table_name(config, name)), folders)
         return fit(config, renamed.changed(lambda tensors: take_apart(config, tensors)))
     except BaseException:
         weights.close()

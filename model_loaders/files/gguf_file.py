@@ -71,14 +71,14 @@ class GgufFile:
     metadata: Mapping[str, object]
     tensors: Mapping[str, GgufTensor]
 
-    def __init__(self, path: str | Path, mmap: bool = True, *, alone: bool = False) -> None:
+    def __init__(self, path: str | Path, *, alone: bool = False) -> None:
         """alone: open no other parts."""
         self.path = Path(path)
-        self.files = [FileBytes(self.path, mmap)]
+        self.files = [FileBytes(self.path)]
         try:
             self._parse(_Cursor(self.files[0]))
             if not alone and (number := self._part()) is not None:
-                self._join(number, mmap)
+                self._join(number)
         except BaseException:
             self.close()
             raise
@@ -93,7 +93,7 @@ class GgufFile:
         number, count = self.metadata.get("split.no", 0), self.metadata.get("split.count")
         return number if isinstance(number, int) and isinstance(count, int) and count > 1 else None
 
-    def _join(self, number: int, mmap: bool) -> None:
+    def _join(self, number: int) -> None:
         """Add the tensors of the other parts, which are in the same folder."""
         count, found = self.metadata["split.count"], _PART_NAME.fullmatch(self.path.name)
         if found is None or int(found["count"]) != count or int(found["number"]) != number + 1:
@@ -109,7 +109,7 @@ class GgufFile:
         for index, path in enumerate(part_paths(self.path)[1:], 1):
             if not path.is_file():
                 raise LoadError(f"{path} is missing: {self.path.name} has {count} parts; download them all.")
-            part = GgufFile(path, mmap, alone=True)
+            part = GgufFile(path, alone=True)
             self.files += part.files
             is_next = part._part() == index and part.metadata["split.count"] == count
             if not is_next or tensors.keys() & part.tensors.keys():

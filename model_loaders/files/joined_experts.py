@@ -29,13 +29,11 @@ class _Columns(StoredTensor):
 
     def raw(self, rows: slice) -> np.ndarray:
         item, width = size_of(self.dtype, 1), self.shape[0] * self.step
-        stored = self.source.view(self.offset, self.columns * width * item).reshape(self.columns, width, item)
+        stored = self.source.whole(self.offset, self.columns * width * item).reshape(self.columns, width, item)
         part = stored[:, self.first + rows.start * self.step : self.first + rows.stop * self.step : self.step]
+        if rows.stop == self.shape[0]:
+            self.source.forget()
         return np.ascontiguousarray(part.swapaxes(0, 1)).reshape(rows.stop - rows.start, self.row_bytes)
-
-    def release(self, rows: slice) -> None:
-        if rows.stop == self.shape[0]:  # all rows lie in the same pages
-            self.source.release(self.offset, self.shape[0] * self.step * self.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,6 @@ class _Blocks(StoredTensor):
         raw[..., 1::2] = (front & _LOW | (back & _LOW) << np.uint64(4)).view(np.uint8)
         raw[..., 2::2] = (front >> np.uint64(4) & _LOW | back & ~_LOW).view(np.uint8)
         return raw.reshape(count, self.row_bytes)
-
-    def release(self, rows: slice) -> None:
-        assert self.scales is not None
-        blocks = self.columns // _BLOCK
-        for tensor, at, width in ((self, self.offset, blocks * _CODES), (self.scales, self.scales_at, blocks)):
-            tensor.source.release(at + rows.start * self.step * width, (rows.stop - rows.start) * self.step * width)
 
     def _stored(self, tensor: StoredTensor, at: int, rows: slice, width: int) -> np.ndarray:
         """Bytes of these rows, uint8 (rows, width)."""

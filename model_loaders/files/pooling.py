@@ -85,10 +85,10 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
     return tuple(found), folders
 
 
-def with_dense(weights: StoredWeights, folders: list[Path], mmap: bool) -> StoredWeights:
+def with_dense(weights: StoredWeights, folders: list[Path]) -> StoredWeights:
     """`weights`, and those of the products in `folders`. Raises LoadError."""
     for number, folder in enumerate(folders):
-        own = open_safetensors(folder, mmap)
+        own = open_safetensors(folder)
         weights = weights.beside(own.renamed(lambda name: f"model.dense.{number}.{name.removeprefix('linear.')}"))  # noqa: B023
     return weights
 

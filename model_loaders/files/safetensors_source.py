@@ -34,7 +34,7 @@ _ITEM_BYTES = {
 }
 
 
-def open_safetensors(folder: Path, mmap: bool) -> StoredWeights:
+def open_safetensors(folder: Path) -> StoredWeights:
     """All tensors of a model's folder. Raises LoadError for missing, truncated or hostile files."""
     wanted: dict[Path, set[str] | None]
     if (folder / SINGLE).is_file():
@@ -47,7 +47,7 @@ def open_safetensors(folder: Path, mmap: bool) -> StoredWeights:
     tensors: dict[str, StoredTensor] = {}
     try:
         for path, names in wanted.items():
-            files.append(FileBytes(path, mmap))
+            files.append(FileBytes(path))
             found = read_header(files[-1])
             for name in found if names is None else names:
                 if name not in found:

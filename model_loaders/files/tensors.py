@@ -48,26 +48,19 @@ class StoredTensor:
         return replace(self, shape=(len(rows), *self.shape[1:]), file_rows=in_file)
 
     def raw(self, rows: slice) -> np.ndarray:
-        """The bytes of existing rows, start to stop: uint8 (rows, bytes of a row), C-contiguous.
-
-        A view of the mapped file if the rows have the same order there.
-        """
+        """The bytes of existing rows, start to stop: uint8 (rows, bytes of a row), C-contiguous."""
         if self.file_rows is None:
             return self._file_bytes(rows.start, rows.stop)
         wanted = self.file_rows[rows]
-        first = int(wanted.min())
-        return self._file_bytes(first, int(wanted.max()) + 1)[wanted - first]
+        first, stop = int(wanted.min()), int(wanted.max()) + 1
+        if stop - first <= 2 * len(wanted):
+            return self._file_bytes(first, stop)[wanted - first]
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+        return np.concatenate([self._file_bytes(int(run[0]), int(run[-1]) + 1) for run in runs])
 
     def expect(self) -> None:
         """Lets the system read all rows into memory now, since they will be read soon."""
         self.source.expect(self.offset, self.shape[0] * self.row_bytes)
-
-    def release(self, rows: slice) -> None:
-        """Lets the system drop the pages of rows start to stop from memory; they can be read again."""
-        if self.file_rows is not None:
-            wanted = self.file_rows[rows]
-            rows = slice(int(wanted.min()), int(wanted.max()) + 1)
-        self.source.release(self.offset + rows.start * self.row_bytes, (rows.stop - rows.start) * self.row_bytes)
 
     def _file_bytes(self, start: int, stop: int) -> np.ndarray:
         """Bytes of rows start to stop in the order of the file, uint8 (rows, bytes of a row)."""
@@ -123,9 +116,6 @@ class StoredWeights:
     def expect(self, name: str) -> None:
         self._tensors[name].expect()
 
-    def release(self, name: str, rows: slice) -> None:
-        self._tensors[name].release(rows)
-
     def renamed(self, rename: Callable[[str], str]) -> StoredWeights:
         """The same weights under other names."""
         return StoredWeights(self.where, {rename(name): tensor for name, tensor in self._tensors.items()}, self._files)
@@ -171,7 +161,6 @@ def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
             part *= np.float32(tensor.factor)
         if tensor.added:
             part += np.float32(tensor.added)
-        tensor.release(rows)
 
 
 def can_dequantize(dtype: str) -> bool:

@@ -38,14 +38,11 @@ class WeightSource(Protocol):
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
         """The bytes of a matrix's rows, start to stop: uint8 (rows, bytes of a row), C-contiguous.
 
-        A view of the mapped file if possible. Raises ValueError for a tensor whose values change when it is loaded.
+        Raises ValueError for a tensor whose values change when it is loaded.
         """
 
     def expect(self, name: str) -> None:
         """Lets the system read a tensor into memory now, since it will be read soon."""
-
-    def release(self, name: str, rows: slice) -> None:
-        """Lets the system drop the pages of these rows from memory; they can be read again."""
 
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
         """Converts rows of the tensor into `out`: float32, C-contiguous, of their shape. Takes a few MB of scratch.

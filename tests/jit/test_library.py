@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -286,8 +287,10 @@ def test_the_sets_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = [make_set(tmp_path, number) for number in range(6)]
     ObjectCache(made[2], "")  # it is used again
     monkeypatch.setattr(cache_module, "_SETS", 4)
+    for ahead in (made[5], *made[5].iterdir()):
+        os.utime(ahead, (time.time() + 86_400,) * 2)  # before the clock was set back
     made.append(make_set(tmp_path, 6))
-    assert set(tmp_path.iterdir()) == {made[2], made[4], made[5], made[6]}
+    assert set(tmp_path.iterdir()) == {made[2], made[3], made[4], made[6]}
 
 
 @pytest.fixture
@@ -456,6 +459,40 @@ def test_what_cannot_be_compiled_is_a_sentence(monkeypatch: pytest.MonkeyPatch, 
             needed()
         assert "test_1" in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (
+            OSError(errno.EMFILE, "no", "/a/file"),
+            r"cannot be loaded now: .*; raise the limit of open files \(ulimit -n\)",
+        ),
+        (OSError(errno.ENOMEM, "no"), "cannot be loaded now: .*; try again$"),
+        (ImportError("no"), "cannot be loaded now: no; try again$"),
+        (MemoryError(), ""),
+        (RuntimeError("no"), "cannot be compiled for this CPU: no; set POLARLM_CPU_LEVEL"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_errors_of_the_system_pass_and_those_of_the_compiler_do_not(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
+) -> None:
+    def broken(kernel: Kernel, level: object) -> bytes:
+        raise error
+
+    library = Library(LEVEL, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "compile_object", broken)
+        with pytest.raises((KernelError, MemoryError), match=advice):
+            library.address(number_kernel(1))
+    if isinstance(error, RuntimeError):
+        assert library.failed == ["test_1"]
+        with pytest.raises(KernelError, match=advice):
+            library.address(number_kernel(1))
+    else:
+        assert library.failed == []
+        assert stored_by(library.address(number_kernel(1))) == 1
 
 
 def test_a_missing_function_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def test_several_ways_are_named_with_their_bytes() -> None:
 
 def test_the_type_that_the_file_has_changes_no_byte(tmp_path: Path) -> None:
     raw = random_blocks(np.random.default_rng(0), "q8_0", 5, 96)
-    source = one_gguf_tensor(tmp_path / "x", "Q8_0", raw, True)
+    source = one_gguf_tensor(tmp_path / "x", "Q8_0", raw)
     ((_, given),) = FileMatrix(source, "x", get("q8_0")).slabs(1 << 20)
     np.testing.assert_array_equal(given, raw)
     source.close()
@@ -192,7 +192,7 @@ def test_conversion_needs_one_slab_beside_the_result(name: str, tmp_path: Path) 
     """Of the size that is asked for, and a few MB: not the whole matrix as float32."""
     rows, columns = 3000, 1024
     values = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float16)
-    source = one_gguf_tensor(tmp_path / "x", "F16", values.view(np.uint8), True)
+    source = one_gguf_tensor(tmp_path / "x", "F16", values.view(np.uint8))
     matrix = FileMatrix(source, "x", get(name))
     got = np.empty((rows, get(name).size(columns)), np.uint8)
     end_of_compilation()

@@ -58,10 +58,9 @@ def test_matrices_of_16_bits_are_not_widened_on_the_way_to_a_gpu(name: str, monk
     source.close()
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_a_matrix_is_copied_to_a_gpu_in_slabs(mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_is_copied_to_a_gpu_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has a part of it at a time, in the file's type."""
-    config, source, _ = open_weights(FIXTURES / SIXTEEN_BITS[0], mmap)
+    config, source, _ = open_weights(FIXTURES / SIXTEEN_BITS[0])
     monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 2048)
     device = open_device(checked=False)
     largest = 0
@@ -114,12 +113,12 @@ def test_blocks_are_widened_by_numpy_and_kept_by_a_gpu(dtype: str, tmp_path: Pat
     source.close()
 
 
-@pytest.mark.parametrize(("dtype", "mmap"), [("Q4_1", True), ("Q6_K", False)])
-def test_blocks_are_dequantized_in_slabs(dtype: str, mmap: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["Q4_1", "Q6_K"])
+def test_blocks_are_dequantized_in_slabs(dtype: str, tmp_path: Path) -> None:
     """The CPU has a few MB beside the result."""
     rows, columns = 4096, 1024
     block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
-    weights = one_gguf_tensor(tmp_path / "x", dtype, np.zeros((rows, columns // block * nbytes), np.uint8), mmap)
+    weights = one_gguf_tensor(tmp_path / "x", dtype, np.zeros((rows, columns // block * nbytes), np.uint8))
     matrix = FileMatrix(weights, "x", get(dtype.lower()))
     out = np.empty(matrix.shape, np.float32)
     end_of_compilation()

@@ -191,13 +191,13 @@ def quantized_model(path: Path, dtype: str, extra: Mapping[str, np.ndarray] | No
     return tensors
 
 
-def one_gguf_tensor(path: Path, dtype: str, raw: np.ndarray, mmap: bool) -> StoredWeights:
+def one_gguf_tensor(path: Path, dtype: str, raw: np.ndarray) -> StoredWeights:
     """A GGUF file that holds the tensor "x"; `raw` is uint8 (rows, bytes of a row)."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("first", np.arange(3, dtype=np.float32))  # so that "x" lies behind padding
     writer.add_tensor("x", raw, raw_dtype=gguf.GGMLQuantizationType[dtype])
     finish(writer)
-    file = GgufFile(path, mmap)
+    file = GgufFile(path)
     place = file.tensors["x"]
     tensor = StoredTensor(file.files[0], "x", place.shape, place.dtype, place.offset)
     return StoredWeights(path, {"x": tensor}, file.files)

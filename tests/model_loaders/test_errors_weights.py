@@ -273,7 +273,7 @@ def test_an_index_without_a_map(sharded: Path) -> None:
 
 
 def header_error(path: Path, header: object, data: bytes = b"") -> str:
-    source = FileBytes(safetensors_file(path, header, data), mmap=True)
+    source = FileBytes(safetensors_file(path, header, data))
     with pytest.raises(LoadError) as caught:
         read_header(source)
     source.close()
@@ -325,7 +325,7 @@ def test_a_header_that_is_too_long(tmp_path: Path) -> None:
     for length in (2**64 - 1, 2**40, 101_000_000, 3):
         path.write_bytes(struct.pack("<Q", length) + b"{}")
         with pytest.raises(LoadError, match=f"header of {length:,}"):
-            read_header(FileBytes(path, mmap=False))
+            read_header(FileBytes(path))
 
 
 # GGUF files
@@ -437,11 +437,11 @@ def edited(raw: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
 def parse(path: Path) -> StoredWeights:
     """The tensors of a file of either format, of any model."""
     if path.suffix == ".gguf":
-        file = GgufFile(path, mmap=False)
+        file = GgufFile(path)
         places = file.tensors.values()
         tensors = {p.name: StoredTensor(file.files[0], p.name, p.shape, p.dtype, p.offset) for p in places}
         return StoredWeights(path, tensors, file.files)
-    source = FileBytes(path, mmap=False)
+    source = FileBytes(path)
     try:
         return StoredWeights(path, read_header(source), [source])
     except LoadError:

@@ -269,7 +269,7 @@ def test_the_text_part_of_a_gemma3_for_images(prefix: str, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 8}}))
     files = {
         prefix + name.removeprefix("model."): tensor
-        for name, tensor in read_all(open_safetensors(MODELS / "gemma3_tied", mmap=False)).items()
+        for name, tensor in read_all(open_safetensors(MODELS / "gemma3_tied")).items()
     }
     files["vision_tower.vision_model.post_layernorm.weight"] = np.ones(8, np.float32)
     save_file(files, tmp_path / "model.safetensors")
@@ -281,7 +281,7 @@ def test_the_text_part_of_a_gemma3_for_images(prefix: str, tmp_path: Path) -> No
 
 def test_gemma3_norms_are_one_more_than_its_safetensors_say() -> None:
     _, weights, _ = load_weights(MODELS / "gemma3_tied")
-    raw = read_all(open_safetensors(MODELS / "gemma3_tied", mmap=False))
+    raw = read_all(open_safetensors(MODELS / "gemma3_tied"))
     for name, tensor in read_all(weights).items():
         np.testing.assert_array_equal(tensor, raw[name] + np.float32("norm" in name), err_msg=name)
 

@@ -28,7 +28,7 @@ every_model = pytest.mark.parametrize("name", ARCHITECTURES)
 
 def stored(name: str) -> dict[str, np.ndarray]:
     """The tensors of a fixture, float32."""
-    source, found = open_safetensors(FIXTURES / name, mmap=False), {}
+    source, found = open_safetensors(FIXTURES / name), {}
     for tensor in source.names():
         found[tensor] = np.empty(source.shape(tensor), np.float32)
         source.read_into(tensor, found[tensor])

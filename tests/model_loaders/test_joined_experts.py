@@ -29,7 +29,7 @@ def stored(path: Path, **tensors: np.ndarray) -> dict:
         place = [len(data), len(data) + array.nbytes]
         header[name] = {"dtype": types[array.dtype.name], "shape": array.shape, "data_offsets": place}
         data += array.tobytes()
-    return read_header(FileBytes(safetensors_file(path, header, data), mmap=True))
+    return read_header(FileBytes(safetensors_file(path, header, data)))
 
 
 def joined(path: Path, **tensors: np.ndarray) -> dict:

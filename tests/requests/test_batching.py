@@ -12,6 +12,7 @@ import pytest
 
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Chunk, fold
+from polarlm.engine.state.plan import StorePlan
 from tests.cpu import CpuOps
 from tests.tiny import assert_idle, blocks_left, by_count, forget, preempt, preemptions
 
@@ -75,20 +76,37 @@ def test_batched_requests_get_the_answers_that_they_get_alone(engine: Engine, mo
     assert sum(seen) == sum(len(answer.token_ids) - 1 for answer in alone)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("type", "spare"), [("f16", 0), ("polarquant", 0), ("ring4", 3), ("polarquant", 8)])
-def test_preemption_does_not_change_answers(tiny_path: Path, monkeypatch, type: str, spare: int) -> None:
-    """With codes as well: a preempted request reuses no more of its prompt than at first, as it read the rest in full
-    precision."""
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(
+    ("type", "spare", "copies"),
+    [
+        ("f16", 0, False),
+        ("polarquant", 0, True),
+        ("polarquant", 0, False),
+        ("ring4", 3, True),
+        ("polarquant", 8, False),
+    ],
+)
+def test_preemption_does_not_change_answers(tiny_path: Path, monkeypatch, type: str, spare: int, copies: bool) -> None:
+    """With codes as well: a preempted request goes on from a copy; without one, it reuses no more of its prompt than at
+    first, as it read the rest in full precision."""
+    monkeypatch.setattr(StorePlan, "copy_bytes", copies << 30)
     settings = {"device": "cpu", "block_size": BLOCK, "cache_type": type, "calibration": False, "parallel": 4}
     with Engine.load(tiny_path, **settings) as engine:
         alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
         by_count(engine, monkeypatch)
         forget(engine)
         longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
-        preempted = preemptions(engine, monkeypatch)
+        preempted, again, open_span = preemptions(engine, monkeypatch), [], engine._store.open
+
+        def opened(*given: Any, as_steps: bool, **more: Any) -> Any:
+            again.append(as_steps)
+            return open_span(*given, as_steps=as_steps, **more)
+
+        monkeypatch.setattr(engine._store, "open", opened)
         with blocks_left(engine, longest + spare):  # little more than the longest request needs
             answers = all_at_once(engine)
+        assert any(again) != copies  # what follows prompts
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
         assert any(preempted)
         assert None not in preempted

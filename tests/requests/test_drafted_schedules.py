@@ -126,7 +126,7 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def copies_are_bounded(self) -> None:
         waiting = [one.saved.bytes for one in self.engine._runner.requests.values() if one.saved is not None]
-        assert sum(waiting) <= self.engine._store.plan.snapshot_bytes
+        assert sum(waiting) <= self.engine._store.plan.copy_bytes
         Schedules.saved += len(waiting)
 
     @rule()
@@ -180,5 +180,5 @@ def test_answers_are_those_of_plain_runs(machine: type[Schedules]) -> None:
     usual = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True, database=None)
     run_state_machine_as_test(machine, settings=usual)
     assert Schedules.preempted > 0
-    assert Schedules.drafted > 300
-    assert (Schedules.saved > 0) == (machine is not Schedules)
+    assert Schedules.drafted > 200
+    assert Schedules.saved > 0

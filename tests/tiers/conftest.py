@@ -14,11 +14,11 @@ from tests.server.lines import PATIENCE
 @pytest.fixture
 def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Blocks of released sequences are written when this is set."""
-    write, event = Writer._write_chain, threading.Event()
+    write, event = Writer._write_all, threading.Event()
 
     def late(*arguments: Any) -> None:
         assert event.wait(PATIENCE)
         write(*arguments)
 
-    monkeypatch.setattr(Writer, "_write_chain", late)
+    monkeypatch.setattr(Writer, "_write_all", late)
     return event

@@ -49,7 +49,7 @@ class AtOnce(Writer):
     def _put(self, work) -> None:
         names = self._names()
         assert names is not None
-        self._write_chain(work, names)
+        self._write_all([work], names)
 
 
 class Kept(CachedStore):

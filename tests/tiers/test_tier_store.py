@@ -60,6 +60,18 @@ def test_a_full_place_forgets_what_was_used_longest_ago(place: TierStore) -> Non
     assert len(kept) <= 10
 
 
+def test_after_the_clock_was_set_back_what_was_written_before_goes_first(tmp_path: Path) -> None:
+    place, tomorrow = Folder(tmp_path, 1000 + 16), time.time() + 86_400
+    for number in range(8):
+        put(place, number)
+        os.utime(tmp_path / name(number).hex(), (tomorrow + number,) * 2)
+    for number in range(8, 13):
+        put(place, number)
+    assert [number for number in range(13) if place.has(name(number))] == list(
+        range(13 - len(objects_in(tmp_path)), 13)
+    )
+
+
 def test_of_the_names_that_were_used_the_first_stays_longest(place: TierStore) -> None:
     for number in range(9):
         put(place, number)

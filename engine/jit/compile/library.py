@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections import deque
@@ -15,6 +17,8 @@ from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
 from polarlm.engine.jit.isa import VARIABLE
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.model_loaders.forks import renew_in_children
+
+_PASSING = (OSError, ImportError)  # errors of the system, which a kernel may not have the next time
 
 
 class Library:
@@ -33,7 +37,7 @@ class Library:
     def renew(self) -> None:
         """Forget the thread and its queue: for a forked child, which does not have the thread."""
         self._lock = threading.Lock()
-        self._asked: dict[Kernel, Future[Loaded]] = {}  # kernels not loaded yet, or failed
+        self._asked: dict[Kernel, Future[Loaded]] = {}  # kernels not loaded yet, or that the compiler refuses
         self._queue: deque[Kernel] = deque()
         self._has_thread = False
 
@@ -98,6 +102,9 @@ class Library:
             try:
                 loaded, code = self._load(kernel)
             except BaseException as error:
+                if isinstance(error, MemoryError) or isinstance(error.__cause__, _PASSING):
+                    with self._lock:
+                        del self._asked[kernel]  # whoever needs it next asks again
                 future.set_exception(error)
                 continue
             with self._lock:
@@ -120,6 +127,11 @@ class Library:
             return load(code, self.level), code
         except MemoryError:
             raise
+        except _PASSING as error:
+            number = error.errno if isinstance(error, OSError) else None
+            reason = str(error) if number is None else os.strerror(number)
+            help_ = "raise the limit of open files (ulimit -n) or close some, and " if number == errno.EMFILE else ""
+            raise KernelError(f"The kernel {kernel.name} cannot be loaded now: {reason}; {help_}try again") from error
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise KernelError(

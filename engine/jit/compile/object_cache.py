@@ -22,7 +22,7 @@ import numpy as np
 
 from polarlm.engine.jit.compile.compiler import target_description
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, source_digest
+from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, last_used, source_digest
 
 _SETS = 8  # sets to keep, most recently used, of all versions and levels
 _JIT = Path(__file__).resolve().parents[1]
@@ -30,7 +30,7 @@ _CHECKSUM = 32  # bytes
 _NAME = re.compile("[0-9a-f]{32}")  # names of sets, and of the files in them
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
-_ABANDONED = 3600.0  # seconds after which an unfinished file must belong to a killed process
+_ABANDONED = 3600 * 10**9  # nanoseconds after which an unfinished file must belong to a killed process
 
 
 class ObjectCache:
@@ -120,7 +120,7 @@ def _remove_old(newest: Path) -> None:
             status = folder.lstat()
             is_set = _NAME.fullmatch(folder.name) and stat.S_ISDIR(status.st_mode) and belongs_to_user(status)
             if is_set and folder != newest:
-                sets.append((status.st_mtime, folder))
+                sets.append((last_used(status), folder))
     for _, folder in sorted(sets, reverse=True)[_SETS - 1 :]:
         with suppress(OSError):
             _remove_files(folder, _NAME)
@@ -128,11 +128,11 @@ def _remove_old(newest: Path) -> None:
             folder.rmdir()  # fails if something else is in it
 
 
-def _remove_files(folder: Path, names: re.Pattern[str], older: float = 0) -> None:
-    """Remove this user's regular files whose names match and that are at least `older` seconds old."""
+def _remove_files(folder: Path, names: re.Pattern[str], older: int = 0) -> None:
+    """Remove this user's regular files whose names match and that are at least `older` nanoseconds old."""
     for file in folder.iterdir():
         with suppress(OSError):
             status = file.lstat()
             is_kernel = names.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status)
-            if is_kernel and time.time() - status.st_mtime >= older:
+            if is_kernel and time.time_ns() - last_used(status) >= older:
                 file.unlink()

@@ -21,6 +21,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 import numpy as np
 
 from polarlm.model_loaders.forks import renew_in_children
+from polarlm.model_loaders.user_dirs import last_used
 
 try:
     import fcntl
@@ -30,7 +31,7 @@ except ImportError:  # Windows, where processes that share a folder may exceed i
 _NAME = re.compile("[0-9a-f]{32}")
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[0-9a-f]{16}")
-_ABANDONED = 3600.0  # seconds after which, without locks, an unfinished file is taken for one of a killed process
+_ABANDONED = 3600 * 10**9  # nanoseconds after which, without locks, an unfinished file is that of a killed process
 _COUNTS = ".held"  # the file of the counts, which say how much a folder holds
 _HELD = struct.Struct("<QQ")  # its contents: bytes and objects
 _BINARY = getattr(os, "O_BINARY", 0)
@@ -263,7 +264,7 @@ class Folder:
 
     def _look(self, is_locked: bool) -> tuple[list[tuple[int, int, str]], int]:
         """Return (time of last use, bytes, path) of all objects, and all files' bytes. Removes abandoned files."""
-        files, held, now = [], 0, time.time()
+        files, held, now = [], 0, time.time_ns()
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
@@ -271,12 +272,12 @@ class Folder:
                     if not stat.S_ISREG(found.st_mode) or found.st_uid != self._owner:
                         continue  # not an object: it stays, and does not count
                     if _TEMPORARY.fullmatch(entry.name):
-                        if is_locked or now - found.st_mtime > _ABANDONED:
+                        if is_locked or now - last_used(found) > _ABANDONED:
                             os.unlink(entry.path)
                         else:
                             held += found.st_size
                     elif _NAME.fullmatch(entry.name):
-                        files.append((found.st_mtime_ns, found.st_size, entry.path))
+                        files.append((last_used(found), found.st_size, entry.path))
                         held += found.st_size
         return files, held
 

@@ -9,20 +9,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from polarlm.engine.storage.objects import pack_ids
+from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.waiting import Key, WaitingBlocks
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)
-_AT_ONCE = 4  # blocks that are copied each time that the engine's lock is held
-_REST = 19  # pause after a copy while requests are computed, in multiples of its time: copies take a twentieth of it
+_AT_ONCE = 4  # blocks that are copied by one call
+_HOLD = 0.002  # seconds after which no further copy begins while the engine's lock is held
+_REST = 19  # pause between holds while requests are computed, in multiples of a hold: copies take a twentieth of it
 _LONGEST_REST = 0.5  # seconds
 _SOON = 0.03  # seconds after a request in which the next turn of its conversation may come, to be read first
-_CHAINS = 256  # most chains in the queue; further ones replace the oldest
+_TOGETHER = 32  # most sequences that wait for the engine's lock together
+_QUEUED_BYTES = 32 << 20  # most memory of the queue; further sequences replace the oldest
+
+Take = Callable[[], list[tuple[bytes, Object]]]
+"""Copies blocks of the store; returns their names and the copies."""
 
 
 class Lock(Protocol):
@@ -46,13 +52,31 @@ class _Chain:
 
     root: bytes
     hashes: Sequence[bytes]
-    first: Sequence[int]
-    last: Sequence[int]  # fewer than N
+    first: tuple[int, ...]
+    last: tuple[int, ...]  # fewer than N
+
+    @property
+    def held(self) -> int:
+        """At most so many bytes are held by the chain and its keys, two for each block."""
+        return 1024 + 512 * len(self.hashes) + 48 * (len(self.first) + len(self.last))
 
     def keys(self, sparse_groups: int) -> set[Key]:
         """Return the keys of the blocks of the chain."""
         quantized: set[Key] = {(key, groups) for key in self.hashes[1:] for groups in (~sparse_groups, sparse_groups)}
-        return quantized | {(self.root, tuple(self.first)), (self.hashes[-1], tuple(self.last))}
+        return quantized | {(self.root, self.first), (self.hashes[-1], self.last)}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The ids of an answer, and the digest of its conversation."""
+
+    key: bytes
+    ids: tuple[int, ...]
+
+    @property
+    def held(self) -> int:
+        """At most so many bytes are held by the answer."""
+        return 512 + 48 * len(self.ids)
 
 
 class Writer:
@@ -74,13 +98,16 @@ class Writer:
 
     def renew(self) -> None:
         """In a forked child, forget the thread and its queue: the parent writes these."""
-        self._work: deque[_Chain | tuple[bytes, Sequence[int]]] = deque()
+        self._work: deque[_Chain | _Answer] = deque()
+        self._queued = 0  # bytes of `_work`, and of what is being written
         self._blocks.renew()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_writing = False
         self._done = 0  # objects that have been written or skipped
         self._readers, self._read_at = 0, time.monotonic()  # requests that look for blocks now, and when the last came
+        self._patience = _LONGEST_REST  # seconds for which the writer waits for them; writing gives it more
+        self._hold_at = 0.0  # when the engine's lock may be held again while requests are computed
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -95,13 +122,15 @@ class Writer:
                 self._read_at = time.monotonic()
 
     def _let_read(self) -> None:
-        """Wait for requests that look for blocks, or may do so soon."""
-        until = time.monotonic() + _LONGEST_REST
+        """Wait for requests that look for blocks, or may do so soon; half of the time if there are always some."""
+        began = now = time.monotonic()
         with self._changed:
-            while (now := time.monotonic()) < until and not self._closing:
+            while (left := began + self._patience - now) > 0 and not self._closing:
                 if not self._readers and now > self._read_at + _SOON:
-                    return
-                self._changed.wait(_SOON)
+                    break
+                self._changed.wait(min(left, _SOON))
+                now = time.monotonic()
+        self._patience -= now - began
 
     def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         """Queue the blocks of a sequence with these ids, which the prefix cache can find, for writing."""
@@ -113,23 +142,26 @@ class Writer:
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
         """Queue the ids of an answer for writing."""
-        self._put((key, tuple(ids)))
+        self._put(_Answer(key, tuple(ids)))
 
-    def _put(self, work: _Chain | tuple[bytes, Sequence[int]]) -> None:
+    def _put(self, work: _Chain | _Answer) -> None:
         with self._changed:
             if self._closing:
                 return
-            if len(self._work) == _CHAINS:
-                self._forget(self._work.popleft())
             self._work.append(work)
+            self._queued += work.held
+            while self._queued > _QUEUED_BYTES and self._work:
+                self._forget(self._work.popleft())
             self._read_at = time.monotonic()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tiers", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def _forget(self, work: _Chain | tuple[bytes, Sequence[int]]) -> None:
+    def _forget(self, work: _Chain | _Answer) -> None:
         """Copy blocks of `work` no longer."""
+        with self._changed:
+            self._queued -= work.held
         if isinstance(work, _Chain):
             self._blocks.remove(work.keys(self._blocks.sparse_groups))
 
@@ -167,91 +199,89 @@ class Writer:
                 self._changed.wait_for(lambda: self._work or self._closing)
                 if not self._work:
                     return
-                work, self._is_writing = self._work.popleft(), True
+                works = [self._work.popleft() for _ in range(min(len(self._work), _TOGETHER))]
+                self._is_writing = True
             try:
-                if names is None:
-                    continue
-                if isinstance(work, _Chain):
-                    self._write_chain(work, names)
-                else:
-                    key, ids = work
-                    name = names.answer(key)
-                    self._write(name, *pack_ids(name, ids), replaces=True)
+                if names is not None:
+                    self._write_all(works, names)
             except _GivenUp:
                 return
             except Exception as error:  # the thread continues: without it nothing would be kept
-                if not self._is_troubled:
+                if not (self._is_troubled or self._given_up):
                     self._is_troubled = True
                     _LOG.warning("blocks cannot be kept: %r", error)
             finally:
-                self._forget(work)
+                for work in works:
+                    self._forget(work)
                 with self._changed:
                     self._is_writing = False
                     self._changed.notify_all()
 
-    def _write_chain(self, chain: _Chain, names: Names) -> None:
+    def _write_all(self, works: Sequence[_Chain | _Answer], names: Names) -> None:
         self._let_read()
-        quantized = [(key, names.block(key)) for key in chain.hashes[1:]]
-        first = names.block(chain.hashes[0])
-        tail = names.tail(chain.hashes[-1])
-        if self._is_missing(first):
-            self._write_full(first, chain.root, chain.first)
-        missing = [(key, name) for key, name in quantized if self._is_missing(name)]
-        for start in range(0, len(missing), _AT_ONCE):
-            self._write_blocks(missing[start : start + _AT_ONCE], ~self._blocks.sparse_groups)
-        states = self._states(chain.hashes[1:], names)
-        for one in states:
-            if self._is_missing(one[1]):
-                self._write_blocks([one], self._blocks.sparse_groups)
-        if chain.last:
-            self._write_full(tail, chain.hashes[-1], chain.last, replaces=True)
-        known = [first, *(name for _, name in [*quantized, *states]), *([tail] if chain.last else [])]
+        first: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}  # name → the hash before it, its ids
+        coded: dict[bytes, bytes] = {}  # name → hash
+        states: dict[bytes, bytes] = {}
+        tails: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
+        for work in works:
+            if isinstance(work, _Answer):
+                self._write(names.answer(work.key), Object({"kind": "ids", "ids": work.ids}), replaces=True)
+                continue
+            first[names.block(work.hashes[0])] = work.root, work.first
+            coded |= ((names.block(key), key) for key in work.hashes[1:])
+            states |= ((names.state(key), key) for key in work.hashes[1:] if self._blocks.has_state(key))
+            if work.last:
+                tails[names.tail(work.hashes[-1])] = work.hashes[-1], work.last
+        dense, sparse = ~self._blocks.sparse_groups, self._blocks.sparse_groups
+        takes = [partial(self._full, name, *of) for name, of in first.items() if self._is_missing(name)]
+        missing = [one for one in coded.items() if self._is_missing(one[0])]
+        takes += [partial(self._coded, missing[at : at + _AT_ONCE], dense) for at in range(0, len(missing), _AT_ONCE)]
+        takes += [partial(self._coded, [one], sparse) for one in states.items() if self._is_missing(one[0])]
+        takes += [partial(self._full, name, *of) for name, of in tails.items()]  # last: without a state it is of no use
+        waiting: deque[Take] = deque(takes)
+        while waiting:
+            for name, block in self._copied(waiting):
+                self._write(name, block, replaces=name in tails)
         for tier in self._tiers:
-            tier.used(known)
+            tier.used([*first, *coded, *states, *tails])
 
     def _is_missing(self, name: bytes) -> bool:
         """Whether a tier that takes writes lacks an object."""
         self._done += 1
         return any(not tier.has(name) and tier.takes_writes for tier in self._tiers)
 
-    def _states(self, hashes: Sequence[bytes], names: Names) -> list[tuple[bytes, bytes]]:
-        """Return the hashes of blocks at whose end there is a snapshot, and the snapshots' names."""
-        if not self._blocks.sparse_groups:
-            return []
-        with self._brief():
-            return [(key, names.state(key)) for key in hashes if self._blocks.has_state(key)]
+    def _full(self, name: bytes, before: bytes, ids: tuple[int, ...]) -> list[tuple[bytes, Object]]:
+        block = self._blocks.full(before, ids)
+        return [] if block is None else [(name, block)]
 
-    def _write_blocks(self, missing: Sequence[tuple[bytes, bytes]], groups: int) -> None:
-        """Write the blocks with these hashes under these names. groups: those to take of each block, as bits."""
-        names = dict(missing)
-        with self._brief():
-            copied = self._blocks.quantized(names, groups)
-        for key, block in copied:
-            self._write(names[key], *block.pack(names[key]))
+    def _coded(self, wanted: Sequence[tuple[bytes, bytes]], groups: int) -> list[tuple[bytes, Object]]:
+        """wanted: names and hashes. groups: those to take of each block, as bits."""
+        names = {key: name for name, key in wanted}
+        return [(names[key], block) for key, block in self._blocks.quantized(names, groups)]
 
-    def _write_full(self, name: bytes, before: bytes, ids: Sequence[int], *, replaces: bool = False) -> None:
-        with self._brief():
-            block = self._blocks.full(before, ids)
-        if block is not None:
-            self._write(name, *block.pack(name), replaces=replaces)
-
-    @contextmanager
-    def _brief(self) -> Iterator[None]:
-        """Hold the engine's lock, and pause afterwards while requests are computed."""
+    def _copied(self, takes: deque[Take]) -> list[tuple[bytes, Object]]:
+        """Take blocks from the store, and remove them from `takes`, as many as the engine's lock is held for."""
+        if self._lock.is_wanted:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, max(0.0, self._hold_at - time.monotonic()))
+        copied: list[tuple[bytes, Object]] = []
         with self._lock.hold():
             if self._given_up:
                 raise _GivenUp
-            began = time.perf_counter()
-            yield
-            seconds = time.perf_counter() - began
-        if self._lock.is_wanted:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, min(_LONGEST_REST, _REST * seconds))
+            began = now = time.monotonic()
+            while takes and now < began + _HOLD:
+                copied += takes.popleft()()
+                now = time.monotonic()
+        self._hold_at = now + min(_LONGEST_REST, _REST * (now - began))
+        return copied
 
-    def _write(self, name: bytes, header: bytes, payload: memoryview, *, replaces: bool = False) -> None:
+    def _write(self, name: bytes, block: Object, *, replaces: bool) -> None:
         """Write an object to the tiers that lack it, or to all if it replaces others of its name."""
         self._let_read()
+        began = time.monotonic()
+        packed = block.pack(name)
         for tier in self._tiers:
             if replaces or not tier.has(name):
-                tier.write(name, header, payload)
+                tier.write(name, *packed)
+        self._patience = min(_LONGEST_REST, self._patience + time.monotonic() - began)
         self._done += 1

@@ -37,7 +37,7 @@ def memory():
     return {name: 1024 * int(number) for name, number in found if name in ("VmHWM", "VmRSS", "RssFile")}
 
 before = memory()
-settings = {"device": "cpu", "threads": 1, "calibration": False, "mmap": sys.argv[2] == "mmap", "cache_type": "f16"}
+settings = {"device": "cpu", "threads": 1, "calibration": False, "cache_type": "f16"}
 parts = assemble(settle(sys.argv[1], None, settings), None)
 print(json.dumps({"before": before, "after": memory(), "weights": parts.model.weights.bytes}))
 for thread in threading.enumerate():
@@ -51,14 +51,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of 80 MB, and a cache with its kernels."""
     folder = tmp_path_factory.mktemp("model")
     write(folder / "random-Q8_0.gguf", "wide", SHAPE, "q8_0", tokenizer_file(folder))
-    loaded(folder, "mmap")
+    loaded(folder)
     return folder
 
 
-def loaded(folder: Path, how: str) -> dict:
+def loaded(folder: Path) -> dict:
     """What a new process that loads the model says of its memory, in bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder / "random-Q8_0.gguf"), how],
+        [sys.executable, "-c", PROGRAM, str(folder / "random-Q8_0.gguf")],
         cwd=ROOT,
         env={**os.environ, CACHE_VARIABLE: str(folder / "cache")},
         capture_output=True,
@@ -71,9 +71,8 @@ def loaded(folder: Path, how: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["mmap", "read"])
-def test_a_model_is_in_memory_once_while_it_is_loaded(folder: Path, how: str) -> None:
-    found = loaded(folder, how)
+def test_a_model_is_in_memory_once_while_it_is_loaded(folder: Path) -> None:
+    found = loaded(folder)
     before, after, weights = found["before"], found["after"], found["weights"]
     assert weights > 70 * MIB
     staging = 8 * MIB
