@@ -36,6 +36,7 @@ from polarlm.engine.loading.sizes import (
     is_calibrated,
     no_memory,
     store_plan,
+    warn_of_context,
     weight_format,
     within_table,
 )
@@ -52,7 +53,6 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import open_tiers
 from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
-from polarlm.model_loaders.config import ModelConfig
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -186,7 +186,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
                 plan = store_plan(config, ops, source.config, shape, room, draft)
             else:
                 plan = split.plan(config, source.config, shape, of_draft_model)
-            _warn(config, source.config, plan, say)
+            warn_of_context(config, source.config, plan, say)
             if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
                 say(warning)
             warm = ops.warm_up()
@@ -304,19 +304,6 @@ def _store(
     with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
         found = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
         return KVStore(ops, plan, *found)
-
-
-def _warn(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Say) -> None:
-    """Warn if the context is shorter than was asked for, or longer than the model was trained on."""
-    tokens = config.ctx_size or model.max_context
-    if plan.tokens < (config.ctx_size if config.kv_memory is not None else tokens):
-        whose = "that were asked for" if config.ctx_size else "that the model has"
-        say(f"warning: of the {tokens:,} tokens of context {whose}, {plan.tokens:,} fit in memory")
-    if plan.tokens > model.max_context:
-        say(
-            f"warning: the context of {plan.tokens:,} tokens goes beyond the {model.max_context:,} that this model was "
-            "trained on; answers beyond that may make no sense"
-        )
 
 
 def fit_line(parts: Parts) -> str:

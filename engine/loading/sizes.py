@@ -221,6 +221,19 @@ def within_table(config: EngineConfig, model: ModelConfig, say: Callable[[str], 
     return replace(config, ctx_size=most)
 
 
+def warn_of_context(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Callable[[str], None]) -> None:
+    """Warn if the context is shorter than was asked for, or longer than the model was trained on."""
+    tokens = config.ctx_size or model.max_context
+    if plan.tokens < (config.ctx_size if config.kv_memory is not None else tokens):
+        whose = "that were asked for" if config.ctx_size else "that the model has"
+        say(f"warning: of the {tokens:,} tokens of context {whose}, {plan.tokens:,} fit in memory")
+    if plan.tokens > model.max_context:
+        say(
+            f"warning: the context of {plan.tokens:,} tokens goes beyond the {model.max_context:,} that this model was "
+            "trained on; answers beyond that may make no sense"
+        )
+
+
 def store_plan(
     config: EngineConfig,
     ops: Ops,

@@ -124,10 +124,9 @@ class Request:
         sampling = resolve(params, model.generation, model.vocabulary.stop)
         conversation = answers.conversation(prompt, options.cache_salt)
         room = 0 if model.config.is_encoder else 1
-        longest = context - room
-        limit, warnings = longest if options.truncate else context, list[str]()
+        limit, warnings = context - room if options.truncate else context, list[str]()
         ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append)
-        ids = checked_ids(ids[:longest] if options.truncate else ids, model, context, room)
+        ids = checked_ids(ids[:limit] if options.truncate else ids, model, context, room)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
@@ -162,8 +161,7 @@ class Request:
 
     def ticket(self, cancel: Callable[[], None]) -> Ticket:
         """Return the submitter's handle; `cancel` is its method."""
-        prompt = len(self.sequence.prompt)
-        return Ticket(prompt, cancel, lambda: self.cached or 0, self.conversation, self.warnings)
+        return Ticket(len(self.sequence.prompt), cancel, lambda: self.cached or 0, self.conversation, self.warnings)
 
     def record_prefix_hit(self, length: int) -> None:
         """Record the length of the prefix hit, which is fixed once the first token exists."""
@@ -330,11 +328,10 @@ class Request:
             self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=prompt, cached_tokens=cached))
 
     def usage(self) -> Usage:
-        sequence = self.sequence
         return Usage(
-            prompt_tokens=len(sequence.prompt),
+            prompt_tokens=len(self.sequence.prompt),
             cached_tokens=self.cached or 0,
-            completion_tokens=sequence.generated,
+            completion_tokens=self.sequence.generated,
             prefill_seconds=self.clock.prefill,
             generation_seconds=self.clock.generation,
             drafted_tokens=0 if self.drafts is None else self.drafts.drafted,

@@ -59,8 +59,8 @@ class FileBytes:
             self._time = time  # only the time is another one, as after a copy of it, or `touch`
         if done < count or (size, time) != (self.size, self._time):
             raise LoadError(
-                f"{self.path.name} has changed since it was opened; when its download has finished, load the model again, "
-                "or start the server again."
+                f"{self.path.name} has changed since it was opened; when its download has finished, load the model "
+                "again, or start the server again."
             )
         out.flags.writeable = False
         return out
