@@ -22,6 +22,8 @@ from polarlm.server.reading.values import BadRequest, shown, text, wrong
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that clients may use, and their names in templates."""
 
+_ELSEWHERE = {"human": "user", "ai": "assistant", "model": "assistant"}  # what other programs call them
+
 _OF_RESULTS = ("tool", "function")  # the second is OpenAI's, before there were tools
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names that APIs have for the reasoning of an answer
 _ODD = re.compile(r"[^\w.:/-]+")  # characters of a name that could end it in a template
@@ -41,7 +43,7 @@ def read_messages(given: Any, told: list[tuple[str, str]]) -> list[Message]:
     reader, question = _Reader(), _question(given)
     try:
         for index, one in enumerate(given):
-            reader.read(f"messages[{index}]", one, asked=index == question)
+            reader.read(f"messages[{index}]", one, asked=index == question, is_last=index == len(given) - 1)
     except RecursionError:
         raise BadRequest("messages", "messages is nested too deeply") from None
     sentences = reader.warnings()
@@ -56,7 +58,7 @@ def _question(given: list[Any]) -> int | None:
     for index in reversed(range(len(given))):
         role = given[index].get("role") if isinstance(given[index], dict) else None
         if role not in ("system", "developer"):
-            return index if role == "user" else None
+            return index if role in ("user", "human") else None
     return None
 
 
@@ -84,6 +86,7 @@ class _Reader:
         self._losses = Losses()
         self._late: dict[str, None] = {}  # names of functions whose results came too late
         self._twice: dict[str, None] = {}
+        self._roles: dict[str, None] = {}  # that no API has
 
     def messages(self) -> list[Message]:
         """What has been read."""
@@ -96,10 +99,11 @@ class _Reader:
             "parts of messages are put as text, of type": self._losses.as_text,
             "results without a call, or later than the next answer, are put as text, of the function": self._late,
             "second results of a call are left out, of the function": self._twice,
+            "earlier messages are put as the user's, of role": self._roles,
         }
         return [f"{sentence} {in_words(each)}" for sentence, each in kinds.items() if each]
 
-    def read(self, at: str, given: Any, *, asked: bool) -> None:
+    def read(self, at: str, given: Any, *, asked: bool, is_last: bool) -> None:
         """Read a message or an item. asked: whether it is what the user asks now. Raises BadRequest."""
         if not isinstance(given, dict):
             raise wrong(at, "an object with a role and a content", given)
@@ -111,10 +115,13 @@ class _Reader:
         if role in _OF_RESULTS:
             name = given.get("tool_name") or given.get("name")
             self._result(given.get("tool_call_id"), name, _with_images(given))
-        elif not isinstance(role, str) or role not in ROLES:
+        elif not isinstance(role, str) or (is_last and role not in {**ROLES, **_ELSEWHERE}):
             raise wrong(f"{at}.role", f"one of {', '.join(ROLES)}", role)
         else:
-            self._message(at, ROLES[role], given, asked)
+            known = ROLES.get(role) or _ELSEWHERE.get(role)
+            if known is None:
+                self._roles[role] = None
+            self._message(at, known or "user", given, asked)
 
     def _message(self, at: str, role: str, given: Mapping[str, Any], asked: bool) -> None:
         is_answer = role == "assistant"

@@ -279,6 +279,15 @@ def test_what_is_asked_now_must_be_text(part: dict[str, Any]) -> None:
         assert warning == f"parts of messages that have no text are left out, of type '{part['type']}'"
 
 
+def test_earlier_messages_of_roles_that_no_api_has_are_the_users() -> None:
+    given = [{"role": role, "content": role} for role in ("critic", "human", "model", "ai")]
+    prompt, (warning,) = read("chat", [*given, NEXT])
+    assert [one["role"] for one in prompt] == ["user", "user", "assistant", "assistant", "user"]
+    assert warning == "earlier messages are put as the user's, of role 'critic'"
+    with pytest.raises(BadRequest, match="one of system, developer, user, assistant, tool"):
+        read("chat", given[:1])
+
+
 # -- over HTTP, and over the socket ------------------------------------------------------------------------------------
 
 OTHERS = {"name": "bash", "type": "bash_20250124"}
