@@ -154,6 +154,7 @@ def test_control_tokens_take_white_space_as_the_library_has_it(kind: str, text: 
     assert tokenizer.least_tokens(text) <= len(ids)
 
 
+# Product: how control tokens are told from text differs by the kind of file.
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("names", [("llama3-json", "llama3-tiktoken", "llama3-gguf"), ("llama2-gguf", "llama2-model")])
 @given(text=TEXTS)
@@ -273,6 +274,7 @@ def test_an_end_of_turn_that_a_gguf_calls_user_defined_ends_the_answer(tiny, str
     assert tokenizer.token_bytes(end) == b""
 
 
+# Product: which tokens a vocabulary has decides whether the type of </s> counts.
 @pytest.mark.parametrize(
     ("more", "ends"),
     [  # added tokens with their types, besides <unk>, <s> and </s>; and the ends
