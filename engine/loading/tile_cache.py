@@ -104,7 +104,9 @@ class MappedTiles:
             if self._is_damaged:
                 with suppress(OSError):
                     self.file.unlink()
-        return f"The packed weights in {self.file} are damaged, and the file is removed" if self._is_damaged else None
+        if not self._is_damaged:
+            return None
+        return f"The packed weights in the file {self.file.name} are damaged, and it is removed"  # clients read it
 
 
 @dataclass(frozen=True)
