@@ -20,7 +20,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import cache_shape, store_plan
+from polarlm.engine.loading.sizes import cache_shape, store_plan, warn_of_context
 from polarlm.engine.model.weights import load_weights as load_model_weights
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, get
@@ -195,7 +195,7 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     assert 4.9 * GB < weights < 5.1 * GB
     shape = cache_shape(config, WHOLE, ops, LLAMA_8B)
     plan = store_plan(config, ops, LLAMA_8B, shape, ops.room_beside(weights))
-    assembly._warn(config, LLAMA_8B, plan, said.append)
+    warn_of_context(config, LLAMA_8B, plan, said.append)
     assert plan.tokens == 32768
     assert not said
     # Of the parts, the line takes no arrays.

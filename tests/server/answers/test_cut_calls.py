@@ -6,6 +6,7 @@ One real text, with a call after another one, is cut behind every character, by 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -311,11 +312,11 @@ def test_arguments_may_be_any_text(api: API, hermes_engine: Engine, about: About
     assert hermes_engine.prompt_ids(asked.prompt, asked.options)
 
 
-def history(api: API, arguments: Any, name: str = "time") -> dict[str, Any]:
+def history(api: API, arguments: Any) -> dict[str, Any]:
     """A conversation with a call, in the names of an API."""
-    function = {"name": name, "arguments": arguments}
+    function = {"name": "time", "arguments": arguments}
     called = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
-    use = {"type": "tool_use", "id": "a", "name": name, "input": arguments}
+    use = {"type": "tool_use", "id": "a", "name": "time", "input": arguments}
     given: dict[Any, Any] = {
         anthropic.Messages: {"messages": [QUESTION, {"role": "assistant", "content": [use]}, QUESTION]},
         responses.Responses: {"input": [QUESTION, {"type": "function_call", "call_id": "a", **function}, QUESTION]},
@@ -324,17 +325,17 @@ def history(api: API, arguments: Any, name: str = "time") -> dict[str, Any]:
 
 
 FIELDS = {
-    "chat": "messages[1].tool_calls[0].function.name",
-    "anthropic": "messages[1].content[0].name",
-    "responses": "input[1].name",
-    "ollama": "messages[1].tool_calls[0].function.name",
+    "chat": "messages[1].tool_calls[0].function.arguments",
+    "anthropic": "messages[1].content[0].input",
+    "responses": "input[1].arguments",
+    "ollama": "messages[1].tool_calls[0].function.arguments",
 }
 
 
 @pytest.mark.parametrize("name", APIS)
 def test_an_error_in_a_call_names_the_field_of_its_api(name: str, about: About) -> None:
     endpoint, _, _, _, body = APIS[name]
-    with pytest.raises(Exception, match="1 to 128 letters") as caught:
-        endpoint.read({**body, **history(APIS[name], "{}", name='"')}, about)
+    with pytest.raises(Exception, match="a number that JSON does not have") as caught:
+        endpoint.read({**body, **history(APIS[name], {"a": math.nan})}, about)
     assert caught.value.field == FIELDS[name]  # type: ignore[attr-defined]
     assert str(caught.value).startswith(FIELDS[name])
