@@ -39,12 +39,15 @@ object_code = functools.cache(compile_object)
 
 
 class Watch:
-    """The kernels of a process-wide library that were announced, and those that were needed, in order."""
+    """The kernels of a process-wide library that were announced, and those that were needed, in order.
+
+    Those that earlier tests have loaded count as not loaded until they are announced, as in a new process.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.announced: list[str] = []
         self.needed: list[str] = []
-        expect, address = Library.expect, Library.address
+        expect, address, has = Library.expect, Library.address, Library.has
 
         def watched_expect(library: Library, kernels: Any) -> None:
             kernels = list(kernels)
@@ -55,6 +58,10 @@ class Watch:
             self.needed.append(kernel.name)
             return address(library, kernel)
 
+        def watched_has(library: Library, kernel: Kernel) -> bool:
+            return kernel.name in self.announced and has(library, kernel)
+
+        monkeypatch.setattr(Library, "has", watched_has)
         monkeypatch.setattr(Library, "expect", watched_expect)
         monkeypatch.setattr(Library, "address", watched_address)
 
