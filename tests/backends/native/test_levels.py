@@ -159,13 +159,12 @@ def test_other_systems_on_arm_have_what_every_such_cpu_has(monkeypatch: pytest.M
     assert names_on_arm(monkeypatch, "win32", None) == ["generic", "neon"]
 
 
-def test_linux_and_llvm_agree_about_the_features() -> None:
-    """Linux lists what it enables; LLVM asks the CPU and the registers that the system saves."""
+def test_llvm_knows_every_feature_that_linux_lists() -> None:
+    """LLVM asks the CPU, and which registers the system saves. Linux may be told to list fewer."""
     if target.machine() != "x86_64" or target._listed_by_linux() is None:
         pytest.skip("Linux lists no features of an x86 CPU here")
     asked = {feature for level in LEVELS for feature in level.needs}
-    assert target.host_features() & asked == target._known_to_llvm() & asked
-    assert target._known_to_llvm() & asked
+    assert target.host_features() & asked <= target._known_to_llvm()
 
 
 def test_tiles_need_the_system_s_permission(monkeypatch: pytest.MonkeyPatch) -> None:
