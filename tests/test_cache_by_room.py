@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.finer.coding_again import CodingAgain
 from tests.patience import SECONDS
 from tests.state.test_finer_blocks import BY_ROOM, COMPACT, Unchecked, make_store
-from tests.tiny import assert_idle, make_model
+from tests.tiny import assert_idle, by_count, make_model
 
 N = 16
 MODELS = ["llama_gqa_linear", "gemma4_shared_kv", "qwen3_next_shared_keys"]  # also with windows, or recurrent layers
@@ -74,7 +76,10 @@ def test_as_the_store_fills_blocks_are_coded_again(path: Path, monkeypatch: pyte
     """A few layers between two units: no unit of a request has to make room for itself."""
     in_units: list[FinerBlocks] = []
     monkeypatch.setattr(FinerBlocks, "code_again", in_units.append)
+    ticks = itertools.count()  # a unit takes a second, and a layer a quarter of it
+    monkeypatch.setattr(coding_again, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 4))
     with load(path, "auto", parallel=3) as by_room:
+        by_count(by_room, monkeypatch)
         seen, trays = set(), [[] for _ in range(12)]
         for number, tray in enumerate(trays):
             by_room.submit(prompt(number), GREEDY, into=tray)

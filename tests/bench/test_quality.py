@@ -243,7 +243,7 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
     assert "nats" in about
     found = json.loads(output.read_text(encoding="utf-8"))
     assert {"machine", "date", "command"} <= found.keys()
-    assert found["command"].startswith("python -m polarlm.bench.quality --weights ")
+    assert "python -m polarlm.bench.quality --weights " in found["command"]  # behind variables that matter
     assert found["machine"]["cores"] >= 1
     assert found["threads"] == found["machine"]["blas_threads"] == report.blas_threads()
     assert found["complete"] is True
