@@ -28,6 +28,7 @@ from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.loading import assembly, rehearsal
 from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.requests.drafts import StepSeconds
 from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()
@@ -126,6 +127,7 @@ def test_a_draft_model_needs_no_other_kernels(
     """Of an answer that it drafts over the ends of blocks, also those of recurrent layers, which this one lacks."""
     path = make_model(tmp_path, draft)
     watch = Watch(monkeypatch)
+    monkeypatch.setattr(StepSeconds, "__call__", lambda *given: 1.0)  # drafts pay, however busy the machine is
     settings = {**SETTINGS, "cache_type": "f16", "model_draft": str(path)}
     with load_tiny(tiny_path, ops=NativeOps(1), **settings) as engine:
         watch.needed.clear()
