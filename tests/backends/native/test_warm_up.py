@@ -20,6 +20,7 @@ pytest.importorskip("llvmlite")
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, codecs
 from polarlm.engine.backends.kv import CacheFormat, KVLocation
 from polarlm.engine.backends.native import launch as launch_module
+from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.select import select
 from polarlm.engine.jit.compile import library as library_module
@@ -270,6 +271,8 @@ def test_a_batch_goes_row_by_row_where_its_kernels_cannot_be_compiled(
     tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of steps of two rows, which no first request needs: the answers are the same."""
+    if largest_tiling(best()).rows == 2:
+        pytest.skip("at this level prompts, too, take two rows at a time")
     answers = []
     for passes in (lambda name: True, lambda name: "_f16_2" not in name):
         compiles(passes)
