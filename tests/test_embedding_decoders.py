@@ -134,7 +134,7 @@ def test_the_most_relevant_document_comes_first(server: Serving, path: str) -> N
         ({"query": "q", "documents": ["a", 5]}, "documents[1]"),
         ({"query": "q", "documents": [{"title": "a"}]}, "documents[0].text"),
         ({"query": "q", "documents": ["a"] * 3000}, "documents"),
-        ({"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
+        ({"query": "q", "documents": ["a"], "top_n": "x"}, "top_n"),
         ({"query": "q", "documents": ["a"], "return_documents": "x"}, "return_documents"),
         ({"query": "q", "documents": ["a"], "instruction": 1}, "instruction"),
     ],

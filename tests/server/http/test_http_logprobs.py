@@ -177,7 +177,6 @@ def test_tokens_of_a_stop_string_are_told(server: Serving, stream: bool) -> None
     ("given", "param"),
     [
         ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": None, "top_logprobs": 0}, "top_logprobs"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": -1}, "top_logprobs"),
         ({"top_logprobs": True}, "top_logprobs"),

@@ -76,10 +76,10 @@ def test_servers_are_off_and_a_switched_on_one_has_its_tools(page: Browser) -> N
     assert "tools" not in asked(page)
     switch_on(page)
     switch_on(page, 1)
-    assert page.text("#servers summary") == "12 of 12 tools"
+    assert page.text("#servers summary") == "13 of 13 tools"
     page.click("#servers summary")
     page.click("#server-0-0")
-    page.until(lambda: page.text("#servers summary") == "11 of 12 tools")
+    page.until(lambda: page.text("#servers summary") == "12 of 13 tools")
     send(page, "again")
     page.until(lambda: page.run("return asked.length") == 2)
     names = [tool["function"]["name"] for tool in asked(page)["tools"]]
@@ -87,7 +87,7 @@ def test_servers_are_off_and_a_switched_on_one_has_its_tools(page: Browser) -> N
     page.until(lambda: done(page))
     page.reload()
     page.until(lambda: page.run("return document.getElementById('server-0')?.checked"))
-    assert page.text("#servers summary") == "11 of 12 tools"
+    assert page.text("#servers summary") == "12 of 13 tools"
     page.click("#new")
     assert page.run("return [...servers.querySelectorAll('input:checked')].length") == 0
 
