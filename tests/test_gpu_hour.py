@@ -69,10 +69,11 @@ def state(folder: Path) -> dict[str, str]:
     return {name: part["result"] for name, part in parts.items()}
 
 
-def wait_for_end(process: int) -> None:
-    """Until it is gone, or nobody has asked for its exit code yet. An end by a signal takes a moment."""
+def wait_for_end(process: psutil.Process) -> None:
+    """Until it is gone, or nobody has asked for its exit code yet; another process may have its number by now. An end
+    by a signal takes a moment."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
 
 
@@ -155,7 +156,8 @@ sh -c 'echo $$ > {tmp_path}/process; exec sleep {LONG}'
         if (tmp_path / "process").exists():
             break
     assert (found.result, found.why) == (CUT_OFF, "1 launches counted")
-    wait_for_end(int((tmp_path / "process").read_text()))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        wait_for_end(psutil.Process(int((tmp_path / "process").read_text())))
     shown = counters.table(tmp_path / "counters.csv", tmp_path / "launches.jsonl").splitlines()
     assert [[cell.strip() for cell in line.split("|")][1:6] for line in shown[4:]] == [
         ["qkv", "bf16", "1", "gemv", "2.0"]
@@ -214,7 +216,7 @@ def test_an_interrupted_hour_goes_on(tmp_path: Path, ended_by: signal.Signals) -
     command = [sys.executable, "-m", "scripts.gpu_hour", "--resume", str(folder)]
     given = {"cwd": ROOT, "env": environment(tools), "text": True}
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **given)
-    child = int((tmp_path / "begun").read_text())
+    child = psutil.Process(int((tmp_path / "begun").read_text()))
     running.send_signal(ended_by)
     _, said = running.communicate(timeout=LONG)
     assert running.returncode == 130
