@@ -17,7 +17,6 @@ from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Place
-from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
@@ -159,15 +158,12 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     return text + header + str(begun["content"])
 
 
+@_told()
 def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Model, options: PromptOptions) -> Place:
     """Return where the answer to messages begins: before, inside or after its reasoning. Raises EngineError."""
     last = prompt[-1] if isinstance(prompt[-1], Mapping) else {}
-    try:
-        tags = model.template.tags
-        after_result = last.get("role") == "tool"
-        place = model.template.place_of_answer(options.template_variables, after_result=after_result)
-    except LoadError as error:
-        raise EngineError(str(error)) from None
+    tags, after_result = model.template.tags, last.get("role") == "tool"
+    place = model.template.place_of_answer(options.template_variables, after_result=after_result)
     if tags is None or not options.continue_final_message:
         return place
     begun = str(last.get("content"))
