@@ -98,7 +98,7 @@ class Lines:
         return self._skipping
 
 
-class Child:
+class Child(subprocess.Popen[bytes]):
     """A process that speaks lines of JSON over its standard input and output, as its parent sees it.
 
     It leads a process group, whose other processes end with it. Ctrl-C in a terminal is for the parent, which ends its
@@ -121,42 +121,27 @@ class Child:
         most: bytes of a line; a process that writes a longer one, or one that is not JSON, is killed. errors: the
         process's standard error, as `subprocess.Popen` takes it.
         """
+        pipe = subprocess.PIPE
+        super().__init__(command, 0, None, pipe, pipe, errors, env=environment, start_new_session=True)
         self.broke_off = False  # whether the process was killed for what it wrote
-        self._process = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        )
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()  # to be written; None closes the pipe
         for run in (self._write, lambda: self._read(heard, ended, Lines(most))):
             threading.Thread(target=run, name="child", daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def tell(self, *said: Any) -> None:
-        """Send a line for each of these, without waiting; one that has ended hears nothing."""
-        for one in said:
-            self._lines.put(_line(one))
+        """Send a line for each value, without waiting; a process that has ended hears nothing."""
+        for value in said:
+            self._lines.put(_line(value))
 
     def close(self) -> None:
         """Close the process's standard input, at which it ends in order."""
         self._lines.put(None)
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the process."""
-        self._process.terminate()
-
     def kill(self) -> None:
         """Kill the process, and those of its group, which it has started."""
-        if self._process.poll() is None:
+        if self.poll() is None:
             self._kill_group()
-            self._process.kill()  # it may not have begun its group yet
+            super().kill()  # it may not have begun its group yet
 
     def end(self, seconds: float = 0.0) -> int:
         """Let the process end in order for so long, then kill it, and those of its group; the exit code."""
@@ -165,21 +150,13 @@ class Child:
             with suppress(subprocess.TimeoutExpired):
                 self.wait(seconds)
             self._kill_group()
-            self._process.kill()
+            super().kill()
         return self.wait()
-
-    def poll(self) -> int | None:
-        """The exit code; None while the process runs."""
-        return self._process.poll()
-
-    def wait(self, seconds: float | None = None) -> int:
-        """The exit code, once the process has ended. Raises subprocess.TimeoutExpired."""
-        return self._process.wait(seconds)
 
     def forget(self) -> None:
         """Close a forked process's copies of the pipes: the child is that of its parent."""
-        self._process.returncode = 0
-        for pipe in (self._process.stdin, self._process.stdout):
+        self.returncode = 0
+        for pipe in (self.stdin, self.stdout):
             assert pipe is not None
             pipe.close()
 
@@ -191,26 +168,24 @@ class Child:
     # -- the threads -----------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
+        assert self.stdin is not None
         with suppress(OSError):  # it has ended
             while (line := self._lines.get()) is not None:
-                _write_all(pipe, line)
+                _write_all(self.stdin, line)
         with suppress(OSError):
-            pipe.close()
+            self.stdin.close()
 
     def _read(self, heard: Callable[[Any], object], ended: Callable[[int], object], lines: Lines) -> None:
-        pipe = self._process.stdout
-        assert pipe is not None
+        assert self.stdout is not None
         with suppress(RuntimeError):  # an event loop that has been closed hears nothing
             try:
-                _hear(pipe.fileno(), heard, lines)
+                _hear(self.stdout.fileno(), heard, lines)
             except (ValueError, RecursionError):
                 self.broke_off = True
                 self.kill()
             code = self.wait()
             self._kill_group()
-            pipe.close()
+            self.stdout.close()
             self.close()
             ended(code)
 

@@ -23,7 +23,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TextIO
 
 import anyio
@@ -292,8 +291,12 @@ def _parts(content: list[Any]) -> Iterator[str]:
 
 async def _main() -> None:
     said: _Said = asyncio.Queue()
-    put = partial(asyncio.get_running_loop().call_soon_threadsafe, said.put_nowait)
-    parent = Parent(put, partial(put, None))
+    loop = asyncio.get_running_loop()
+
+    def hear(line: dict[str, Any] | None) -> None:
+        loop.call_soon_threadsafe(said.put_nowait, line)
+
+    parent = Parent(hear, lambda: hear(None))
     first = await said.get()
     if first is None:
         return

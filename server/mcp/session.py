@@ -7,7 +7,6 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from polarlm.children import Child, python
@@ -108,8 +107,8 @@ class Session:
         ready, ended = loop.create_future(), loop.create_future()
         child = Child(
             python("polarlm.server.mcp.client", self.name),  # the name is for lists of processes
-            partial(loop.call_soon_threadsafe, self._hear, ready),
-            partial(loop.call_soon_threadsafe, self._end, ended),
+            lambda said: loop.call_soon_threadsafe(self._hear, ready, said),
+            lambda code: loop.call_soon_threadsafe(self._end, ended),
             most=_LINE + 6 * self._most,  # JSON writes a character in up to six
             errors=subprocess.DEVNULL,
         )
@@ -132,7 +131,7 @@ class Session:
         elif (answer := self._calls.get(said["call"])) is not None and not answer.done():
             answer.set_result(said)
 
-    def _end(self, ended: asyncio.Future[None], _code: int) -> None:
+    def _end(self, ended: asyncio.Future[None]) -> None:
         assert self._child is not None
         if self._child.broke_off:
             self.trouble = "It sent more than can be read, and was ended"

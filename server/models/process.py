@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,8 @@ class ModelProcess:
         self._code.add_done_callback(lambda code: ended(code.result()))
         self._child = Child(
             python("polarlm.server.models.child", model.name),  # the name is for lists of processes
-            partial(loop.call_soon_threadsafe, self._hear),
-            partial(loop.call_soon_threadsafe, self._end),
+            lambda said: loop.call_soon_threadsafe(self._hear, said),
+            lambda code: loop.call_soon_threadsafe(self._end, code),
         )
         server = None if config is None else asdict(_of_child(config, model.name, self.key))
         self._child.tell({"name": model.name, "engine": asdict(model.config), "server": server})
