@@ -13,8 +13,9 @@ from packaging.version import Version
 
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.limits import DRAFTS
+from polarlm.engine.sampling.sample import CHAIN
 from polarlm.server.reading import fields, parameters
-from polarlm.server.reading.fields import FIELDS, RULES, SAMPLERS, Field
+from polarlm.server.reading.fields import FIELDS, RULES, Field
 from polarlm.server.reading.values import BadRequest
 from scripts.make_http_fields import DOCUMENT, document
 from tests.lazily import openai
@@ -127,7 +128,7 @@ def test_every_field_has_its_example_here() -> None:
 
 
 def test_the_order_of_samplers_is_told() -> None:
-    assert ", ".join(SAMPLERS) in FIELDS["samplers"].says
+    assert ", ".join(CHAIN) in FIELDS["samplers"].says
 
 
 def test_the_kinds_of_drafts_are_told() -> None:
