@@ -140,6 +140,57 @@ def memory() -> str:
     return table(f"Model | L, K, D | {' | '.join(types)} | {CONTEXT:,} tokens, f16 | balanced", rows)
 
 
+# -- the lines of a step ---------------------------------------------------------------------------------------------
+
+# (file below engine/, first and last definition, what happens there). A definition is a function, or CLASS.METHOD.
+STEP = (
+    ("requests/steps.py", "Steps.run", "Steps._begin", "the rows of all running requests begin together"),
+    ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),
+    ("model/forward.py", "Transformer._run", "Transformer._head", "embedding, a loop over the layers, logits"),
+    ("model/layers/kinds.py", "DecoderLayer", "DecoderLayer", "a layer: mixer and feed-forward network, both residual"),
+    (
+        "model/layers/attention.py",
+        "Attention.project",
+        "Attention.mix",
+        "queries, keys and values, and their projection",
+    ),
+    ("backends/numpy/ops.py", "NumpyOps.append_kv", "NumpyOps.attention", "keys and values go to their block"),
+    ("backends/numpy/attention.py", "attend_alone", "read_blocks", "attention over codes and full-precision blocks"),
+    ("codecs/parts/pair_codec.py", "PairCodec.lookup", "PairCodec.dequantize", "codes become pairs of values"),
+    ("model/layers/gated_mlp.py", "GatedMLP.add", "GatedMLP.add", "the feed-forward network"),
+    ("sampling/sample.py", "sample_all", "_adjust", "logits become a token"),
+    (
+        "state/store.py",
+        "KVStore.commit_steps",
+        "KVStore._encode_filled",
+        "the token counts; a full block becomes codes",
+    ),
+    ("requests/request.py", "Request.take", "Request._take", "the token becomes text"),
+)
+
+
+def step() -> str:
+    """A line for each place of STEP, with its first and last line, and the number of lines in all."""
+    lines, total = [], 0
+    for number, (name, first, last, what) in enumerate(STEP, 1):
+        places = _definitions(ast.parse((ROOT / "engine" / name).read_text(encoding="utf-8")))
+        begin, end = places[first][0], places[last][1]
+        total += end - begin + 1
+        lines.append(f"{number}. [`engine/{name}`](engine/{name}#L{begin}-L{end}), lines {begin}–{end}: {what}")
+    return "\n".join([*lines, "", f"{total} lines in {len(STEP)} places."])
+
+
+def _definitions(tree: ast.AST, prefix: str = "") -> dict[str, tuple[int, int]]:
+    """Name of a definition → its first and last line."""
+    places: dict[str, tuple[int, int]] = {}
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            places[prefix + node.name] = first, node.end_lineno or node.lineno
+            places |= _definitions(node, f"{prefix}{node.name}.")
+    return places
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "flags": flags,
     "settings": lambda: settings(EngineConfig, "weights"),
@@ -148,6 +199,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "harmless": lambda: request_fields("harmless", "Why it changes nothing"),
     "ignored": lambda: request_fields("ignored", "Why"),
     "refused": lambda: request_fields("refused", "Why it is refused"),
+    "step": step,
     "families": model_families,
     "bits": bits,
     "memory": memory,
