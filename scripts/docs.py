@@ -147,12 +147,12 @@ STEP = (
     ("requests/steps.py", "Steps.run", "Steps._begin", "the rows of all running requests begin together"),
     ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),
     ("model/forward.py", "Transformer._run", "Transformer._head", "embedding, a loop over the layers, logits"),
-    ("model/layers/kinds.py", "DecoderLayer", "DecoderLayer", "a layer: mixer and feed-forward network, both residual"),
+    ("model/layers/kinds.py", "DecoderLayer", "DecoderLayer", "a layer: mixer and feed-forward network"),
     (
         "model/layers/attention.py",
         "Attention.project",
         "Attention.mix",
-        "queries, keys and values, and their projection",
+        "queries, keys, values, projection",
     ),
     ("backends/numpy/ops.py", "NumpyOps.append_kv", "NumpyOps.attention", "keys and values go to their block"),
     ("backends/numpy/attention.py", "attend_alone", "read_blocks", "attention over codes and full-precision blocks"),
@@ -163,7 +163,7 @@ STEP = (
         "state/store.py",
         "KVStore.commit_steps",
         "KVStore._encode_filled",
-        "the token counts; a full block becomes codes",
+        "the token counts, a full block is encoded",
     ),
     ("requests/request.py", "Request.take", "Request._take", "the token becomes text"),
 )
