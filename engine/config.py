@@ -54,7 +54,6 @@ class EngineConfig:
         metavar="[NAME=]PATH[:SCALE]",
         help="an adapter that requests name: a folder of peft, a GGUF file, or hf:USER/REPO; may be repeated",
     )
-    lora_merge: bool = setting(False, "--lora-merge", help="add the adapters to the weights, for all requests")
     weight_type: str = setting(
         AS_STORED,
         "--weight-type",

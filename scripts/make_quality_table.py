@@ -295,7 +295,6 @@ def _source(measured: Measured, full: float, of_what: str = "in full precision")
 
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    README: {"costs": lambda: quality_table(_SHORT)},
     DOCUMENT: {
         "quality": quality_table,
         "positions": positions_table,

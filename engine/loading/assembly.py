@@ -41,10 +41,9 @@ from polarlm.engine.loading.sizes import (
     within_table,
 )
 from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
-from polarlm.engine.model.adapters import Adapters, delta_bytes
+from polarlm.engine.model.adapters import Adapters, delta_bytes, read_adapters
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.merged_weights import with_adapters
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
@@ -149,7 +148,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         mapped: MappedTiles | None = None
         try:
             check_layers(ops, source.config, config.block_size)
-            source, adapters = with_adapters(config, source, say)
+            adapters = read_adapters(config, source.config, source.weights, say)
             added, of_draft_model = delta_bytes(ops, source.config, adapters.all), draft_bytes(config, ops)
 
             def draft(tokens: int) -> int:

@@ -173,7 +173,6 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         tensor_split=None,
         weight_type=AS_STORED,
         lora={},
-        lora_merge=False,
         cache_type=codecs.FULL,
         cache_type_k=None,
         cache_type_v=None,
