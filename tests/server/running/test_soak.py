@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from polarlm.engine import Engine
-from tests.server.http_server import Serving, eventually, serving
-from tests.server.lines import PATIENCE
+from tests.server.http_server import Serving, serving
+from tests.server.lines import PATIENCE, eventually
 from tests.tiny import assert_idle, make_model
 
 CLIENTS = 64
