@@ -23,7 +23,7 @@ import pytest
 
 from polarlm.children import Lines
 from polarlm.engine import Engine, SamplingParams
-from polarlm.server.running.listening import ListenError, tcp_socket, unix_socket
+from polarlm.server.running.listening import ListenError, unix_socket
 from polarlm.server.socket import connection
 from tests.server.conftest import Running
 from tests.server.http_server import Gate
@@ -522,11 +522,6 @@ def test_a_file_that_replaced_the_socket_stays(tmp_path: Path) -> None:
         os.unlink(path)
         path.write_text("precious")
     assert path.read_text() == "precious"
-
-
-def test_a_port_in_use(server: Running) -> None:
-    with pytest.raises(ListenError, match=f"Port {server.address[1]} of 127.0.0.1 is in use"):
-        tcp_socket("127.0.0.1", server.address[1])
 
 
 # -- the document ----------------------------------------------------------------------------------------------
