@@ -32,7 +32,7 @@ _SHEET = "data sheet; bandwidth: 0.9 of it"
 _COPY = "bandwidth and mma.sync measured; the rest: data sheet"
 _BLACKWELL = "data sheet; bandwidth: 0.9 of it; mma.sync assumed as fast as an H200's"
 _DENSE = 0.75  # of the data sheet's FLOPs that a library's product is assumed to reach
-# Of mma.sync, by the measured attention of a prompt of 8,192 tokens; wgmma has its own in `cost.py`.
+# Of mma.sync, by the measured attention of a prompt of 8,192 tokens.
 _HOPPER_CLOCKS = 2.75
 
 

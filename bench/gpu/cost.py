@@ -84,14 +84,9 @@ _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
 _MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor cores multiplies
 _OF_FLOAT = 3  # products of halves that delta_scan computes for one of float32
 _PORT_BYTES = 64  # that a multiprocessor gets from L2 in a clock, at most
-_PROMPT, _WGMMA = "prefill_attention", "prefill_wgmma"
-_WGMMA_ROWS = 16  # of a warp
-# Clocks of a product of 16 × 8 × 16 numbers by wgmma, on a multiprocessor: one by the data sheet. cuDNN's attention of
-# a prompt of 8,192 tokens, measured on an H100 and an H200, takes 1.82 and 1.99; that prefill_wgmma is as fast is an
-# assumption, for no GPU has run it.
-_WGMMA_CLOCKS = 1.9
+_PROMPT = "prefill_attention"
 _ENCODE = "encode_blocks"
-_OTHERS = (_PROMPT, _WGMMA, *STATES, *DELTA, LIBRARY, _ENCODE)  # kernels with a time of their own
+_OTHERS = (_PROMPT, *STATES, *DELTA, LIBRARY, _ENCODE)  # kernels with a time of their own
 
 
 @dataclass(frozen=True)
@@ -277,12 +272,10 @@ def _prompt_time(part: Part, machine: Machine, config: ModelConfig) -> tuple[flo
     A warp takes its rows of scores with all parts of blocks that one of them sees, half a part more than the mean of
     them. Barriers between the warps of a block are not counted.
     """
-    launches = [launch for launch in part.launches if launch.kernel in (_PROMPT, _WGMMA)]
+    launches = [launch for launch in part.launches if launch.kernel == _PROMPT]
     launch = launches[0]
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
-    rows = launch.number("WARP_ROWS") if launch.kernel == _PROMPT else _WGMMA_ROWS
-    if launch.kernel == _WGMMA:
-        machine = replace(machine, product_clocks=_WGMMA_CLOCKS)
+    rows = launch.number("WARP_ROWS")
     products = loop.hmma * _MULTIPLIED  # of an iteration: of numbers
     tokens = products / (2 * rows * config.attention.head_dim)
     iterations = config.attention.heads / rows * (part.visible / tokens + part.prompt / 2) / machine.processors

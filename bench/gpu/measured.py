@@ -125,20 +125,17 @@ def times_of_prompt(
     cache_type: CacheType,
     tokens: int,
     parts: Sequence[Prediction],
-    with_wgmma: Sequence[Prediction] = (),
 ) -> Iterator[Predicted]:
-    """Yields the predicted times of a prompt that `bench.gpu` measures, if the cache type is the default. with_wgmma:
-    parts of attention with products of warpgroups."""
+    """Yields the predicted times of a prompt that `bench.gpu` measures, if the cache type is the default."""
     if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):
         shape = shape_of(config)
         equal: dict[str, Sequence[Any]] = {"tokens": [tokens], "weights": [weights]}
         seconds = sum(part.seconds for part in parts)
         yield Predicted(f"prompt of {tokens:,}, {weights}, with encoding", seconds, "prefill", "seconds", shape, equal)
-        for some, column in ((parts, "attention_seconds"), (with_wgmma, "wgmma_seconds")):
-            for attention in (part for part in some if part.part == "attention"):
-                what = f"attention of a layer, prompt of {tokens:,}" + ", with wgmma" * (column == "wgmma_seconds")
-                seconds, kernels = attention.seconds / attention.repeats, tuple(dict.fromkeys(attention.kernels))
-                yield Predicted(what, seconds, "prefill", column, shape, equal, kernels)
+        for attention in (part for part in parts if part.part == "attention"):
+            what = f"attention of a layer, prompt of {tokens:,}"
+            seconds, kernels = attention.seconds / attention.repeats, tuple(dict.fromkeys(attention.kernels))
+            yield Predicted(what, seconds, "prefill", "attention_seconds", shape, equal, kernels)
 
 
 def times_of_step(

@@ -96,16 +96,12 @@ class _Pass:
         cache_type: CacheType,
         processors: int,
         shared_memory: int,
-        *,
-        wgmma: bool = False,
     ):
         """weight: one of `known_weights`. Raises EngineError for a cache type without kernels."""
         self.parts: list[Part] = []
         self.config, self._weight, attention = config, weight, config.attention
         self._launches: list[Launch] = []
-        device = TracingDevice(
-            lambda traced: self._launches.append(launch_of(traced)), processors, shared_memory, wgmma=wgmma
-        )
+        device = TracingDevice(lambda traced: self._launches.append(launch_of(traced)), processors, shared_memory)
         self.array, self.ops = device.empty, CudaOps(device)
         key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
         mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
@@ -375,16 +371,14 @@ def prompt_parts(
     tokens: int,
     processors: int,
     shared_memory: int,
-    *,
-    wgmma: bool = False,
 ) -> list[Part]:
-    """The parts of a first prompt up to its first token. weight: one of `known_weights`. wgmma: see `Device`.
+    """The parts of a first prompt up to its first token. weight: one of `known_weights`.
 
     Layers take as many rows at a time as the engine gives them; the last of these may be fewer, and count as others.
 
     Raises EngineError for a cache type without kernels, and for weights that the model's rows cannot have.
     """
-    prompt = _Pass(config, weight, cache_type, processors, shared_memory, wgmma=wgmma)
+    prompt = _Pass(config, weight, cache_type, processors, shared_memory)
     rows, buffer = min(tokens, prompt.ops.prefill_rows), prompt.ops.buffer(prompt.format, tokens)
     spans = [
         prompt.ops.spans([SpanView(slice(0, rows), first, KVLocation(buffer, 0), 0, None, (), 0)], BLOCK_SIZE)

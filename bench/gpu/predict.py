@@ -57,7 +57,6 @@ MODELS = {
     "granite-4.0-h-tiny": GRANITE_4_H_TINY,
     "nemotron-3-nano": NEMOTRON_3_NANO,
 }
-_WGMMA_ARCH = 90
 _FURTHEST = 3  # kernels that the report names
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
@@ -121,17 +120,9 @@ class Step(Pass):
 
 @dataclass(frozen=True)
 class Prompt(Pass):
-    """A first prompt up to its first token. with_wgmma: its parts of attention with products of warpgroups; none where
-    the GPU does not have them."""
+    """A first prompt up to its first token."""
 
     tokens: int
-    with_wgmma: Sequence[Prediction] = ()
-
-    @property
-    def seconds_with_wgmma(self) -> float:
-        replaced = [part.part for part in self.with_wgmma]
-        kept = (part for part in self.parts if part.part not in replaced)
-        return sum(part.seconds for part in (*kept, *self.with_wgmma))
 
 
 @command
@@ -163,9 +154,7 @@ def main(argv: Sequence[str]) -> None:
     times = [
         time for step in steps for time in times_of_step(*shape, step.context, step.batch, step.parts, step.overlapped)
     ]
-    times += [
-        time for prompt in first for time in times_of_prompt(*shape, prompt.tokens, prompt.parts, prompt.with_wgmma)
-    ]
+    times += [time for prompt in first for time in times_of_prompt(*shape, prompt.tokens, prompt.parts)]
     measured = pairs(runs, times)
     result: dict[str, Any] = {
         "kind": "prediction: no GPU was measured",
@@ -209,7 +198,7 @@ def beside(gpu: str, config: ModelConfig, file: Path) -> str:
             times += times_of_step(config, weights, cache_type, context, batch, step.parts, step.overlapped)
         for weights, tokens in sorted(prompts):
             prompt = _prompt(machine, config, weights, cache_type, tokens)
-            times += times_of_prompt(config, weights, cache_type, tokens, prompt.parts, prompt.with_wgmma)
+            times += times_of_prompt(config, weights, cache_type, tokens, prompt.parts)
     except EngineError as error:
         return f"Not predicted: {error}."
     once = {(pair.what, pair.measured): pair for pair in pairs(runs, times)}  # a product is the same in every context
@@ -234,9 +223,7 @@ def _step(machine: Machine, config: ModelConfig, weights: str, cache_type: Cache
 def _prompt(machine: Machine, config: ModelConfig, weights: str, cache_type: CacheType, tokens: int) -> Prompt:
     """Raises EngineError as `_step` does."""
     given = config, weights, cache_type, tokens, machine.processors, machine.shared_memory
-    has_wgmma = machine.arch == _WGMMA_ARCH
-    others = [part for part in prompt_parts(*given, wgmma=True) if part.prompt] if has_wgmma else []
-    return Prompt(predict(prompt_parts(*given), machine, config), tokens, predict(others, machine, config))
+    return Prompt(predict(prompt_parts(*given), machine, config), tokens)
 
 
 def format_steps(machine: Machine, options: Options, steps: Sequence[Step]) -> str:
@@ -268,8 +255,6 @@ def format_prompts(prompts: Sequence[Prompt]) -> str:
             f"A prompt of {prompt.tokens:,} tokens, predicted: {1e3 * prompt.seconds:,.1f} ms, of "
             f"which products and bytes alone take {1e3 * prompt.floor:,.1f}"
         )
-        if prompt.with_wgmma:
-            title += f"; with wgmma in attention, which no GPU has run, {1e3 * prompt.seconds_with_wgmma:,.1f}"
         tables.append(_parts(title, prompt))
     return "\n\n".join(tables)
 

@@ -162,10 +162,9 @@ def _prefill(results: Results) -> str:
         rate = row.matrix_flops / row.seconds
         share = f"{100 * rate / results.limits.gemm:.0f} %" if results.limits else _NONE
         attention = row.attention_flops / row.attention_seconds / 1e12
-        wgmma = f"{row.attention_flops / row.wgmma_seconds / 1e12:,.0f}" if row.wgmma_seconds else _NONE
-        rates = f"{row.tokens / row.seconds:,.0f}", share, f"{attention:,.0f}", wgmma
+        rates = f"{row.tokens / row.seconds:,.0f}", share, f"{attention:,.0f}"
         rows.append((row.weights, f"{row.tokens:,}", f"{1e3 * row.seconds:,.1f}", *rates))
-    header = ("weights", "tokens", "ms", "tokens/s", "of bf16 product", "attention TFLOP/s", "with wgmma")
+    header = ("weights", "tokens", "ms", "tokens/s", "of bf16 product", "attention TFLOP/s")
     return _table("Prefill of a prompt", header, rows)
 
 

@@ -219,9 +219,6 @@ def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:
     assert kernels["heads"] == ["transform_heads", "append_kv"]
     assert kernels["attention"] == ["prefill_attention", "rotate"] * 2
     assert [parts[name].repeats for name in ("qkv", "heads", "attention", "down", "head")] == [64, 64, 32, 64, 1]
-    sizes = H200.processors, H200.shared_memory
-    others = prompt_parts(LLAMA_8B, "bf16", CacheType.read("balanced"), 16384, *sizes, wgmma=True)
-    assert [launch.kernel for part in others for launch in part.launches].count("prefill_wgmma") == 2
     flops = sum(part.repeats * launch.flops for part in parts.values() for launch in part.launches)
     assert flops == 2 * 16384 * len(LLAMA_8B.layers) * 218_103_808
     packed = [launch.kernel for launch in prompt_of(2048, "q4_k")["out"].launches]
@@ -246,18 +243,6 @@ def test_attention_of_a_prompt_waits_for_its_busiest_unit(monkeypatch: pytest.Mo
     alone = predicted(replace(IDLE, latency=10_000))
     assert alone.limit == "latency"  # two blocks of four warps are resident
     assert alone.seconds / 32 == pytest.approx(iterations * 10_000 / 8 / H200.clock + beside, rel=0.01)
-
-
-def test_products_of_warpgroups_have_a_rate_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warp has 16 rows, and an iteration of IDLE's loop the products of these with 32 tokens."""
-    sizes = H200.processors, H200.shared_memory
-    parts = prompt_parts(LLAMA_8B, "bf16", CacheType.read("balanced"), 8192, *sizes, wgmma=True)
-    monkeypatch.setattr(cost, "_compiled", lambda *given: (250, IDLE))
-    (busy,) = cost.predict([part for part in parts if part.prompt], H200, LLAMA_8B)
-    iterations = 32 * 8192 / 16 * (8192 / 2 / 32 + 0.5) / H200.processors
-    beside = 2 * 2.7e-6 + 2 * 8192 * 4096 * 4 / H200.bandwidth  # launches, and q and the result of `rotate`
-    assert (busy.limit, busy.kernels) == ("tensor cores", ("prefill_wgmma", "rotate"))
-    assert busy.seconds / 32 == pytest.approx(iterations * 64 * 1.9 / H200.clock + beside, rel=0.01)
 
 
 def test_a_library_s_product_takes_its_flops_or_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

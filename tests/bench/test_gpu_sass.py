@@ -202,7 +202,6 @@ BUDGETS = [
     Budget("gemv_packed", product("gemv_packed", 1, 28672, "q6_k"), 103, 3.000),
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q8_0"), 70, 3.953),
     Budget("prefill_attention", PREFILL, 253, 0.747),
-    Budget("prefill_wgmma", attention("prefill_wgmma", "f16", "f16", 0), 250, 0.662),
     Budget("decode_attention", with_defines(CODES, SOFTCAP=50.0, SINK_SCORES=1), 168, 2.398),
     Budget("gemv", with_defines(product("gemv", 1, 2048), EXPERTS=1), 122, 4.417),
     Budget("gemv_packed", with_defines(product("gemv_packed", 1, 2048, "q4_k"), EXPERTS=1), 68, 2.438),
@@ -306,20 +305,6 @@ def test_attention_of_a_prompt_copies_no_registers_of_keys_and_values() -> None:
     _, loop = compiled("prefill_attention", PREFILL)
     assert loop.total <= 1600
     assert loop.moves < loop.hmma / 8
-
-
-@pytest.mark.slow
-def test_products_of_warpgroups_run_beside_their_threads() -> None:
-    """All of an iteration start before the first wait, and values are waited for last."""
-    skip_without_the_recorded_compiler()
-    text = attention("prefill_wgmma", "f16", "f16", 0).text()
-    kernel = disassemble(nvrtc.compile_binary(text, ARCH)[1])["prefill_wgmma_kernel"]
-    (loop,) = kernel.loops()
-    found = [i.opcode for i in loop if i.name in ("HGMMA", "WARPGROUP")]
-    scores, values = ["HGMMA.64x64x16.F32"] * 8, ["HGMMA.64x128x16.F32"] * 4
-    assert found == ["WARPGROUP.ARRIVE", *scores, *values, *["WARPGROUP.DEPBAR.LE"] * 2]
-    places = [i.name for i in loop]
-    assert places.index("LDGSTS") > places.index("HGMMA")
 
 
 def test_log_probabilities_have_no_doubles() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content
+from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import RandomModel
 from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
 from polarlm.bench.gpu.weights import KINDS, outer_parts, random_matrix, weight_bytes
@@ -21,9 +21,7 @@ from polarlm.engine.weight_formats import Linear
 from tests.cuda import small_pass
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES, needs
-from tests.cuda.programs import skip_without_wgmma
 from tests.cuda.test_gpu import GREEDY, Unrecorded
-from tests.cuda.test_prefill_wgmma import attend_by
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.skipif(
@@ -124,15 +122,6 @@ def test_products_with_large_matrices(format: str, name: str, rows: int) -> None
     assert (np.abs(given[:, outputs] - x @ weights.T) <= allowed).all()
     # An output that another row of the matrix gave would be much farther off.
     assert np.abs(x @ weights.T).max() > 5 * allowed.max()
-
-
-def test_a_long_prompt_is_attended_to_alike_with_products_of_warpgroups() -> None:
-    skip_without_wgmma()
-    ops, device = opened(CudaOps).open()
-    results = []
-    for device.wgmma in (False, True):
-        results.append(attend_by(ops, tokens=5000, kv_heads=8, dim=128))
-    assert np.abs(results[1] - results[0]).max() <= ALLOWED_ERROR * np.abs(results[0]).max()
 
 
 def test_the_pass_for_the_sanitizer_gives_numbers() -> None:
