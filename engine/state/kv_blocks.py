@@ -159,9 +159,8 @@ class KVBlocks(TableGroup):
             self._ops.write_full(cache, slot, arrays[layer, "k"], arrays[layer, "v"])
 
     def bytes(self, table: BlockTable) -> int:
-        full = (table.sink is not None) + (table.current is not None)
-        quantized = len(table.quantized) * self._shape.quantized_bytes(self.layers)
-        return quantized + full * self._shape.full_bytes(self.layers)
+        quantized, full = table.held
+        return quantized * self._shape.quantized_bytes(self.layers) + full * self._shape.full_bytes(self.layers)
 
 
 def of_layer(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:
