@@ -132,7 +132,9 @@ def split_layers(
     matrices have between `prefix` and its number. Raises LoadError for a tensor of another shape or type.
     """
     ffn, size, tensors = config.ffn, config.hidden_size, dict(stored)
-    for layer in range(len(config.layers)) if isinstance(ffn, Experts) else ():
+    if not isinstance(ffn, Experts):
+        return tensors
+    for layer in range(len(config.layers)):
         before = f"model.layers.{layer}.{prefix}"
         for (label, names), (rows, columns) in ((gate_up, (2 * ffn.size, size)), (down, (size, ffn.size))):
             whole = tensors.pop(before + label, None)
