@@ -23,7 +23,6 @@ from scripts import (
     make_flag_table,
     make_pressure_table,
     make_quality_table,
-    make_simulation_table,
     make_speed_table,
 )
 from scripts.make_quality_table import ROOT, newest, with_tables
@@ -35,7 +34,6 @@ SCRIPTS = (
     make_quality_table,
     make_cache_tables,
     make_speed_table,
-    make_simulation_table,
     make_pressure_table,
 )
 TABLES = [
