@@ -309,8 +309,6 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "hybrid figures": hybrid_figures_table,
         "peers": peers_table,
         "hybrid peers": hybrid_peers_table,
-        "auto": lambda: _peers("auto-smollm2-135m-instruct-wikitext2-????-??-??"),
-        "auto Shakespeare": lambda: _peers("auto-smollm2-135m-instruct-tinyshakespeare-????-??-??"),
     },
 }
 
