@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.attention.heads import HeadOps, Norms, PreparedTransform
-from polarlm.engine.backends.native.attention.prompts import PromptOps
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps, Norms, PreparedTransform
+from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.kernels.attention.unit import supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
 from polarlm.engine.backends.native.launch import Launcher

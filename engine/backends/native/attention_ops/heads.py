@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine.backends.hadamard import hadamard_signs
 from polarlm.engine.backends.kv import HeadTransform, KVLocation, SpanView
-from polarlm.engine.backends.native.attention.spans import StepTable
+from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.numpy.kv.cache import LayerCache

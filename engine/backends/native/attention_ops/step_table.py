@@ -10,51 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import SpanView
+from polarlm.engine.backends.kv import SpanView, table_width
+from polarlm.engine.backends.native.kernels.attention.step_records import FullBlock, RowPlace, SpanHeader, Unit
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.jit.lang.records import Int64
 from polarlm.engine.jit.run.buffers import aligned
 from polarlm.model_loaders.forks import cached_property
 
 NO_WINDOW = 1 << 40  # the window of layers without one, in tokens
-_LEAST_IDS = 16  # least width of a block table
 CHUNK_TOKENS = 512  # least tokens of a chunk of quantized blocks
 MOST_CHUNKS = 64  # most chunks of the quantized blocks of a sequence
-
-
-class SpanHeader(NamedTuple):
-    """A sequence of the step. Its attention is cut into chunks: chunk 0 is the full-precision blocks, each other one is
-    `chunk_blocks` quantized blocks."""
-
-    first_row: Int64
-    rows: Int64
-    position: Int64  # position of the first row
-    quantized: Int64  # number of quantized blocks
-    table_start: Int64  # position of their first token
-    chunk_blocks: Int64
-    chunks: Int64
-    full: Int64  # number of blocks in full precision
-
-
-class FullBlock(NamedTuple):
-    """A block in full precision: its slot, and the position of its first token."""
-
-    slot: Int64
-    start: Int64
-
-
-class Unit(NamedTuple):
-    """A unit of attention over all sequences: a chunk of a sequence."""
-
-    sequence: Int64
-    chunk: Int64
-
-
-class RowPlace(NamedTuple):
-    """Where the keys and values of a row go: a slot, and the token's row in it."""
-
-    slot: Int64
-    offset: Int64
 
 
 HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, FullBlock, Unit, RowPlace))  # in int64
@@ -228,11 +192,6 @@ def _most_full(block_size: int) -> int:
 def is_step(views: Sequence[SpanView]) -> bool:
     """Whether the new tokens of all spans go to full-precision slots."""
     return all(view.current.buffer is None for view in views)
-
-
-def table_width(blocks: int) -> int:
-    """W for `blocks` block ids: a power of two, since every width needs its own recording."""
-    return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
 
 
 def _least_blocks(block_size: int) -> int:

@@ -10,9 +10,9 @@ from typing import TypeVar
 import numpy as np
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.backends.native.expert_cache import CachedTiles
 from polarlm.engine.backends.native.kernels.linear.packing import PackArguments, pack
 from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.backends.ops import ExpertCache, KeptTiles
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Matrix, RereadMatrix, StoredMatrix, WeightFormat

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from polarlm.engine.backends.kv import KVLocation, SpanView
-from polarlm.engine.backends.native.attention.heads import NO_ROTATION, PreparedTransform
-from polarlm.engine.backends.native.attention.spans import NO_WINDOW
+from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW
 from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments, Decoding, decode
 from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments, Segment, attend
 from polarlm.engine.backends.native.kernels.attention.texts import TextArguments, attend_to_texts

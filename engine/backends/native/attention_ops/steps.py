@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 
 from polarlm.engine.backends.kv import SpanView
-from polarlm.engine.backends.native.attention.heads import NO_ROTATION, PreparedTransform
-from polarlm.engine.backends.native.attention.prompts import PromptOps
-from polarlm.engine.backends.native.attention.spans import NO_WINDOW, StepTable, is_step
+from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
+from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable, is_step
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
