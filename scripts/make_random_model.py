@@ -101,19 +101,23 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.head_count_kv": attention.kv_heads,
     }
     if config.is_encoder:
+        found["pooling_type"] = int(gguf.PoolingType.MEAN)
+    if config.layers[0].norms == "sums":
         found |= {"attention.layer_norm_epsilon": config.norm_eps, "attention.causal": False}
-        return found | {"token_type_count": config.token_types, "pooling_type": int(gguf.PoolingType.MEAN)}
-    found |= {
-        "attention.key_length": attention.head_dim,
-        "attention.value_length": attention.head_dim,
-        "rope.dimension_count": attention.rotated,
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-    }
-    if attention.rope is not None:
-        found["rope.freq_base"] = attention.rope.theta
-        if attention.rope.kind == "yarn":
-            found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": attention.rope.factor}
-            found["rope.scaling.original_context_length"] = attention.rope.original_context
+        found["token_type_count"] = config.token_types
+    else:
+        found |= {
+            "attention.key_length": attention.head_dim,
+            "attention.value_length": attention.head_dim,
+            "rope.dimension_count": attention.rotated,
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+        }
+    whole = next((mixer for mixer in config.attentions.values() if mixer.window is None), attention)
+    if whole.rope is not None:
+        found["rope.freq_base"] = whole.rope.theta
+        if whole.rope.kind == "yarn":
+            found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": whole.rope.factor}
+            found["rope.scaling.original_context_length"] = whole.rope.original_context
     if attention.window is not None:
         found["attention.sliding_window"] = attention.window
     for ffn in ffns[:1]:
