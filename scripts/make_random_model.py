@@ -120,7 +120,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
             found["rope.scaling.original_context_length"] = whole.rope.original_context
     if attention.window is not None:
         found["attention.sliding_window"] = attention.window
-    for ffn in ffns[:1]:
+    for ffn in ffns:
         if isinstance(ffn, Experts):
             found |= {"expert_count": ffn.count, "expert_used_count": ffn.top_k, "expert_feed_forward_length": ffn.size}
     for mixer in dict.fromkeys(mixers):
