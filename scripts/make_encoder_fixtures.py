@@ -49,16 +49,16 @@ def make_model(folder: Path) -> None:
     config = save_random(folder, kind)
     stored = kind.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager").eval()
     with_modules = add_modules(folder, config.hidden_size) if folder.name == WITH_MODULES else None
-    generator, found = torch.Generator().manual_seed(SEED), {}
+    generator, arrays = torch.Generator().manual_seed(SEED), {}
     for number, length in enumerate(LENGTHS):
         ids = torch.randint(2, config.vocab_size, (1, length), generator=generator)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         with torch.no_grad():
-            states = stored(**given).last_hidden_state[0]
+            states = stored(**inputs).last_hidden_state[0]
             if with_modules is not None:
-                found[f"vector{number}"] = with_modules(given)["sentence_embedding"][0].numpy()
-        found |= {f"ids{number}": ids[0].numpy(), f"states{number}": states.numpy()}
-    np.savez(folder / "reference.npz", **found)
+                arrays[f"vector{number}"] = with_modules(inputs)["sentence_embedding"][0].numpy()
+        arrays |= {f"ids{number}": ids[0].numpy(), f"states{number}": states.numpy()}
+    np.savez(folder / "reference.npz", **arrays)
     print(f"{folder.name}: states up to {np.abs(states.numpy()).max():.1f}")
 
 
@@ -95,10 +95,10 @@ def add_modules(folder: Path, size: int) -> sentence_transformers.SentenceTransf
     ]
     for module in dense:
         randomize(module)
-    own = {"torch_dtype": torch.float32, "attn_implementation": "eager"}
+    arguments = {"torch_dtype": torch.float32, "attn_implementation": "eager"}
     made = sentence_transformers.SentenceTransformer(
         modules=[
-            modules.Transformer(str(folder), model_args=own),
+            modules.Transformer(str(folder), model_args=arguments),
             modules.Pooling(size, pooling_mode="mean"),
             *dense,
             modules.Normalize(),
@@ -119,15 +119,15 @@ def make_reranker(folder: Path) -> None:
     kind = transformers.AutoModelForSequenceClassification
     config = save_random(folder, kind)
     stored = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    generator, found = torch.Generator().manual_seed(SEED), {}
+    generator, arrays = torch.Generator().manual_seed(SEED), {}
     for number, (first, second) in enumerate(PAIRS):
         ids = torch.randint(2, config.vocab_size, (1, first + second), generator=generator)
         types = torch.tensor([[0] * first + [config.type_vocab_size - 1] * second])
         with torch.no_grad():
             score = stored(ids, attention_mask=torch.ones_like(ids), token_type_ids=types).logits[0]
-        found |= {f"ids{number}": ids[0].numpy(), f"types{number}": types[0].numpy(), f"score{number}": score.numpy()}
-    np.savez(folder / "reference.npz", **found)
-    print(f"{folder.name}: scores {[round(float(found[f'score{number}'][0]), 3) for number in range(len(PAIRS))]}")
+        arrays |= {f"ids{number}": ids[0].numpy(), f"types{number}": types[0].numpy(), f"score{number}": score.numpy()}
+    np.savez(folder / "reference.npz", **arrays)
+    print(f"{folder.name}: scores {[round(float(arrays[f'score{number}'][0]), 3) for number in range(len(PAIRS))]}")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ _WORDS = ("the", "rain", "falls", "on", "sea", "a", "ship", "ran", "he", "in", "
 def pieces() -> list[str]:
     """A vocabulary of words, letters, and letters inside words."""
     letters = [form for letter in string.ascii_lowercase for form in (letter, f"##{letter}")]
-    found = [*CONTROL, *dict.fromkeys([*_WORDS, *letters])]
-    return [*found, *(f"[unused{i}]" for i in range(VOCABULARY - len(found)))]
+    known = [*CONTROL, *dict.fromkeys([*_WORDS, *letters])]
+    return [*known, *(f"[unused{i}]" for i in range(VOCABULARY - len(known)))]
 
 
 def tokenizer_json() -> str:
@@ -176,8 +176,8 @@ def _write_unigram(writer: gguf.GGUFWriter) -> None:
 
 def reference(name: str) -> list[tuple[list[int], np.ndarray]]:
     """The texts of a fixture, and their last hidden states in transformers (T, E)."""
-    found = np.load(ENCODERS / name / "reference.npz")
-    return [(found[f"ids{i}"].tolist(), found[f"states{i}"]) for i in range(sum(one[:3] == "ids" for one in found))]
+    arrays = np.load(ENCODERS / name / "reference.npz")
+    return [(arrays[f"ids{i}"].tolist(), arrays[f"states{i}"]) for i in range(sum(one[:3] == "ids" for one in arrays))]
 
 
 def pooled(states: np.ndarray, pooling: str, dimensions: int | None = None) -> np.ndarray:

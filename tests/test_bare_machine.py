@@ -39,8 +39,8 @@ def bare_pytest(*arguments: str) -> str:
 @pytest.mark.slow  # all files are imported
 def test_every_test_of_a_gpu_is_found() -> None:
     """No file needs a package that is not there when it is imported."""
-    found = bare_pytest("--collect-only", *GPU_TESTS)
-    assert all(f"{name}::" in found for name in GPU_TESTS)
+    collected = bare_pytest("--collect-only", *GPU_TESTS)
+    assert all(f"{name}::" in collected for name in GPU_TESTS)
 
 
 def test_the_most_telling_files_come_first() -> None:
@@ -155,10 +155,10 @@ def test_the_gpu_s_benchmark_needs_neither_packages_nor_a_network(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "The speed of a whole model was not measured: pass one as WEIGHTS=PATH." in done.stderr
-    found = json.loads(output.read_text(encoding="utf-8"))
-    assert found["machine"]["gpu"]["name"] == "Fake GPU"
-    assert not found["not_measured"]
-    assert all(found[part] for part in ("limits", "attention", "steps", "matrices", "prefill", "encoding"))
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert results["machine"]["gpu"]["name"] == "Fake GPU"
+    assert not results["not_measured"]
+    assert all(results[part] for part in ("limits", "attention", "steps", "matrices", "prefill", "encoding"))
     # No PyTorch, or one that knows nothing of the stand-in.
-    notes = {peer["note"] for peer in found["attention_peers"]}
+    notes = {peer["note"] for peer in results["attention_peers"]}
     assert notes in ({"PyTorch is not installed"}, {"PyTorch sees no GPU"})

@@ -42,8 +42,8 @@ def extra(folder: Path, output: str | None) -> str:
     command = [make, "--print-data-base", "--dry-run", "-C", str(ROOT), "help"]
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(folder)}, timeout=60)
     assert done.returncode == 0, done.stderr
-    (found,) = re.findall(r"^EXTRA := (.*)$", done.stdout, re.MULTILINE)
-    return str(found)
+    (chosen,) = re.findall(r"^EXTRA := (.*)$", done.stdout, re.MULTILINE)
+    return str(chosen)
 
 
 @pytest.mark.parametrize(

@@ -126,34 +126,34 @@ def test_measurements_are_in_the_order_of_their_importance(
     printed = capsys.readouterr()
     assert "Not measured" not in printed.out
     parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[1:-1]]
-    attention = ["fp16 kernels of others", "attention", "attention"]
+    attention = ["fp16 kernels of PyTorch", "attention", "attention"]
     products = ["qkv", "out", "gate_up", "down"]
     steps, products = ["steps", "steps", "prefill of 48 tokens"], [*products, "head", *products, *products, *products]
-    model = [*steps, *steps, "fp16 kernels of others", *products, *products, "steps", "steps"]
+    model = [*steps, *steps, "fp16 kernels of PyTorch", *products, *products, "steps", "steps"]
     limits = "limits of the device"
     assert parts == [limits, *attention, *model, *attention, "encoding", limits]
 
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert found["machine"]["gpu"]["name"] == "Fake GPU"
-    assert (found["machine"]["gpu"]["driver_cuda"], found["machine"]["gpu"]["runtime_cuda"]) == ("13.2", "13.0")
-    assert [(row["cache_type"], row["batch"]) for row in found["attention"]] == [
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert results["machine"]["gpu"]["name"] == "Fake GPU"
+    assert (results["machine"]["gpu"]["driver_cuda"], results["machine"]["gpu"]["runtime_cuda"]) == ("13.2", "13.0")
+    assert [(row["cache_type"], row["batch"]) for row in results["attention"]] == [
         (name, batch) for batch in (1, 2) for name in types.split(",")
     ]
-    assert all(0 < row["error"] < 4e-3 for row in found["attention"])
+    assert all(0 < row["error"] < 4e-3 for row in results["attention"])
     kinds = ("bf16", "q4_k_m")
-    assert [(row["weights"], row["batch"], row["overlapped"]) for row in found["steps"]] == [
+    assert [(row["weights"], row["batch"], row["overlapped"]) for row in results["steps"]] == [
         *((kind, n, False) for kind in kinds for n in (1, 2)),
         *((kind, 1, True) for kind in kinds),
     ]
     assert "place_kv_kernel" in fake_gpu.overlapped
     rows = 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
-    assert [(row["weights"], row["rows"]) for row in found["matrices"]] == [
+    assert [(row["weights"], row["rows"]) for row in results["matrices"]] == [
         (kind, count) for kind in reversed(kinds) for count in rows
     ]
-    assert [row["blocks"] for row in found["encoding"]] == [3, 1]
-    assert len(found["limits"]) == 2
-    assert [row["weights"] for row in found["prefill"]] == [*kinds]
-    assert not found["not_measured"]
+    assert [row["blocks"] for row in results["encoding"]] == [3, 1]
+    assert len(results["limits"]) == 2
+    assert [row["weights"] for row in results["prefill"]] == [*kinds]
+    assert not results["not_measured"]
     table = printed.out.split("Attention of one token")[1].splitlines()[2:]
     assert [cells(line)[0] for line in table[2:10]] == 2 * ["one", "two", "f16", "ring4/ring3.5"]
 
@@ -164,14 +164,14 @@ def test_measurements_beyond_the_budget_are_named(
     now = itertools.chain([0, 1, 2, 3, 4], itertools.repeat(11))  # the start, two looks at the time for each task
     monkeypatch.setattr(kernels, "time", SimpleNamespace(monotonic=lambda: next(now)))
     assert run(tmp_path / "out.json", "--budget", "10", gpu=emulated()) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert len(found["limits"]) == 1
-    assert len(found["attention_peers"]) == 2
-    assert not found["attention"]
-    cut = [one["what"] for one in found["not_measured"]]
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert len(results["limits"]) == 1
+    assert len(results["attention_peers"]) == 2
+    assert not results["attention"]
+    cut = [one["what"] for one in results["not_measured"]]
     assert cut[0] == "attention, f16, 64 × 1"
     assert cut[-2:] == ["encoding", "limits of the device, once more"]
-    assert not found["complete"]
+    assert not results["complete"]
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "Not measured: limits of the device, once more: the 10 s of --budget were over."
 
@@ -191,11 +191,11 @@ def test_a_failing_task_does_not_affect_others(
 
     monkeypatch.setattr(kernels.Plan, "tasks", only("fp16", "limits", "attention"))
     assert run(tmp_path / "out.json", "--types", "f16", "--batches", "1", gpu=emulated(), peers=broken) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert [(one["what"], one["why"]) for one in found["not_measured"]] == [
-        ("fp16 kernels of others, 64 × 1", "failed: RuntimeError: an illegal access")
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert [(one["what"], one["why"]) for one in results["not_measured"]] == [
+        ("fp16 kernels of PyTorch, 64 × 1", "failed: RuntimeError: an illegal access")
     ]
-    assert len(found["attention"]) == 1
+    assert len(results["attention"]) == 1
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
 
 
@@ -208,8 +208,10 @@ def test_results_before_a_lost_device_are_printed(tmp_path: Path) -> None:
 
     gpu.clock.free = free
     assert run(tmp_path / "out.json", gpu=gpu) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert {one["why"] for one in found["not_measured"]} == {"failed: RuntimeError: an illegal access was encountered"}
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert {one["why"] for one in results["not_measured"]} == {
+        "failed: RuntimeError: an illegal access was encountered"
+    }
 
 
 def test_the_file_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +225,8 @@ def test_the_file_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.
 def test_what_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.Plan, "tasks", only("attention", "steps", "qkv"))
     assert run(tmp_path / "out.json", "--types", "f16", "--batches", "1", gpu=emulated(free=8000)) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    reasons = {one["what"]: one["why"] for one in found["not_measured"]}
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    reasons = {one["what"]: one["why"] for one in results["not_measured"]}
     assert reasons["attention, f16, 64 × 1"] == "its 8.0 KiB do not fit into the 7.0 KiB that are free"
     assert reasons["steps, bf16, 64 × 1"].startswith(
         "no model of 1 layers (The model's weights take 0.0 GiB on emulated GPU"
@@ -268,10 +270,10 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return self._device.from_host(out + 0.01 * np.abs(out).max())
 
     content = Content.random(3, 16, 2, 16)
-    given = SIZES, content, CacheType.read("f16"), 64, 1
-    assert measure_attention(emulated(), *given).right
+    arguments = SIZES, content, CacheType.read("f16"), 64, 1
+    assert measure_attention(emulated(), *arguments).right
     monkeypatch.setattr(AttentionOps, "attention", off)
-    wrong = measure_attention(emulated(), *given)
+    wrong = measure_attention(emulated(), *arguments)
     assert not wrong.right
     assert wrong.error == pytest.approx(0.01, rel=0.5)
 

@@ -50,7 +50,7 @@ def units_of(span: SpanHeader, window: int, block_size: int, all_full: bool) -> 
 class Plan:
     """The units of all cells, in a row: by sequence, by cell, by token.
 
-    kv_heads: K. group: H / K. columns: of a cell. window: 0 for none. all_full: no block is quantized.
+    kv_heads: K. group: H / K. columns: columns of a cell. window: 0 for none. all_full: no block is quantized.
     """
 
     spans: Sequence[SpanHeader]
@@ -80,6 +80,6 @@ class Plan:
         return Shares(0, self.total, self.count)
 
     def warps(self, cta: int, count: int) -> Shares:
-        """Of a CTA's share."""
+        """The shares of a CTA's warps."""
         begin = self.ctas.begin(cta)
         return Shares(begin, self.ctas.end(cta) - begin, count)

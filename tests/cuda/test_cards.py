@@ -77,11 +77,11 @@ STAYING = ("decode_attention", "gemv_packed", "gemm_packed")
 @cache
 def launches(card: str, model: str) -> list[Launch]:
     """What prompts and steps of a model's first layers launch: layers up to one of every kind."""
-    found: list[Launch] = []
+    traced: list[Launch] = []
     made, (config, kind) = CARDS[card], MODELS[model]
     kinds = {layer: number for number, layer in reversed([*enumerate(config.layers)])}
     config = replace(config, layers=config.layers[: 1 + max(kinds.values())])
-    ops = CudaOps(TracingDevice(found.append, made.processors, made.shared_memory << 10))
+    ops = CudaOps(TracingDevice(traced.append, made.processors, made.shared_memory << 10))
     loads, load_experts = ops.load, ops.load_experts
     ops.load = lambda stored, kept=None: loads([FirstRow(one) for one in stored], kept)  # type: ignore[method-assign]
     ops.load_experts = lambda stored, kept=None: load_experts(  # type: ignore[method-assign]
@@ -98,11 +98,11 @@ def launches(card: str, model: str) -> list[Launch]:
     ]
     plan = plan_for_tokens(CacheShape(BLOCK, layers), 2 * PROMPT, 2 * max(BATCHES))
     transformer = Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
-    found.clear()
+    traced.clear()
     warm_up_codes(transformer, warm_up(transformer, [PROMPT]))
     for rows in BATCHES:
         warm_up_rows(transformer, rows, in_steps=True)
-    return [launch for launch in found if launch.kernel != GEMM]
+    return [launch for launch in traced if launch.kernel != GEMM]
 
 
 def check_limits(card: str, model: str) -> None:
@@ -175,8 +175,8 @@ def _compiled(card: str, arch: int) -> Iterator[tuple[Launch, Usage]]:
 def resident_blocks(card: Card, registers: int, threads: int, shared: int) -> int:
     """The number of blocks of a kernel that a multiprocessor has at once; 0 where not even one fits.
 
-    registers: of a thread, of which the hardware gives multiples of 8 to a warp. shared: bytes of a block, static ones
-    included, of which it gives multiples of 128.
+    registers: of a thread; the hardware rounds them up to a multiple of 8. shared: bytes of a block, static ones
+    included; the hardware rounds them up to a multiple of 128.
     """
     of_registers = -(-registers // 8) * 8 * -(-threads // 32) * 32
     of_shared = -(-(shared + SYSTEM_BYTES) // 128) * 128

@@ -83,8 +83,8 @@ def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
 
 
 def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -> gguf.GGUFWriter:
-    """A writer with the metadata of `config`, but for the scaling of RoPE; `changes` are further keys, with `__` for the
-    dots."""
+    """A writer with the metadata of `config`, without the scaling of RoPE; `changes` are further keys, with `__` for
+    the dots."""
     writer = gguf.GGUFWriter(path, arch)
     values = {key: value for key, value in metadata(config).items() if not key.startswith("rope.scaling")}
     values |= {key.replace("__", "."): value for key, value in changes.items()}
