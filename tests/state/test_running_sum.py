@@ -104,11 +104,12 @@ def answer(engine: Engine, ids: Sequence[int], tokens: int = 12, **more: object)
     return list(engine.generate(list(ids), SamplingParams(max_tokens=tokens, **GREEDY, **more)).token_ids)
 
 
-@pytest.mark.parametrize("length", [1, N - 1, N, N + 1, 2 * N, 5 * N + 3])
-def test_prompts_and_steps_leave_the_state_of_their_tokens(load: Load, length: int) -> None:
-    engine, ids = load(), ids_of(length)
-    ids += answer(engine, ids)
-    assert check(engine, ids) == len(ids) - 1  # the last token was never computed
+def test_prompts_and_steps_leave_the_state_of_their_tokens(load: Load) -> None:
+    engine = load()
+    for length in (1, N - 1, N, N + 1, 2 * N, 5 * N + 3):
+        ids = ids_of(length, seed=length)
+        ids += answer(engine, ids)
+        assert check(engine, ids) == len(ids) - 1  # the last token was never computed
 
 
 def test_a_prompt_in_chunks_and_parts_has_the_same_state(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +124,10 @@ def test_a_prompt_in_chunks_and_parts_has_the_same_state(load: Load, monkeypatch
     assert check(engine, ids[: 4 * N]) == 4 * N
 
 
-@pytest.mark.parametrize("more", [1, 2 * N])
-def test_a_longer_prompt_begins_where_a_sequence_ended(load: Load, more: int) -> None:
+def test_a_longer_prompt_begins_where_a_sequence_ended(load: Load) -> None:
     engine, ids = load(), ids_of(3 * N + 2)
     ids += answer(engine, ids)
-    longer = [*ids[:-1], *ids_of(more, seed=1)]
+    longer = [*ids[:-1], *ids_of(2 * N, seed=1)]
     found = engine.generate(longer, SamplingParams(max_tokens=4, **GREEDY))
     assert found.usage.cached_tokens == len(ids) - 1
     assert check(engine, [*longer, *found.token_ids]) == len(longer) + 3
@@ -202,7 +202,7 @@ def test_a_session_goes_on_in_another_engine(load: Load, tmp_path: Path) -> None
     assert check(other, [*longer, *found.token_ids]) == len(longer) + 7
 
 
-@pytest.mark.parametrize("more", [0, 3, N])
+@pytest.mark.parametrize("more", [0, 3])
 def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, more: int) -> None:
     """Where a sequence ended, and at the end of its last block; a part of the tokens behind it is of no use."""
     engine, ids = load(cache_disk="10M", cache_disk_folder=str(tmp_path / "disk")), ids_of(4 * N)
@@ -230,13 +230,3 @@ def test_scores_are_those_of_steps(load: Load) -> None:
             store.commit(span)
         store.release(kv)
     np.testing.assert_allclose(scored, rows[: len(scored)], atol=2e-3 * np.ptp(rows))
-
-
-def test_sizes_count_both_kinds_of_state(load: Load) -> None:
-    engine = load()
-    shape = engine.cache_shape
-    assert [type(layer).__name__ for layer in shape.layers[:2]] == ["SumShape", "LayerShape"]
-    assert len(shape.groups) == 2
-    size = engine._model.config.hidden_size
-    assert shape.quantized_bytes([0]) == shape.full_bytes([0]) == 8 * size
-    assert engine.fit_line()

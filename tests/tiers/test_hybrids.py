@@ -115,10 +115,9 @@ def test_an_engine_killed_at_any_object_leaves_what_the_next_one_can_use(
     assert set(found) == {0} | snapshots | (set() if within else {len(turns[0]) - len(more) - 1})
 
 
-@pytest.mark.parametrize("where", ["http", "folder"])
-def test_another_engine_goes_on(load: Load, tmp_path: Path, where: str) -> None:
+def test_another_engine_goes_on(load: Load) -> None:
     with running(Store()) as store:
-        settings = {"cache_remote": store.url if where == "http" else str(tmp_path / "shared")}
+        settings = {"cache_remote": store.url}
         engine = load(**settings)
         whole = [*PROMPT, *answer(engine, PROMPT).token_ids[:-1]]
         engine.close()
@@ -142,7 +141,7 @@ def test_snapshots_that_are_reused_before_they_are_written_are_copied(
     assert found.token_ids == alone(load, prompt)
 
 
-@pytest.mark.parametrize("fault", ["cut", "changed", "removed", "that of another place"])
+@pytest.mark.parametrize("fault", ["changed", "that of another place"])
 def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it(
     load: Load, tmp_path: Path, fault: str
 ) -> None:
@@ -161,12 +160,8 @@ def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it
         contents = {number: bytearray(files[number].read_bytes()) for number in (4, 8)}
         for number in faulty:
             content = contents[number]
-            if fault == "removed":
-                files[number].unlink()
-            elif fault == "that of another place":
+            if fault == "that of another place":
                 files[number].write_bytes(contents[12 - number])
-            elif fault == "cut":
-                files[number].write_bytes(content[: len(content) // 2])
             else:
                 content[len(content) // 2] ^= 0x10
                 files[number].write_bytes(content)
