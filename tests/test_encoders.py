@@ -180,42 +180,42 @@ def test_a_damaged_model_fails_its_texts(tmp_path: Path) -> None:
         assert caught.value.code == "model_damaged"
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"hidden_act": "relu"}, "hidden_act is 'relu', but only gelu is supported"),
-        ({"position_embedding_type": "relative_key"}, "only absolute positions"),
-        ({"is_decoder": True}, "only an encoder"),
-        ({"num_attention_heads": 5}, "must be a multiple of 10"),
-        ({"max_position_embeddings": 70}, r"embeddings.weight has the shape \(64, 64\)"),
-        ({"architectures": ["BertForQuestionAnswering"]}, "architectures"),
-    ],
-)
-def test_a_wrong_configuration_is_named(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
-    path = make_folder(tmp_path / "model", "bert_wide") / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(LoadError, match=part):
-        load(path.parent)
+WRONG = [
+    ({"hidden_act": "relu"}, "hidden_act is 'relu', but only gelu is supported"),
+    ({"position_embedding_type": "relative_key"}, "only absolute positions"),
+    ({"is_decoder": True}, "only an encoder"),
+    ({"num_attention_heads": 5}, "must be a multiple of 10"),
+    ({"max_position_embeddings": 70}, r"embeddings.weight has the shape \(64, 64\)"),
+    ({"architectures": ["BertForQuestionAnswering"]}, "architectures"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda folder: (folder / "modules.json").write_text("[1]"), "should hold a list of objects"),
-        (lambda folder: (folder / "modules.json").write_text("{"), "cannot be read"),
-        (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), "config.json is missing"),
-        (lambda folder: (folder / "1_Pooling" / "config.json").write_text("{}"), "asks for no pooling"),
-        (
-            lambda folder: (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}'),
-            "pooling_mode is 'max'",
-        ),
-    ],
-)
-def test_wrong_modules_are_named(tmp_path: Path, change: Any, part: str) -> None:
-    folder = make_folder(tmp_path / "model", "bert_wide")
-    change(folder)
-    with pytest.raises(LoadError, match=part):
-        load(folder)
+def test_a_wrong_configuration_is_named(tmp_path: Path) -> None:
+    for number, (changes, part) in enumerate(WRONG):
+        path = make_folder(tmp_path / str(number), "bert_wide") / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        with pytest.raises(LoadError, match=part):
+            load(path.parent)
+
+
+MODULES = [
+    (lambda folder: (folder / "modules.json").write_text("[1]"), "should hold a list of objects"),
+    (lambda folder: (folder / "modules.json").write_text("{"), "cannot be read"),
+    (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), "config.json is missing"),
+    (lambda folder: (folder / "1_Pooling" / "config.json").write_text("{}"), "asks for no pooling"),
+    (
+        lambda folder: (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}'),
+        "pooling_mode is 'max'",
+    ),
+]
+
+
+def test_wrong_modules_are_named(tmp_path: Path) -> None:
+    for number, (change, part) in enumerate(MODULES):
+        folder = make_folder(tmp_path / str(number), "bert_wide")
+        change(folder)
+        with pytest.raises(LoadError, match=part):
+            load(folder)
     for pooling, modules, what in (("max", {}, "pooling_mode_max_tokens"), ("mean", {"CNN": "2"}, "module 'CNN'")):
         with pytest.raises(LoadError, match=what):
             load(make_folder(tmp_path / pooling, "bert_wide", pooling, **modules))
