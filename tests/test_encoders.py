@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import numpy as np
 import pytest
@@ -103,18 +101,6 @@ def test_texts_that_wait_together_are_computed_together(engine: Engine, monkeypa
     assert batches == [20]
     for text, one in zip(texts, together, strict=True):
         assert np.abs(engine.embed(text).vector - one.vector).max() <= 1e-6
-
-
-def test_threads_share_an_engine(engine: Engine) -> None:
-    alone = engine.embed(TEXT).vector
-    found: list[Any] = []
-    threads = [Thread(target=lambda: found.extend(engine.embed_each([TEXT] * 5))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 20
-    assert all(np.abs(one.vector - alone).max() <= 1e-6 for one in found)
 
 
 def test_dimensions_cut_a_vector(engine: Engine) -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import numpy as np
@@ -24,7 +23,7 @@ from polarlm import model_loaders
 from polarlm.model_loaders import hub as hub_package
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.hub import parse, transfer
-from polarlm.model_loaders.hub.choice import BESIDE_WEIGHTS, HubFile, quantizations
+from polarlm.model_loaders.hub.choice import HubFile, quantizations
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
 from tests.ports import free_port
@@ -84,38 +83,6 @@ def test_it_lies_in_the_cache_as_the_hubs_own_client_puts_it(hub: Hub, small_fol
     assert (where / "model.safetensors").resolve().name == sha256(small_folder["model.safetensors"])
     found = huggingface_hub.try_to_load_from_cache("user/tiny", "model.safetensors")
     assert found == str(where / "model.safetensors")
-
-
-@pytest.mark.parametrize("trouble", ["none", "a server without ranges"])
-def test_one_bar_shows_the_bytes_of_all_files(
-    hub: Hub, small_folder: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
-    bars = []
-
-    class Bar(tqdm):
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(**{**settings, "disable": True})
-            self.total, self.n, self.shown = settings["total"], settings["initial"], settings["disable"]
-            bars.append(self)
-
-        def update(self, n: float | None = 1) -> None:
-            self.n += n
-
-    monkeypatch.setattr("tqdm.tqdm", Bar)
-    hub.repositories["user/tiny"] = Repository(small_folder)
-    if trouble != "none":
-        hub.trouble.drop["model.safetensors"] = 5000
-        hub.trouble.no_ranges = trouble == "a server without ranges"
-    fetch("user/tiny", verbose=lambda sentence: None)
-    config, rest, *others = [bar for bar in bars if bar.total]
-    wanted = {
-        name: len(small_folder[name]) for name in small_folder.keys() & set(BESIDE_WEIGHTS) | {"model.safetensors"}
-    }
-    assert others == []
-    assert (config.total, rest.total) == (wanted.pop("config.json"), sum(wanted.values()))
-    assert [(bar.n, bar.shown) for bar in (config, rest)] == [(bar.total, None) for bar in (config, rest)]
-    fetch("user/tiny")
-    assert bars[-1].shown is True  # that is, not shown
 
 
 def test_nothing_is_written_for_a_model_in_the_cache(hub: Hub, small_folder: dict[str, bytes]) -> None:

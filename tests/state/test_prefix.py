@@ -189,17 +189,6 @@ def test_a_disabled_cache_finds_nothing() -> None:
     assert cached.found(STEM) == 0
 
 
-def test_overwritten_blocks_are_not_found_and_running_sequences_are_unaffected() -> None:
-    cached = CachedStore(windows=(None, 12))
-    cached.prefill(words(1, 30)).end()
-    running = cached.prefill(STEM)
-    assert cached.found(words(1, 30)) > 0
-    overwrite(cached.store)
-    assert cached.found(words(1, 30)) == 0
-    running.step(*words(2, 20))
-    running.end()
-
-
 def test_the_least_recently_used_blocks_are_overwritten_first() -> None:
     cached = CachedStore(tokens=96, sequences=4)  # 11 quantized blocks
     a, b, c = (words(seed, 40) for seed in (1, 2, 3))  # a sink and 4 quantized blocks each

@@ -108,28 +108,6 @@ def test_an_aborted_span_changes_nothing(first: int, count: int, step: bool) -> 
     sequence.feed(1, step=True)
 
 
-def test_blocks_outside_the_window_are_released() -> None:
-    sequence = Fed(make_store("polarquant", "polarquant", windows=(20,)))
-    for count in (50, 1, 30, *[1] * 40):
-        sequence.feed(count)
-        quantized, full = held(sequence.store)[0]
-        # 20 tokens touch at most 4 blocks of 8, the current one included; the first block is long gone.
-        assert quantized <= 3
-        assert full <= 1
-    assert sequence.kv.tables[0].sink is None
-
-
-def test_running_out_of_blocks_changes_nothing() -> None:
-    store = make_store(tokens=40, sequences=1)
-    sequence = Fed(store)
-    sequence.feed(30)
-    before = held(store), sequence.kv.length
-    with pytest.raises(OutOfBlocks):
-        store.open(sequence.kv, 100)
-    assert (held(store), sequence.kv.length) == before
-    sequence.feed(10)
-
-
 def test_a_prompt_without_memory_for_its_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = Fed(make_store(windows=(None, 30)))
     sequence.feed(2 * N + 3)
@@ -140,20 +118,6 @@ def test_a_prompt_without_memory_for_its_rows_changes_nothing(monkeypatch: pytes
             sequence.store.open(sequence.kv, 3 * N)
     assert held(sequence.store) == before
     sequence.feed(3 * N)
-
-
-def test_a_step_without_slots_changes_nothing() -> None:
-    store = make_store(sequences=1, windows=(None, 30))
-    sequence = Fed(store)
-    sequence.feed(2 * N + 3)
-    taken = store.groups[1].full.allocate(1)  # the one slot that is neither a sink nor a current block
-    before = held(store), sequence.kv.length
-    with pytest.raises(OutOfBlocks):
-        store.open_step(sequence.kv, N)
-    assert (held(store), sequence.kv.length) == before
-    sequence.feed(N - 3, step=True)
-    store.groups[1].full.release(taken[0])
-    sequence.feed(N, step=True, kept=1)
 
 
 def test_a_damaged_row_is_an_error_of_its_own_sequence_if_it_is_kept() -> None:

@@ -25,10 +25,6 @@ def test_waiting_takes_half_as_long_as_computing() -> None:
     assert patience.seconds(100) == pytest.approx(1.0)
 
 
-def test_before_anything_was_computed_a_guess_has_to_do() -> None:
-    assert Patience().seconds(1000) == pytest.approx(1.0)
-
-
 LIMITS = [
     (1e6, 30.0),
     (1e-6, 0.1),

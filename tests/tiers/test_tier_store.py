@@ -89,15 +89,6 @@ def test_files_are_their_owners_only(tmp_path: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
-def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
-    (tmp_path / "letter.txt").write_bytes(b"x" * 5000)
-    folder = Folder(tmp_path, 300)
-    for number in range(9):
-        put(folder, number)
-    assert (tmp_path / "letter.txt").exists()
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 5300
-
-
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / f".unfinished-{'0' * 16}").write_bytes(b"x" * 950)
     (tmp_path / ".unfinished-symphony").write_bytes(b"x" * 950)  # a user's own
