@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _LOG = logging.getLogger(__name__)
-_GGUF = {  # our key → that of a GGUF file
+_GGUF = {  # our key → the key in a GGUF file
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
     "top_p": "general.sampling.top_p",

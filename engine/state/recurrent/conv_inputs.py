@@ -1,7 +1,7 @@
 """The state of short convolutions: the inputs of the current block, and of the last tokens before it.
 
-A slot has the inputs of a block's tokens, and before them those of the `width` − 1 tokens that its first token sees. A
-complete block keeps the inputs that the first tokens of the next block see.
+A slot has the inputs of a block's tokens, after the inputs of the `width` − 1 tokens that its first token sees. A complete
+block keeps the inputs that the first tokens of the next block see.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Prompt:
     """The buffer of a prompt's growth on a card, for the layer that is being computed.
 
     last: the inputs of the newest tokens that the next one sees (before, channels). targets: number of a block → the
-    arrays that keep inputs which its tokens see, those of the tokens before it first.
+    arrays that keep inputs which its tokens see, beginning with the inputs of the tokens before the block.
     """
 
     block_size: int

@@ -90,7 +90,7 @@ class DeltaShape(RecurrentShape):
 class DeltaTable(BlockTable):
     """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
 
-    snapshots: number of a block → the snapshot of its end; those of the newest growth alone.
+    snapshots: number of a block → the snapshot of its end. Only the newest growth's snapshots are in the table.
     """
 
     snapshots: dict[int, int] = field(default_factory=dict)
