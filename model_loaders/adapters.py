@@ -106,7 +106,7 @@ def read_adapter(path: Path, config: ModelConfig, *, is_gguf: bool) -> Adapter:
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor of the table that an adapter changes. rows: the rows of the file's matrix that it has, in its order; None:
+    """A tensor of the table that an adapter changes. rows: which rows of the file's matrix it has, in its order; None:
     all rows."""
 
     spec: TensorSpec

@@ -214,7 +214,7 @@ class _Rendering:
         return text.endswith(rest[-1]) and len(text) - len(rest[-1]) >= at
 
     def _text(self, framed: tuple[int, ...], length: int | None = None) -> str:
-        """The text of the first `length` messages (None: of all), with `framed` messages in frames. Raises LoadError."""
+        """The text of the first `length` messages (None: of all), with `framed` ones in frames. Raises LoadError."""
         if (framed, length) not in self._texts:
             self._render((framed, length))
         if isinstance(text := self._texts[framed, length], LoadError):

@@ -1,6 +1,6 @@
 """Tensors of all experts of a layer, as some safetensors have them, taken apart into one matrix for each expert.
 
-In the files of gpt-oss a matrix is transposed, or in MXFP4 with its scales in a tensor of their own. Rows of gate and up
+In gpt-oss's files a matrix is transposed, or in MXFP4 with its scales in a tensor of their own. Rows of gate and up
 projection alternate. In others the matrices of the experts follow each other.
 """
 

@@ -201,7 +201,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
 
 
 def _spaced_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
-    """Merges of characters, where "▁" stands for a space. Characters without a token become the tokens of their bytes."""
+    """Merges of characters, where "▁" stands for a space. Characters without a token become bytes."""
     control = vocabulary.control
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if token not in control}
     merges = _Merges(vocabulary.list_of("tokenizer.ggml.merges", str))

@@ -60,7 +60,7 @@ def begins_with_bos(family: str, names: Collection[str], flag: object, default: 
 
 
 def class_adds_bos(name: str, bos: str | None) -> bool:
-    """Whether a tokenizer begins sequences with BOS though tokenizer.json does not. name: the name of transformers' class.
+    """Whether a tokenizer begins sequences with BOS though tokenizer.json does not. name: transformers' class.
 
     Llama 2's class adds it in code; Llama 3's first files had no post-processor to say so.
     """

@@ -1,7 +1,7 @@
 """The state of short convolutions: the inputs of the current block, and of the last tokens before it.
 
-A slot has the inputs of a block's tokens, after the inputs of the `width` − 1 tokens that its first token sees. A complete
-block keeps the inputs that the first tokens of the next block see.
+A slot has the inputs of a block's tokens, after the inputs of the `width` − 1 tokens that its first token sees. A
+complete block keeps the inputs that the first tokens of the next block see.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class Folder:
 
     Several processes may share a folder. The limit holds for all their files together, at every moment: a writer locks
     the file of the counts, makes room, counts the new object, and then writes it. The least recently used files are
-    removed first; a file's time of modification is the time of its last use. A killed process leaves counts that are too
-    high. The next scan of all files corrects them, when the folder seems full or a process makes its first write.
+    removed first; a file's time of modification is its last use. A killed process leaves counts that are too high.
+    The next scan of all files corrects them, when the folder seems full or a process makes its first write.
     """
 
     def __init__(self, folder: Path, size: int | None, label: str = "disk"):
