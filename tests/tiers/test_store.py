@@ -19,7 +19,6 @@ from hypothesis.stateful import (
 )
 
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.prefix import BlockStored
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
 from polarlm.engine.storage.tiers.memory import Memory
@@ -178,18 +177,6 @@ def test_a_gap_ends_what_is_found() -> None:
     kept.place.remove(kept.names.block(hashes[3]))
     overwrite(kept.store)
     assert kept.begin(STEM).found == 3 * N
-
-
-def test_watchers_are_told_of_blocks_that_come_back() -> None:
-    kept = Kept("polarquant")
-    seen: list[BlockStored] = []
-    kept.prefixes.watch(lambda event: seen.append(event) if isinstance(event, BlockStored) else None)
-    kept.end(kept.begin(STEM).prompt())
-    first, seen[:] = list(seen), []
-    overwrite(kept.store)
-    kept.begin(STEM)
-    assert len(first) == 5
-    assert seen == first
 
 
 class Schedules(RuleBasedStateMachine):

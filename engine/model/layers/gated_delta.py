@@ -44,7 +44,6 @@ class GatedDelta:
     """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
 
     Weights = GatedDeltaWeights
-    in_order = True
 
     def __init__(
         self,

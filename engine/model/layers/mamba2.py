@@ -48,7 +48,6 @@ class Mamba2:
     """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
 
     Weights = Mamba2LayerWeights
-    in_order = True
 
     def __init__(
         self, ops: Ops, shape: config.Mamba2, eps: Eps, weights: Mamba2LayerWeights, cache: DeltaSlots, transform: None

@@ -41,7 +41,6 @@ class ShortConv:
     """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
 
     Weights = ShortConvWeights
-    in_order = True
 
     def __init__(
         self, ops: Ops, shape: config.ShortConv, eps: Eps, weights: ShortConvWeights, cache: Array, transform: None
