@@ -27,7 +27,7 @@ class RecurrentShape:
     The first `tokens` tokens of a slot's arrays are at the beginning of each axis.
     """
 
-    window: None = None  # a later token sees everything before it
+    window: int | None = None  # a later token sees everything before it
     values: int = 0  # K/V values per token
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
