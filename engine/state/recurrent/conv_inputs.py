@@ -136,6 +136,9 @@ class ConvInputs(RecurrentState):
         )
         return index
 
+    def _of_step(self, views: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.empty((0, 4), np.int32), *views])
+
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
             return

@@ -116,7 +116,11 @@ class RecurrentState(TableGroup):
         if views and isinstance(views[0], PromptRows):
             (rows,) = views
             return rows
-        return np.concatenate([np.empty((0, 4), np.int32), *views])
+        return self._of_step(views)
+
+    def _of_step(self, views: Sequence[Any]) -> np.ndarray:
+        """Return the rows of a step, int32 (…, 4), from the views of its spans."""
+        raise NotImplementedError
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: what the next tokens read is exact."""
