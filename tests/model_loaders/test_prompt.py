@@ -221,19 +221,6 @@ def test_a_template_that_frames_mislead_has_its_own_text() -> None:
 
 @pytest.mark.parametrize("name", OPENERS)
 class TestReasoningStaysBehind:
-    def test_earlier_answers_read_as_the_template_has_them(self, name: str) -> None:
-        tokenizer, template = reasoning_model(name)
-        opened = "<think>\n" if name == "qwen3" else ""  # the others' prompts open it
-        messages = [user("hi")]
-        for said in ("he", "then"):
-            messages += [with_ids(tokenizer, f"{opened}the reason\n</think>\n\n{said}"), user("and?")]
-            ids = chat_ids(messages, template, tokenizer)
-            plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-            text = rendered(template, plain)
-            assert "reason" not in text
-            assert f"{said}<" in text
-            assert ids == tokenizer.tokenize(text, control=True)
-
     def test_the_text_before_an_answer_is_the_same_in_later_prompts(self, name: str) -> None:
         tokenizer, template = reasoning_model(name)
         messages = [user("hi")]

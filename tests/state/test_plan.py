@@ -181,30 +181,6 @@ def test_a_sequence_is_compared_with_the_same_blocks_as_f16(shape, tokens) -> No
         assert shape.sequence_bytes(tokens) <= shape.f16_bytes(tokens)
 
 
-LENGTHS = [
-    1,
-    44,
-    64,
-    100,
-    128,
-    129,
-    1000,
-]
-
-
-def test_a_short_conversation_takes_as_much_as_with_f16_and_a_longer_one_less() -> None:
-    """The first block and the one that is being filled are halves, as all blocks of f16."""
-    for tokens in LENGTHS:
-        layer = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), 3, 64, 8)
-        shape = CacheShape(64, (layer,) * 30)
-        blocks = -(-tokens // 64)
-        assert shape.f16_bytes(tokens) == blocks * 64 * shape.f16_bytes_per_token
-        quantized = max(0, tokens // 64 - 1)
-        saved = quantized * (64 * shape.f16_bytes_per_token - shape.quantized_bytes(range(30)))
-        assert shape.f16_bytes(tokens) - shape.sequence_bytes(tokens) == saved
-        assert (saved > 0) == (tokens >= 128)
-
-
 @given(shapes(st.integers(1, 64)), st.integers(1, 5))
 def test_any_length_fits_if_every_layer_has_a_window(shape, sequences) -> None:
     enough = plan_for_tokens(shape, 10_000, sequences).bytes * 4
