@@ -51,7 +51,7 @@ class Engine(Vectors):
         keeps = parts.config.kept_sequences > 0
         determines = {key: value for key, value in self._identity.items() if key != "name"}
         self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
-        self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
+        self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         tiers, files = parts.tiers, sorted(parts.source.weights.files())

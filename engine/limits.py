@@ -100,10 +100,6 @@ SAMPLING: Limits = {
         lambda value: value is None or _whole(value, 0, MOST_DRAFTED),
         f"None, or a whole number from 0 to {MOST_DRAFTED}",
     ),
-    "draft_min": (
-        lambda value: value is None or _whole(value, 0, MOST_DRAFTED),
-        f"None, or a whole number from 0 to {MOST_DRAFTED}",
-    ),
 }
 
 CONSTRAINTS = ("schema", "grammar", "regex")

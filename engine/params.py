@@ -108,7 +108,6 @@ class SamplingParams:
     shown_tokens: tuple[int, ...] = setting((), help="control tokens whose names are part of the text")
     spec_type: str | None = setting(None, help=f"{', '.join(limits.DRAFTS)}: in place of the engine's")
     draft_max: int | None = setting(None, help="most tokens of a draft, in place of the engine's; 0 drafts none")
-    draft_min: int | None = setting(None, help="fewest tokens of a draft, in place of the engine's")
 
     def __post_init__(self) -> None:
         limits.check(limits.SAMPLING, vars(self))

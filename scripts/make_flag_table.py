@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from polarlm.engine.chat.config import GROUPS
-from polarlm.engine.cli.flags import describe
+from polarlm.engine.cli.flags import IGNORED, describe
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.params import SamplingParams
 from polarlm.server.config import ServerConfig
@@ -23,6 +23,10 @@ def flag_table() -> str:
     for title, cls in {**GROUPS, "Server (`make serve`)": ServerConfig}.items():
         lines.append(f"| **{title}** | |")
         lines += [f"| `{_cell(names)}` | {_cell(meaning)} |" for names, meaning in describe(cls)]
+    lines.append("| **Flags of llama.cpp, without effect** | |")
+    lines += [
+        f"| `{' '.join([', '.join(names), value]).strip()}` | {reason} |" for names, (value, reason) in IGNORED.items()
+    ]
     return "\n".join(lines)
 
 

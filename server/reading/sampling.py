@@ -112,7 +112,6 @@ _FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "dry_allowed_length": ("dry_allowed_length", _whole),
     "dry_penalty_last_n": ("dry_penalty_last_n", _whole),
     "speculative.n_max": ("draft_max", _whole),
-    "speculative.n_min": ("draft_min", _whole),
     "stop": ("stop", _texts),
     "dry_sequence_breakers": ("dry_sequence_breakers", _texts),
     "stop_token_ids": ("stop_token_ids", _ids),

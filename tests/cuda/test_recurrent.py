@@ -21,7 +21,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.sizes import check_layers
 from polarlm.engine.outputs import fold
-from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, EXACT, FIVE_BITS
+from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, EXACT
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -226,7 +226,7 @@ def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None
     matrices[0, 1, :, 3], matrices[1, 2, :, 4] = 0, 1e-31
     ops, host = CudaOps(open_device()), NumpyOps()
     ends = DeltaEnds([0, 1], ops.to_device(matrices), ops.to_device(inputs))
-    for codes in (EIGHT_BITS, FIVE_BITS, EXACT):
+    for codes in (EIGHT_BITS, EXACT):
         wanted = host.keep_states(DeltaEnds([0, 1], *map(ops.to_host, ends[1:])), codes)()
         fetch = ops.keep_states(ends, codes)
         if codes == EXACT:

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.layers.kinds import MIXERS
+from polarlm.engine.requests import drafts
 from polarlm.model_loaders import families
 from tests.state.running_sum import RunningSum, SumMixer, Sums
 from tests.tiny import PLAIN, assert_idle, blocks_left, load_tiny, make_model, preemptions
@@ -145,8 +146,9 @@ def test_a_prompt_that_differs_begins_at_the_end_of_a_block(load: Load) -> None:
     assert check(engine, [*branch, *found.token_ids]) == len(branch) + 1
 
 
-def test_rejected_rows_leave_no_trace(load: Load) -> None:
-    engine, ids = load(spec_ngram_size_n=1), ids_of(6) * 8
+def test_rejected_rows_leave_no_trace(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "NGRAM", 1)  # drafts more, and wrong tokens too
+    engine, ids = load(), ids_of(6) * 8
     plain = answer(load(), ids, tokens=40)
     found = engine.generate(ids, SamplingParams(max_tokens=40, spec_type="ngram-simple", **GREEDY))
     assert list(found.token_ids) == plain
