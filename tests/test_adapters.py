@@ -18,7 +18,7 @@ from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
 from polarlm.engine.requests import drafts
-from polarlm.engine.requests.salts import adapter_of, joined
+from polarlm.engine.state.salts import adapter_of, joined
 from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
 

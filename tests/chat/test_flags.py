@@ -85,12 +85,13 @@ def test_a_switch_needs_no_value(flag, group, name, value):
 
 
 @pytest.mark.parametrize("flag", ["-ngl", "-ngl 99", "--gpu-layers -1", "-fa", "--flash-attn off", "--no-mmap"])
-@pytest.mark.parametrize("read", [read_command_line, partial(server_config.read_command_line, environment={})])
-def test_flags_of_llama_cpp_that_mean_nothing_here_are_noted(read, flag, capsys):
-    assert read([*flag.split(), "--draft-min", "2", "-c", "256"])[0].ctx_size == 256
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"note: {flag.split()[0]} has no effect: ")
-    assert second.startswith("note: --draft-min has no effect: ")
+def test_flags_of_llama_cpp_that_mean_nothing_here_are_noted(flag, capsys):
+    """By the chat and by the server: command lines are copied."""
+    for read in (read_command_line, partial(server_config.read_command_line, environment={})):
+        assert read([*flag.split(), "--draft-min", "2", "-c", "256"])[0].ctx_size == 256
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"note: {flag.split()[0]} has no effect: ")
+        assert second.startswith("note: --draft-min has no effect: ")
 
 
 @pytest.mark.parametrize("title", GROUPS)
