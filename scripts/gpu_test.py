@@ -31,7 +31,6 @@ FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules", "test_
 # stand-in, of threads, texts and counts.
 NEVER = (
     *(
-        "test_cards",
         "test_compile",
         "test_cupy_cards",
         "test_cupy_device",

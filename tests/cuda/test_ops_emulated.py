@@ -560,6 +560,7 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
     as of three ops, one after the other."""
     rotations = ROTATIONS[keys](D), ROTATIONS[values](D)
     scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, D)).astype(np.float32)
+    gains = normal(rng, D), normal(rng, D)
     scale_back = np.repeat(rng.uniform(0.5, 2, KV_HEADS).astype(np.float32), HEADS // KV_HEADS)
     stored, outputs = HeadTransform(KV_HEADS, scale, *rotations, scale_back), []
     for ops in (CudaOps(open_device(checked=False)), HOST):
@@ -574,7 +575,8 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
             qkv, rope = heads_of(made, count * len(of), D)
             views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
             described, on_device = ops.spans(views, N), tuple(map(ops.to_device, rope))
-            q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), described)
+            norms = (*map(ops.to_device, gains), EPS) if keys == "signs" else None
+            q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), described, norms)
             mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, transform)
             seen.append(np.array(ops.to_host(mixed)))
             for span in spans:
@@ -583,6 +585,20 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
         outputs.append(seen)
     for given, wanted in zip(*outputs, strict=True):
         assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
+
+
+def test_values_beyond_half_precision_saturate_and_nan_stays(ops: CudaOps, rng: np.random.Generator) -> None:
+    """Infinities and large numbers become ±65504; NaN stays NaN, so that damage shows. A token alone is its own sum."""
+    store = store_of(ops, ("f16", "f16"), (None,))
+    span, (qkv, rope) = store.open_step(store.new_sequence(), 1), heads_of(rng, 1, D)
+    store.begin_layer(0, span)
+    qkv[0, HEADS + KV_HEADS :] = np.resize([1e9, -np.inf, 65520, -1e6, 0, 1, np.inf, np.nan], D)
+    (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, None)])
+    described = ops.spans([store.view(0, span, slice(0, 1), span.start)], N)
+    q = ops.place_kv(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform, store.cache(0), described)
+    out = ops.to_host(ops.attention(q, store.cache(0), described, D**-0.5, None))
+    wanted = np.resize([65504, -65504, 65504, -65504, 0, 1, 65504, np.nan], D)
+    np.testing.assert_array_equal(out[0], np.tile(wanted, (HEADS, 1)))
 
 
 def test_attention_with_a_soft_cap_and_sink_scores_is_that_of_numpy(rng: np.random.Generator) -> None:
