@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.shapes import LLAMA_8B
-from polarlm.bench.gpu.weights import parameters
+from polarlm.bench.gpu.shapes import LLAMA_8B, parameters
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda.device import kernel_source
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
