@@ -52,7 +52,7 @@ class Narrow(Generic):
     def __init__(self) -> None:
         self.dots = 0  # that have been emitted
 
-    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         self.dots += 1
         bytes_ = vector(I8, 4 * total.lanes)
         products = unsigned.bits(bytes_).zext(I16).zext(I32) * signed.bits(bytes_).sext(I16).sext(I32)

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from scripts import fit_exp
-from tests.jit.levels import declared, every_level, loaded, run
-
-from polarlm.engine.jit.lang.byte_ops import Table, dot4  # isort: skip
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.jit.lang.emit import EXP_COEFFICIENTS, Emitter
 from polarlm.engine.jit.lang.values import F16, F32, F64, I1, I8, I16, I32, I64, POINTER, Type, Value, vector
+from scripts import fit_exp
+from tests.jit.levels import declared, every_level, loaded, run
 
 TYPES: dict[Any, Type] = {
     np.dtype(name): kind
@@ -377,7 +375,7 @@ def test_dot4_is_exact(level: Level, lanes: int, fits: bool) -> None:
     totals = np.random.default_rng(10).integers(-(2**30), 2**30, len(a) // 4, np.int32)
 
     def dot(e: Emitter, *given: Value) -> Value:
-        return dot4(e, *given, fits=fits)
+        return e.level.dot4(e, *given, fits=fits)
 
     name, inputs = f"dot4_{lanes}{'_fits' * fits}", (totals, a.view(np.int32), b.view(np.int32))
     found = over_vectors(level, name, dot, *inputs, result="i4", lanes=lanes)
@@ -394,7 +392,7 @@ def test_tables_of_bytes(level: Level, entries: int) -> None:
     index = np.concatenate([index, np.zeros(-len(index) % 64, np.uint8)])
 
     def look_up(e: Emitter, index: Value) -> Value:
-        return Table(e, e.constant_bytes(content.tobytes()), entries)[index]
+        return e.level.table(e, e.constant_bytes(content.tobytes()), entries)(index)
 
     found = over_vectors(level, f"table_{entries}", look_up, index, result="u1", lanes=64)
     np.testing.assert_array_equal(found, content[index])
@@ -450,9 +448,6 @@ MISTAKES: dict[str, Callable[[Emitter, Value, Value, Value, Value], Any]] = {
     "exp of integers": lambda e, f, i, n, p: e.exp(i),
     "half of words": lambda e, f, i, n, p: e.half_to_float(i),
     "variable of another type": lambda e, f, i, n, p: e.variable(f).set(i),
-    "dot4 of floats": lambda e, f, i, n, p: dot4(e, i, f, i),
-    "dot4 of 4 lanes": lambda e, f, i, n, p: dot4(e, *[e.part(i, 0, 4)] * 3),
-    "index of words": lambda e, f, i, n, p: Table(e, p, 16)[i],
 }
 
 
