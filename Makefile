@@ -110,12 +110,10 @@ compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architect
 soak: $(VENV)/.installed-dev  ## a server of several models with all clients, unloadings and kills (ARGS="--minutes 60")
 	@$(PY) -m scripts.soak $(ARGS)
 
-readme: $(VENV)/.installed  ## bring the tables of the README and docs/ up to date
-	@$(PY) -m scripts.make_flag_table
+readme: $(VENV)/.installed  ## write the generated parts of the documents anew
+	@$(PY) -m scripts.docs
 	@$(PY) -m scripts.make_quality_table
-	@$(PY) -m scripts.make_cache_tables
 	@$(PY) -m scripts.make_speed_table
-	@$(PY) -m scripts.make_simulation_table
 	@$(PY) -m scripts.make_pressure_table
 
 clean:  ## remove the environment and caches

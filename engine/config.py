@@ -54,7 +54,6 @@ class EngineConfig:
         metavar="[NAME=]PATH[:SCALE]",
         help="an adapter that requests name: a folder of peft, a GGUF file, or hf:USER/REPO; may be repeated",
     )
-    lora_merge: bool = setting(False, "--lora-merge", help="add the adapters to the weights, for all requests")
     weight_type: str = setting(
         AS_STORED,
         "--weight-type",
@@ -83,10 +82,9 @@ class EngineConfig:
         DEFAULT_CACHE_TYPE,
         "--cache-type",
         metavar="TYPE",
-        help="quality, balanced or compact, one type such as f16 or ring4, two as KEYS/VALUES such as ring5/ring4, or "
-        "auto:3.5: types by layer of 3.5 bits on average, which the first start measures; by-age: ring5 "
-        "for the newest tokens and ring3 for older ones, and auto: quality while there is room, and compact as the "
-        "store fills; q8_0, q4_0, kivi4 and polarquant-online are for measuring on the CPU",
+        help="quality, balanced or compact, one type such as f16 or ring4, two as KEYS/VALUES such as ring5/ring4; "
+        "by-age: ring5 for the newest tokens and ring3 for older ones; auto: quality while there is room, and compact "
+        "as the store fills; q8_0, q4_0, kivi4 and polarquant-online are for measuring on the CPU",
     )
     cache_type_k: str | None = setting(
         None,

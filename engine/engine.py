@@ -51,7 +51,6 @@ class Engine(Vectors):
         keeps = parts.config.kept_sequences > 0
         determines = {key: value for key, value in self._identity.items() if key != "name"}
         self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
-        self.watch_blocks = self._prefixes.watch  # servers call it before the first request
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
@@ -331,7 +330,7 @@ class Engine(Vectors):
             self._tiers.close()
         with self._lock.hold():
             self._parts.close()
-            del self._parts, self._model, self._store, self._prefixes, self._runner, self.watch_blocks
+            del self._parts, self._model, self._store, self._prefixes, self._runner
 
     def __enter__(self) -> Engine:
         return self

@@ -42,7 +42,6 @@ NEVER = (
         "test_modules",
         "test_overlap",
         "test_several_cards",
-        "test_wgmma_device",
     ),
     *("test_warm_up", "test_tracing", "test_shapes", "test_source"),
 )

@@ -150,7 +150,6 @@ def _picture(path: Path, document: Path) -> list[str]:
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 HYBRID = "qwen3.5-0.8b-random-q4-0"
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    README: {"speed": headline, "starts": starts_in_short, "conversations": conversations},
     DOCUMENT: {"speed": all_tables, "starts": starts},
     ROOT / "docs" / "prefix-tiers.md": {
         "conversations": partial(conversations, "Random weights of the shape of Qwen3.5 0.8B", f"agents-{HYBRID}")

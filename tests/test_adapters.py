@@ -191,20 +191,6 @@ def test_a_cancelled_request_leaves_the_others_as_they_are(engine: Engine) -> No
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("backend", ["native", "numpy"])
-def test_merged_adapters_are_those_of_requests(
-    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine], backend: str
-) -> None:
-    ops = NumpyOps() if backend == "numpy" else None
-    lora = {"large": str(adapters["large"])}
-    with load_tiny(base, ops=ops, lora=lora, lora_merge=True, weight_type="f32", **SETTINGS) as merged:
-        assert merged.adapters.scales == {}
-        assert_alike(answer(merged, ""), answer(changed("large"), ""), changed("large"))
-        identity = merged._identity["model"]
-    with load_tiny(base, ops=ops, weight_type="f32", **SETTINGS) as plain:
-        assert plain._identity["model"] != identity
-
-
 def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[str, Path]) -> None:
     with pytest.raises(EngineError, match="lora is 'two', but there is no adapter of this name; there are one, five"):
         answer(engine, "two")
@@ -216,8 +202,6 @@ def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[st
     ):
         with pytest.raises(EngineError, match=sentence):
             load_tiny(base, lora=lora, **SETTINGS)
-    with pytest.raises(EngineError, match="no adapter to merge"):
-        load_tiny(base, lora_merge=True, **SETTINGS)
 
 
 def test_salts_of_different_pairs_are_different() -> None:

@@ -23,7 +23,6 @@ BEHIND_THE_ENGINE = {
     "codecs",
     "jit",
     "loading.advice",
-    "loading.auto",
     "loading.gpu",
     "loading.encoding",
     "loading.experts",
@@ -97,8 +96,7 @@ ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
-ROOMS["loading.auto"] = ROOMS["loading.fitting"] | {"cli.progress", "loading.fitting", "storage.tiers"}
-ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.auto", "loading.encoding"}
+ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.gpu"] = ROOMS["loading.sizes"] | {"backends.select", "loading.experts", "loading.sizes"}
 ROOMS["loading.checks"] = {
@@ -122,7 +120,6 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 }
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
-    "loading.auto",
     "loading.gpu",
     "loading.experts",
     "loading.fitting",

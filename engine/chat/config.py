@@ -12,9 +12,9 @@ from typing import Any
 
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
 from polarlm.engine.config import EngineConfig, setting
-from polarlm.engine.limits import SAMPLING, complaint
+from polarlm.engine.limits import complaint
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.params import SamplingParams
+from polarlm.engine.params import SAMPLING, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,6 @@ def _check_adapters(config: EngineConfig) -> None:
             raise EngineError(f"lora={name}: give the path of a folder of peft, or of a GGUF file", settings=("lora",))
         if parsed(path)[1] == 0:
             raise EngineError(f"lora={name}: a scale of 0 leaves nothing of the adapter", settings=("lora",))
-    if config.lora_merge and not config.lora:
-        raise EngineError("lora_merge=True: there is no adapter to merge; give one as well", settings=("lora_merge",))
 
 
 def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:

@@ -95,8 +95,8 @@ def read_adapters(
 
 
 def adapter_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, weights: model_loaders.WeightSource) -> int:
-    """Return the bytes that the adapters of `config` take on the device; 0 if they are merged. Raises EngineError."""
-    return 0 if config.lora_merge else delta_bytes(ops, model, read_adapters(config, model, weights).all)
+    """Return the bytes that the adapters of `config` take on the device. Raises EngineError."""
+    return delta_bytes(ops, model, read_adapters(config, model, weights).all)
 
 
 def parsed(text: str) -> tuple[str, float]:

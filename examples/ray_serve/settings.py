@@ -22,7 +22,6 @@ _NOT_HERE = {
     "socket_port": _NO_SOCKET,
     "unix": _NO_SOCKET,
     "sessions": "only the replica that loads a session has it",
-    "kv_events": "requests are routed by their text",
 }
 
 

@@ -184,7 +184,7 @@ def test_faulty_kernels_fail_the_checks(text: str, dynamic: int, arch: int, word
     "kernel",
     [
         *("gemv_packed", "gemm_packed", "gemm_small", "prefill_attention", "decode_attention"),
-        *("gated_delta", "delta_blocks", "delta_scan", "prefill_wgmma"),
+        *("gated_delta", "delta_blocks", "delta_scan"),
     ],
 )
 def test_a_kernel_does_not_compile_with_other_bytes_of_shared_memory(kernel: str) -> None:

@@ -34,27 +34,24 @@ def attend(
     factors: np.ndarray | None = None,
     softcap: float | None = None,
     sink_scores: np.ndarray | None = None,
-    kernel: str = "prefill_attention",
-    text: str = "",
 ) -> np.ndarray:
     """q (T, H + 1, D), whose last head is not part of the call → (T, H, D).
 
     warps: their number and rows, of smaller blocks than the engine's for the emulator's sake; None for the engine's.
-    kernel: or prefill_wgmma, with warps None. text: of the kernel; empty for its own.
     layouts: None for the cache's own. factors (H,): multiply the heads of the output. sink_scores: (H,).
     """
     keys, values = layouts or (paged.key_layout, paged.value_layout)
     rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
     group = heads // paged.kv_heads
-    blocks = partial(launch_configs.prefill_blocks, *warps) if warps else getattr(launch_configs, kernel)
+    blocks = partial(launch_configs.prefill_blocks, *warps) if warps else launch_configs.prefill_attention
     config, block_rows = blocks(keys, values, group)
     out = np.full((rows, heads, dim), np.nan, np.float32)
     pools = paged.keys, paged.values, paged.full_keys, paged.full_values, paged.now_keys, paged.now_values
     tables = (layout.tables if layout.tables.size else None for layout in (keys, values))
     counts = np.int32(paged.spans.shape[1]), np.int32(paged.kv_heads), np.int32(heads), np.int64(q[0].size)
     defines = {**config.defines, **score_defines(softcap, sink_scores)}
-    _program(text or source(kernel, keys, values, **defines)).launch(
-        f"{kernel}_kernel",
+    _program(source("prefill_attention", keys, values, **defines)).launch(
+        "prefill_attention_kernel",
         (-(-rows * group // block_rows), paged.kv_heads),
         (config.threads,),
         *(out, q, *pools, paged.spans, *tables, factors, *counts, np.int32(window), np.float32(dim**-0.5), sink_scores),

@@ -23,7 +23,6 @@ def test_settings_are_flags_without_dashes() -> None:
         ({"weight": "x", "contxt": 1}, "--contxt"),
         ({"port": 9000}, "--port cannot be set here: Ray listens"),
         ({"sessions": "folder"}, "--sessions cannot be set here: only the replica that loads a session has it"),
-        ({"kv-events": "tcp://127.0.0.1:5557"}, "--kv-events cannot be set here"),
     ],
 )
 def test_a_wrong_one_is_named(settings: dict[str, Any], words: str) -> None:

@@ -20,12 +20,12 @@ from polarlm.model_loaders.config import GenerationDefaults
         ({"eos_token_id": 2}, {}),
         (
             {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1},
-            {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.1},
+            {"sampling": {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.1}},
         ),
         ({"do_sample": False}, {"greedy": True}),
-        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.7}),
-        ({"temperature": None, "top_k": 0, "top_p": None}, {"top_k": 0}),
-        ({"top_k": -1, "suppress_tokens": [3, 99]}, {"top_k": 0, "banned": (3, 99)}),
+        ({"do_sample": False, "temperature": 0.7}, {"sampling": {"temperature": 0.7}}),
+        ({"temperature": None, "top_k": 0, "top_p": None}, {"sampling": {"top_k": 0}}),
+        ({"top_k": -1, "suppress_tokens": [3, 99]}, {"sampling": {"top_k": 0}, "banned": (3, 99)}),
         ({"suppress_tokens": 3, "begin_suppress_tokens": [0]}, {"banned": (3,), "banned_first": (0,)}),
         ({"suppress_tokens": None, "bad_words_ids": []}, {}),
         (
@@ -69,4 +69,4 @@ def test_an_odd_value_is_left_out_with_a_warning(
 def test_a_gguf_file_has_sampling_defaults(tmp_path: Path) -> None:
     says = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "tokenizer.ggml.suppress_tokens": [7, 999]}
     gguf: Any = SimpleNamespace(path=tmp_path / "a.gguf", metadata=says)
-    assert generation.of_gguf(gguf, 100) == GenerationDefaults(temperature=0.5, top_k=20, banned=(7,))
+    assert generation.of_gguf(gguf, 100) == GenerationDefaults({"temperature": 0.5, "top_k": 20}, banned=(7,))

@@ -20,10 +20,8 @@ from hypothesis.stateful import (
 )
 
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.state.block_events import BlockRemoved, BlockStored
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.prefix import _hash as chained
 from polarlm.engine.state.store import KVStore
 from tests.state.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
 
@@ -211,34 +209,6 @@ def test_blocks_outside_the_window_are_not_needed_for_a_hit(windows: tuple[int |
     assert held(cached.store) == [(0, 0)] * len(windows)
 
 
-def findable(prefixes: PrefixCache) -> set[tuple[int, bytes]]:
-    """(group, hash) of every complete block in the cache."""
-    first = [entry for entries in prefixes._full.values() for entry in entries if len(entry.ids) == N]
-    blocks = {chained(entry.before, entry.ids): entry.slots for entry in first} | prefixes._quantized
-    return {(index, key) for key, held in blocks.items() for index, block in enumerate(held) if block is not None}
-
-
-def test_blocks_with_a_salt_are_not_reported_as_stored() -> None:
-    cached, events = CachedStore("polarquant"), []
-    cached.prefixes.watch(events.append)
-    kv = cached.prefixes.match_prefix([], "a salt")
-    sequence = CachedSequence(cached.store, cached.prefixes, STEM)
-    sequence.kv = kv
-    sequence.prompt().end()
-    assert findable(cached.prefixes)
-    assert not [event for event in events if isinstance(event, BlockStored)]
-
-
-def test_a_stored_block_is_reported_with_its_tokens_and_the_block_before_it() -> None:
-    cached, events = CachedStore("polarquant", windows=(None, 12)), []
-    cached.prefixes.watch(events.append)
-    cached.prefill(STEM[: 2 * N + 1]).end()
-    first = chained(cached.prefixes._root, STEM[:N])
-    second = chained(first, STEM[N : 2 * N])
-    expected = [(first, None, STEM[:N]), (second, first, STEM[N : 2 * N])]
-    assert events == [BlockStored(group, key, before, tuple(ids)) for key, before, ids in expected for group in (0, 1)]
-
-
 class Schedules(RuleBasedStateMachine):
     """Sequences of few different tokens begin, grow and end in any order in a store that is too small for all."""
 
@@ -246,15 +216,6 @@ class Schedules(RuleBasedStateMachine):
     def start(self, windows) -> None:
         self.cached = CachedStore("polarquant", windows, tokens=64, sequences=3, step_rows=N)
         self.live: list[CachedSequence] = []
-        self.reported: dict[tuple[int, bytes], BlockStored] = {}
-        self.cached.prefixes.watch(self._report)
-
-    def _report(self, event: BlockStored | BlockRemoved) -> None:
-        if isinstance(event, BlockStored):
-            assert (event.group, event.key) not in self.reported
-            self.reported[event.group, event.key] = event
-        else:
-            del self.reported[event.group, event.key]
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=4), count=st.integers(1, 40))
     def begin(self, ids: list[int], count: int) -> None:
@@ -299,11 +260,6 @@ class Schedules(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.live))
         self.live.remove(sequence)
         self.cached.prefixes.discard(sequence.kv)
-
-    @invariant()
-    def reported_blocks_are_those_that_can_be_found(self) -> None:
-        if hasattr(self, "cached"):
-            assert self.reported.keys() == findable(self.cached.prefixes)
 
     @invariant()
     def nothing_else_holds_blocks(self) -> None:

@@ -195,7 +195,7 @@ class CudaOps:
         device, expected = self._device, Expected(self._alike)
         sizes = device.processors, device.shared_memory, device.memory()
         host = None if self.host is None else self.host.warm_up()
-        ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps, device.wgmma), host and host.ops)
+        ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)
         load = ops.load
 
         def load_first_rows(matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
