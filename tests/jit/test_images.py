@@ -25,6 +25,7 @@ from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I8, I32, Value, vector
 from tests.jit.levels import Function, declared, every_level
+from tests.pairs import in_turn
 
 if not images.AVAILABLE:
     pytest.skip("LLVM links kernels on this system", allow_module_level=True)
@@ -115,9 +116,7 @@ def test_an_absolute_address_is_refused() -> None:
         link(bytes(code))
 
 
-@pytest.mark.parametrize(
-    "level", [level for level in LEVELS if level.machine == "aarch64"], ids=lambda level: level.name
-)
+@in_turn("level", [level for level in LEVELS if level.machine == "aarch64"])
 def test_code_of_aarch64_finds_its_constants_wherever_a_page_begins(level: Level) -> None:
     """Each `adrp` and the first instruction that adds to its register lead to bytes of the constants."""
     memory = link(compile_object(CONSTANTS, level))[8:]

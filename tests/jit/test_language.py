@@ -16,6 +16,7 @@ from polarlm.engine.jit.lang.emit import EXP_COEFFICIENTS, Emitter
 from polarlm.engine.jit.lang.values import F16, F32, F64, I1, I8, I16, I32, I64, POINTER, Type, Value, vector
 from scripts import fit_exp
 from tests.jit.levels import declared, every_level, loaded, run
+from tests.pairs import in_turn
 
 TYPES: dict[Any, Type] = {
     np.dtype(name): kind
@@ -86,9 +87,8 @@ INTEGERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
 }
 
 
-# Product: a level has instructions of its own for each operation.
 @every_level
-@pytest.mark.parametrize("name", INTEGERS)
+@in_turn("name", INTEGERS)
 def test_integers(name: str, level: Level) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.integers(-(2**31), 2**31, (2, 160), np.int32)
@@ -116,9 +116,8 @@ FLOATS: dict[str, tuple[Callable[..., Value], Callable[[Any, Any], Any]]] = {
 }
 
 
-# Product: a level has instructions of its own for each operation.
 @every_level
-@pytest.mark.parametrize("name", FLOATS)
+@in_turn("name", FLOATS)
 def test_floats(name: str, level: Level) -> None:
     rng = np.random.default_rng(1)
     a, b = rng.standard_normal((2, 160)).astype(np.float32)
@@ -366,10 +365,8 @@ def byte_products(unsigned_most: int) -> tuple[np.ndarray, np.ndarray]:
     return a, b
 
 
-# Product: a level has its own instructions for products that fit, and cuts vectors wider than its registers.
 @every_level
-@pytest.mark.parametrize("lanes", [8, 16])
-@pytest.mark.parametrize("fits", [False, True])
+@in_turn("lanes fits", [(8, False), (16, False), (16, True)])
 def test_dot4_is_exact(level: Level, lanes: int, fits: bool) -> None:
     a, b = byte_products(128 if fits else 255)
     totals = np.random.default_rng(10).integers(-(2**30), 2**30, len(a) // 4, np.int32)
@@ -382,9 +379,8 @@ def test_dot4_is_exact(level: Level, lanes: int, fits: bool) -> None:
     np.testing.assert_array_equal(found, totals + (a.astype(np.int32) * b).reshape(-1, 4).sum(1))
 
 
-# Product: a level looks up tables of each size in its own way.
 @every_level
-@pytest.mark.parametrize("entries", [16, 64, 128, 256])
+@in_turn("entries", [16, 64, 128, 256])
 def test_tables_of_bytes(level: Level, entries: int) -> None:
     rng = np.random.default_rng(12)
     content = rng.permutation(256)[:entries].astype(np.uint8)
@@ -451,7 +447,7 @@ MISTAKES: dict[str, Callable[[Emitter, Value, Value, Value, Value], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@in_turn("name", MISTAKES)
 def test_a_mistake_raises_where_it_is_made(name: str) -> None:
     """And not when LLVM reads the kernel, which then has no line of Python to name."""
 

@@ -32,7 +32,6 @@ def lookup(entries: np.ndarray) -> Kernel:
     return Kernel(f"lookup_{zlib.crc32(entries.tobytes())}", emit, declared("index out"))
 
 
-# Product: a level looks up tables of each size in its own way.
 @every_level
 @pytest.mark.parametrize("count", [16, 64, 128, 256])
 def test_lookup(count: int, level: Level) -> None:
@@ -40,7 +39,6 @@ def test_lookup(count: int, level: Level) -> None:
     check_lookup(rng.integers(0, 256, (2, count), np.uint8), level)
 
 
-# Product: a level halves the lookups of tables of each size in its own way.
 @every_level
 @pytest.mark.parametrize("count", [64, 128, 256])
 def test_lookup_of_mirror_images(count: int, level: Level) -> None:
@@ -107,7 +105,6 @@ def dots(signed: bool, fits: bool) -> Kernel:
     return Kernel(f"dots_{signed}_{fits}", emit, declared("a b out"))
 
 
-# Product: a level multiplies bytes of each kind by instructions of its own.
 @every_level
 @pytest.mark.parametrize("kind", ["unsigned", "fits", "signed"])
 def test_dot_products_of_bytes(level: Level, kind: str) -> None:
@@ -124,7 +121,6 @@ def test_dot_products_of_bytes(level: Level, kind: str) -> None:
     np.testing.assert_array_equal(out, wanted)
 
 
-# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_lookup_in_lanes(level: Level, size: int) -> None:
@@ -135,7 +131,6 @@ def test_lookup_in_lanes(level: Level, size: int) -> None:
     np.testing.assert_array_equal(found, wanted.reshape(50, size))
 
 
-# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_pair_products(level: Level, size: int) -> None:
@@ -145,7 +140,6 @@ def test_pair_products(level: Level, size: int) -> None:
     np.testing.assert_array_equal(both(level, "pair_products", a, b.view(np.uint8), np.int16), wanted)
 
 
-# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_scaled_product_is_rounded(level: Level, size: int) -> None:
@@ -155,7 +149,6 @@ def test_scaled_product_is_rounded(level: Level, size: int) -> None:
     np.testing.assert_array_equal(both(level, "scaled_product", a, b, np.int16), wanted)
 
 
-# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_join_words(level: Level, size: int) -> None:
