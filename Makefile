@@ -118,7 +118,6 @@ readme: $(VENV)/.installed  ## bring the tables of the README and docs/ up to da
 	@$(PY) -m scripts.make_quality_table
 	@$(PY) -m scripts.make_cache_tables
 	@$(PY) -m scripts.make_speed_table
-	@$(PY) -m scripts.make_pressure_table
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,7 +21,6 @@ from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
 from scripts import (
     make_cache_tables,
     make_flag_table,
-    make_pressure_table,
     make_quality_table,
     make_speed_table,
 )
@@ -34,7 +33,6 @@ SCRIPTS = (
     make_quality_table,
     make_cache_tables,
     make_speed_table,
-    make_pressure_table,
 )
 TABLES = [
     pytest.param(document, {name: table}, id=f"{document.name}: {name}")
