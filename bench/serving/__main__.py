@@ -37,13 +37,14 @@ def main(argv: Sequence[str]) -> None:
     )
     needs_http()
     model = model_named(options.weights, options.hf_repo)
-    if options.url is not None and (model is not None or options.only != LOAD):
-        reason = "--weights or -hf both say which server it is" if model else f"--only {options.only} starts servers"
-        raise FlagError(f"--url and {reason}; leave one of them out")
+    if options.url is not None and options.only != LOAD:
+        raise FlagError(f"--url and --only {options.only}, which starts its own servers: leave one of them out")
+    if options.url is not None and model is not None:
+        raise FlagError("--url and --weights or -hf both say which server it is; leave one of them out")
     if options.only == LOAD:
-        from polarlm.bench.serving import load as section
+        from polarlm.bench.serving.load import run  # needs httpx
 
-        section.run(options, load, model, destination, argv)
+        run(options, load, model, destination, argv)
         return
     output = destination.path(options.only, file_names(model))
     result = conversations.measure(options, talk, model)
