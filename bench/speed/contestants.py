@@ -24,6 +24,10 @@ class Contestant:
     cache: str
     types: CacheType | None = field(default=None, compare=False)  # for our engine
 
+    def as_json(self) -> dict[str, str]:
+        types = {} if self.types is None else {"types": self.types.pair}
+        return {"engine": self.engine, "cache": self.cache, **types}
+
     @property
     def is_ours(self) -> bool:
         return self.engine == OURS
