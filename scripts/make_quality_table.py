@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polarlm.bench.quality.causes import format_table
+
 from polarlm.bench import report
 from polarlm.bench.quality import page
-from polarlm.bench.quality.causes import format_table
 from polarlm.bench.quality.scores import kl_by_position, small, with_error
 from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from polarlm.engine.state.plan import format_bytes

@@ -17,12 +17,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from polarlm.bench.gpu.weights import KINDS
 
 from polarlm.bench.gpu.cache import Content, StoredSequence
 from polarlm.bench.gpu.model import RandomModel
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.steps import default_input
-from polarlm.bench.gpu.weights import KINDS
 from polarlm.engine.cli.commands import command
 
 _ROWS = (1, 16)
