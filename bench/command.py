@@ -8,10 +8,9 @@ from typing import Any
 
 from polarlm.engine import EngineConfig, EngineError, codecs
 from polarlm.engine.cli.flags import Check, FlagError
-from polarlm.engine.codecs.ring import NAMES
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS, auto_bits
+from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 
 _PLAIN = ":plain"
 
@@ -19,7 +18,7 @@ HF_REPO_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0
 WEIGHTS_HELP = "folder of safetensors or a .gguf file; without it, the demonstration model"
 TYPES_HELP = (
     "cache types, separated by commas: polarquant for keys and values alike, f16/polarquant for one each, "
-    "balanced or another preset, auto:3.5 for types by layer, polarquant:plain without key conditioning"
+    "balanced or another preset, polarquant:plain without key conditioning"
 )
 LAYERS_HELP = "; ring3/ring3.5,ring5@1-2 has another type in some layers"
 
@@ -44,19 +43,16 @@ class CacheType:
         CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
         """
         names = text.removesuffix(_PLAIN)
-        try:
-            if auto_bits(names) is not None or names in TWO_KINDS:
-                return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
-        except EngineError as error:
-            raise FlagError(str(error).replace("cache_type=", "--types ")) from None
+        if names in TWO_KINDS:
+            return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
         key, _, value = "/".join(PRESETS.get(names, (names,))).partition("/")
-        found = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
-        for name in found.names() if by_layer else (found.key, found.value):
+        parsed = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
+        for name in parsed.names() if by_layer else (parsed.key, parsed.value):
             try:
                 codecs.get(name)
             except ValueError as error:
                 raise FlagError(f"--types {text}: {str(error).rstrip('.')}") from None
-        return found
+        return parsed
 
     @property
     def pair(self) -> str:
@@ -72,9 +68,7 @@ class CacheType:
                 raise FlagError(f"--types {self.label}: {str(error).rstrip('.')}") from None
 
     def names(self) -> list[str]:
-        """The names of the codecs of keys and of values in any layer, or that auto chooses among."""
-        if auto_bits(self.key) is not None:
-            return [*NAMES]
+        """The names of the codecs of keys and of values in any layer."""
         if self.key in TWO_KINDS:
             kinds = TWO_KINDS[self.key]
             return [*kinds.finer, *kinds.coarser]
@@ -82,7 +76,7 @@ class CacheType:
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig that set this cache type."""
-        if auto_bits(self.key) is not None or self.key in TWO_KINDS:
+        if self.key in TWO_KINDS:
             return {"cache_type": self.key, "key_conditioning": self.key_conditioning}
         return {"cache_type_k": self.key, "cache_type_v": self.value, "key_conditioning": self.key_conditioning}
 

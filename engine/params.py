@@ -1,13 +1,43 @@
-"""What a request may ask for, as frozen dataclasses: how tokens are chosen, and how its prompt is read."""
+"""What a request may ask for, as frozen dataclasses: how tokens are chosen, and how its prompt is read.
+
+SamplingParams is the table of sampling options: flags, server, page, lm-eval and the defaults read it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from polarlm.engine import limits
 from polarlm.engine.config import setting
+from polarlm.engine.limits import Numbers, Valid
+
+_TEXTS = "a tuple of non-empty strings"
+_LOGPROBS = (
+    Numbers(0, limits.MOST_LOGPROBS, whole=True, optional=True),
+    f"None, or a whole number from 0 to {limits.MOST_LOGPROBS}",
+)
+_PENALTY = Numbers(-1e3, 1e3), "a number from -1000 to 1000"
+_WHOLE = Numbers(0, whole=True), "a whole number from 0 up"
+
+
+def option(
+    default: Any,
+    valid: Valid,
+    *flags: str,
+    fallback: Any = None,
+    json: tuple[str, ...] | None = None,
+    page: str | None = None,
+    **more: Any,
+) -> Any:
+    """A field of SamplingParams, with its valid values and the names that it has elsewhere.
+
+    fallback: the value where neither the request nor the model's files name one; the default is None then.
+    json: the fields of a request's JSON, of which the last one counts, if they are not the option's name; () if the
+    server reads the option in a way of its own. page: its label on the chat page. flags, more: as in `setting`.
+    """
+    return setting(default, *flags, valid=valid, fallback=fallback, json=json, page=page, **more)
 
 
 @dataclass(frozen=True)
@@ -17,107 +47,222 @@ class SamplingParams:
     Raises EngineError, naming the field, for a value of a wrong type or out of range.
     """
 
-    max_tokens: int = setting(
-        -1, "-n", "--predict", metavar="N", help="most tokens to generate; -1 continues to the end of the context"
+    max_tokens: int = option(
+        -1,
+        (Numbers(-1, whole=True), "a whole number; -1 is no limit"),
+        "-n",
+        "--predict",
+        json=("n_predict", "max_tokens", "max_completion_tokens"),
+        metavar="N",
+        help="most tokens to generate; -1 continues to the end of the context",
     )
-    temperature: float | None = setting(None, "--temp", metavar="T", help="0 is greedy [the model's, else 0.8]")
-    top_k: int | None = setting(
-        None, "--top-k", metavar="K", help="keep the K best tokens; 0 keeps all [the model's, else 40]"
-    )
-    top_p: float | None = setting(
+    temperature: float | None = option(
         None,
+        (Numbers(0, 1e4, optional=True), "a number from 0 (greedy) up"),
+        "--temp",
+        fallback=0.8,
+        page="Temperature",
+        metavar="T",
+        help="0 is greedy [the model's, else 0.8]",
+    )
+    top_k: int | None = option(
+        None,
+        (Numbers(0, whole=True, optional=True), "a whole number; 0 keeps all"),
+        "--top-k",
+        fallback=40,
+        page="Top k",
+        metavar="K",
+        help="keep the K best tokens; 0 keeps all [the model's, else 40]",
+    )
+    top_p: float | None = option(
+        None,
+        (Numbers(1e-9, 1, optional=True), "a number above 0 and at most 1"),
         "--top-p",
+        fallback=0.95,
+        page="Top p",
         metavar="P",
         help="keep the best tokens that together have probability P [the model's, else 0.95]",
     )
-    min_p: float | None = setting(
-        None, "--min-p", metavar="P", help="drop tokens less likely than P times the best [the model's, else 0.05]"
-    )
-    repeat_penalty: float | None = setting(
+    min_p: float | None = option(
         None,
+        (Numbers(0, 1, optional=True), "a number from 0 to 1"),
+        "--min-p",
+        fallback=0.05,
+        page="Min p",
+        metavar="P",
+        help="drop tokens less likely than P times the best [the model's, else 0.05]",
+    )
+    repeat_penalty: float | None = option(
+        None,
+        (Numbers(1e-3, 1e3, optional=True), "a positive number; 1 is off"),
         "--repeat-penalty",
+        fallback=1.0,
+        json=("repetition_penalty", "repeat_penalty"),
+        page="Repeat penalty",
         metavar="X",
         help="divide the logits of the last 64 tokens; 1 is off [the model's, else 1]",
     )
-    presence_penalty: float = setting(
-        0.0, "--presence-penalty", metavar="X", help="subtract X from tokens among the last 64"
+    presence_penalty: float = option(
+        0.0, _PENALTY, "--presence-penalty", metavar="X", help="subtract X from tokens among the last 64"
     )
-    frequency_penalty: float = setting(
-        0.0, "--frequency-penalty", metavar="X", help="subtract X for each time a token is among the last 64"
+    frequency_penalty: float = option(
+        0.0,
+        _PENALTY,
+        "--frequency-penalty",
+        metavar="X",
+        help="subtract X for each time a token is among the last 64",
     )
-    repeat_last_n: int = setting(64, help="last tokens that these three penalties look at, 64 at most")
-    dry_multiplier: float | None = setting(
+    repeat_last_n: int = option(
+        64,
+        (Numbers(0, limits.PENALTY_WINDOW, whole=True), f"a whole number from 0 to {limits.PENALTY_WINDOW}"),
+        help="last tokens that these three penalties look at, 64 at most",
+    )
+    dry_multiplier: float | None = option(
         None,
+        (Numbers(0, 1e3, optional=True), "a number from 0 (off) to 1000"),
         "--dry-multiplier",
+        fallback=0.0,
+        page="Repeats (DRY)",
         metavar="X",
         help="DRY: subtract X · base^n from a token that would continue a repetition n tokens longer than allowed; "
         "0 is off [the model's, else 0]",
     )
-    dry_base: float = setting(1.75, "--dry-base", metavar="B", help="the base of DRY")
-    dry_allowed_length: int = setting(
-        2, "--dry-allowed-length", metavar="N", help="tokens that may be repeated before DRY looks at what follows"
+    dry_base: float = option(
+        1.75, (Numbers(1, 1e3), "a number from 1 to 1000"), "--dry-base", metavar="B", help="the base of DRY"
     )
-    dry_penalty_last_n: int | None = setting(
+    dry_allowed_length: int = option(
+        2,
+        _WHOLE,
+        "--dry-allowed-length",
+        metavar="N",
+        help="tokens that may be repeated before DRY looks at what follows",
+    )
+    dry_penalty_last_n: int | None = option(
         None,
+        (
+            Numbers(-2, whole=True, optional=True),
+            "a whole number; 0 is off, -1 the whole context, -2 the answer alone",
+        ),
         "--dry-penalty-last-n",
+        fallback=-1,
         metavar="N",
         help="last tokens that DRY looks at; 0 is off, -1 all of the context, -2 the answer alone "
         "[the model's, else -1]",
     )
-    dry_sequence_breakers: tuple[str, ...] | None = setting(
+    dry_sequence_breakers: tuple[str, ...] | None = option(
         None,
+        (lambda value: value is None or limits.is_stop_list(value), _TEXTS),
         "--dry-sequence-breaker",
+        fallback=("\n", ":", '"', "*"),
         metavar="TEXT",
         text=True,
         help="text across which DRY sees no repetitions; may be repeated "
         "[the model's, else line end, colon, quotation mark, asterisk]",
     )
-    logit_bias: dict[int, float] = setting(
+    logit_bias: dict[int, float] = option(
         dict,
+        (limits.is_bias, "a number for each token id, or -inf, which bans the token"),
         "--logit-bias",
+        json=(),
         metavar="ID(+|-)BIAS",
         help="add BIAS to a token's logit, as in 42+1.5 or 42-inf; may be repeated",
     )
-    seed: int = setting(-1, "-s", "--seed", metavar="N", help="-1 takes a different seed each time")
-    stop: tuple[str, ...] = setting(
+    seed: int = option(
+        -1,
+        (Numbers(-1, whole=True), "a whole number from 0 up; -1 takes a different one each time"),
+        "-s",
+        "--seed",
+        metavar="N",
+        help="-1 takes a different seed each time",
+    )
+    stop: tuple[str, ...] = option(
         (),
+        (limits.is_stop_list, _TEXTS),
         "-r",
         "--reverse-prompt",
         metavar="TEXT",
         text=True,
         help="end the answer where TEXT appears; may be repeated",
     )
-    ignore_eos: bool = setting(False, "--ignore-eos", help="continue after an end-of-sequence token")
-    logprobs: int | None = setting(
-        None, help="return the log-probability of each generated token, and of this many most likely tokens (0 to 20)"
+    ignore_eos: bool = option(
+        False, (limits.is_flag, "True or False"), "--ignore-eos", help="continue after an end-of-sequence token"
     )
-    prompt_logprobs: int | None = setting(
+    logprobs: int | None = option(
         None,
+        _LOGPROBS,
+        json=(),
+        help="return the log-probability of each generated token, and of this many most likely tokens (0 to 20)",
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        _LOGPROBS,
+        json=(),
         help="return the log-probability of each token of the prompt after the first, and of this many most likely "
         "tokens (0 to 20); the whole prompt is computed for it",
     )
-    stop_token_ids: tuple[int, ...] = setting((), help="end the answer at these tokens, as at EOS tokens")
-    min_tokens: int = setting(0, help="fewest tokens to generate before EOS or one of stop_token_ids may be drawn")
-    schema: dict[str, Any] | str | None = setting(
-        None, help="the answer is JSON of this schema, a dict or its text; {} allows any JSON; needs the extra json"
+    stop_token_ids: tuple[int, ...] = option(
+        (), (limits.is_id_list, "a tuple of token ids"), help="end the answer at these tokens, as at EOS tokens"
     )
-    grammar: str | None = setting(
-        None, help="the answer matches this grammar: llguidance's Lark, or llama.cpp's GBNF; needs the extra json"
+    min_tokens: int = option(
+        0, _WHOLE, help="fewest tokens to generate before EOS or one of stop_token_ids may be drawn"
     )
-    regex: str | None = setting(None, help="the whole answer matches this regular expression; needs the extra json")
-    shown_tokens: tuple[int, ...] = setting((), help="control tokens whose names are part of the text")
-    spec_type: str | None = setting(None, help=f"{', '.join(limits.DRAFTS)}: in place of the engine's")
-    draft_max: int | None = setting(None, help="most tokens of a draft, in place of the engine's; 0 drafts none")
-    draft_min: int | None = setting(None, help="fewest tokens of a draft, in place of the engine's")
+    schema: dict[str, Any] | str | None = option(
+        None,
+        (lambda value: value is None or isinstance(value, (dict, str)), "a JSON schema: a dict, or its text"),
+        json=(),
+        help="the answer is JSON of this schema, a dict or its text; {} allows any JSON; needs the extra json",
+    )
+    grammar: str | None = option(
+        None,
+        (lambda value: value is None or isinstance(value, str), "the text of a grammar"),
+        json=(),
+        help="the answer matches this grammar: llguidance's Lark, or llama.cpp's GBNF; needs the extra json",
+    )
+    regex: str | None = option(
+        None,
+        (lambda value: value is None or isinstance(value, str), "a regular expression"),
+        json=(),
+        help="the whole answer matches this regular expression; needs the extra json",
+    )
+    shown_tokens: tuple[int, ...] = option(
+        (), (limits.is_id_list, "a tuple of token ids"), json=(), help="control tokens whose names are part of the text"
+    )
+    spec_type: str | None = option(
+        None,
+        (
+            lambda value: value is None or value in limits.DRAFTS,
+            f"None, or one of {', '.join(limits.DRAFTS)}",
+        ),
+        json=("speculative.type",),
+        help=f"{', '.join(limits.DRAFTS)}: in place of the engine's",
+    )
+    draft_max: int | None = option(
+        None,
+        (
+            Numbers(0, limits.MOST_DRAFTED, whole=True, optional=True),
+            f"None, or a whole number from 0 to {limits.MOST_DRAFTED}",
+        ),
+        json=("speculative.n_max",),
+        help="most tokens of a draft, in place of the engine's; 0 drafts none",
+    )
 
     def __post_init__(self) -> None:
-        limits.check(limits.SAMPLING, vars(self))
+        limits.check(SAMPLING, vars(self))
         limits.check_one(limits.CONSTRAINTS, vars(self))
 
     @property
     def is_constrained(self) -> bool:
         """Whether a schema, a grammar or a regular expression constrains the answer."""
         return any(getattr(self, name) is not None for name in limits.CONSTRAINTS)
+
+
+OPTIONS = {option.name: option.metadata for option in fields(SamplingParams)}
+"""Field of SamplingParams → what `option` says of it."""
+
+SAMPLING: limits.Limits = {name: option["valid"] for name, option in OPTIONS.items()}
+
+FALLBACKS = {name: option["fallback"] for name, option in OPTIONS.items() if option["fallback"] is not None}
+"""Field of SamplingParams that may be None → its value where neither the request nor the model's files name one."""
 
 
 @dataclass(frozen=True)

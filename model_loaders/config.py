@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 # swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
 # relu_squared: relu(up)², and gelu: up · Φ(up), of networks without a gate.
@@ -177,7 +177,7 @@ Ffn = GatedMLP | Experts
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer adds the output of its mixer to the residual stream, then that of its feed-forward network."""
+    """A decoder layer adds to the residual stream the output of its mixer, then of its feed-forward network."""
 
     mixer: Mixer
     ffn: Ffn | None
@@ -269,20 +269,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling defaults from a model's generation_config; None for a key that it lacks.
+    """How a model's files want it sampled."""
 
-    Such files have no keys for DRY: its fields are for the demonstration model.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: tuple[str, ...] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the files name → values
     greedy: bool = False  # the file says do_sample: false
     banned: tuple[int, ...] = ()  # tokens that the model must not write
-    banned_first: tuple[int, ...] = ()  # nor as the first of an answer
-    banned_sequences: tuple[tuple[int, ...], ...] = ()  # of two tokens and more
+    banned_first: tuple[int, ...] = ()  # tokens that must not be the first of an answer
+    banned_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of two tokens or more that must not occur

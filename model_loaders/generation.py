@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,16 @@ if TYPE_CHECKING:
     from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _LOG = logging.getLogger(__name__)
-_GGUF = {  # our key → that of a GGUF file
-    "temperature": "general.sampling.temp",
+# Field of SamplingParams → its key in generation_config.json, its key in a GGUF file, least and largest value.
+_NUMBERS = {
+    "temperature": ("temperature", "general.sampling.temp", 0, 1e4),
+    "top_p": ("top_p", "general.sampling.top_p", 1e-9, 1),
+    "min_p": ("min_p", "general.sampling.min_p", 0, 1),
+    "repeat_penalty": ("repetition_penalty", "general.sampling.penalty_repeat", 1e-3, 1e3),
+}
+_GGUF = {  # key of generation_config.json → key of a GGUF file
+    **{key: theirs for key, theirs, *_ in _NUMBERS.values()},
     "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
     "suppress_tokens": "tokenizer.ggml.suppress_tokens",
 }
 
@@ -40,9 +45,6 @@ def of_gguf(gguf: GgufFile, vocab_size: int) -> GenerationDefaults:
 
 
 def _defaults(fields: Fields, vocab_size: int) -> GenerationDefaults:
-    def number(key: str, minimum: float, maximum: float) -> float | None:
-        return usable(lambda: fields.number(key, minimum=minimum, maximum=maximum)) if fields.has(key) else None
-
     def is_token(value: object) -> bool:
         return type(value) is int and 0 <= value < vocab_size
 
@@ -58,19 +60,22 @@ def _defaults(fields: Fields, vocab_size: int) -> GenerationDefaults:
             _LOG.warning("%s", fields.refuse(key, problem))
         return [one for one in given if is_usable(one)]
 
-    temperature, sequences = number("temperature", 0, 1e4), items("bad_words_ids", is_sequence)
-    top_k = usable(lambda: fields.integer("top_k", minimum=-1)) if fields.has("top_k") else None
+    sampling: dict[str, Any] = {}
+    for name, (key, _, low, high) in _NUMBERS.items():
+        if fields.has(key):
+            sampling[name] = usable(partial(fields.number, key, minimum=low, maximum=high))
+    if fields.has("top_k"):
+        top_k = usable(lambda: fields.integer("top_k", minimum=-1))
+        sampling["top_k"] = None if top_k is None else max(0, top_k)
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    sequences = items("bad_words_ids", is_sequence)
     ends = [[end] for end in items("eos_token_id", is_token)]  # a text may end all the same, as in transformers
-    words = [one[0] for one in sequences if len(one) == 1 and one not in ends]
+    words = [sequence[0] for sequence in sequences if len(sequence) == 1 and sequence not in ends]
     return GenerationDefaults(
-        temperature=temperature,
-        top_k=None if top_k is None else max(0, top_k),
-        top_p=number("top_p", 1e-9, 1),
-        min_p=number("min_p", 0, 1),
-        repeat_penalty=number("repetition_penalty", 1e-3, 1e3),
+        sampling,
         # In many files `do_sample: false` is a leftover: it means greedy only if there is no temperature.
-        greedy=usable(lambda: fields.flag("do_sample", True)) is False and temperature is None,
+        greedy=usable(lambda: fields.flag("do_sample", True)) is False and "temperature" not in sampling,
         banned=(*items("suppress_tokens", is_token), *words),
         banned_first=tuple(items("begin_suppress_tokens", is_token)),
-        banned_sequences=tuple(tuple(one) for one in sequences if len(one) > 1),
+        banned_sequences=tuple(tuple(sequence) for sequence in sequences if len(sequence) > 1),
     )

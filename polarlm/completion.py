@@ -81,10 +81,10 @@ _WORDS = {"weights": "PATH", "text": "FILE"}  # fields of words without a flag
 _CODECS = codecs.available()
 _NAMES: Mapping[str, Sequence[str]] = {
     "device": ("auto", "cpu", "cuda"),
-    "cache_type": (*PRESETS, "auto:3.5", *_CODECS),
+    "cache_type": (*PRESETS, *_CODECS),
     "cache_type_k": _CODECS,
     "cache_type_v": _CODECS,
-    "types": (*PRESETS, "auto:3.5", *_CODECS),
+    "types": (*PRESETS, *_CODECS),
     "weight_type": (AS_STORED, *weight_formats.writable()),
 }
 """Field → values to complete, of flags that take others as well and so have no `choices`."""

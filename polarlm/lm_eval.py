@@ -20,6 +20,7 @@ from tqdm import tqdm
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.cli.commands import note
 from polarlm.engine.outputs import Completion, fold
+from polarlm.engine.params import FALLBACKS
 from polarlm.engine.sampling.constraints import WORD, mask_words
 
 try:
@@ -32,7 +33,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("lm-eval is not installed: pip install 'polarlm[eval]' adds it") from error
 
 _ANSWER = 256  # tokens of an answer, unless the task says otherwise
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # what tasks may set, by the names of SamplingParams
 _TEACHER = SamplingParams(temperature=0, ignore_eos=True, logprobs=1)
 
 Pair = tuple[tuple[str, str], list[int], list[int]]
@@ -163,7 +163,7 @@ class PolarLM(TemplateLM):
             context, given = request.args
             asked = normalize_gen_kwargs(given, _ANSWER)
             most = min(asked["max_gen_toks"], self.engine.context - 1)
-            sampling = {name: asked[name] for name in _SAMPLING if name in asked}
+            sampling = {name: asked[name] for name in FALLBACKS if name in asked}
             stop = tuple(text for text in asked["until"] if text)
             params = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=most, stop=stop)
             prompt = self._end_of(self.tok_encode(context), most)

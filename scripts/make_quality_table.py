@@ -295,7 +295,6 @@ def _source(measured: Measured, full: float, of_what: str = "in full precision")
 
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    README: {"costs": lambda: quality_table(_SHORT)},
     DOCUMENT: {
         "quality": quality_table,
         "positions": positions_table,
@@ -310,8 +309,6 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "hybrid figures": hybrid_figures_table,
         "peers": peers_table,
         "hybrid peers": hybrid_peers_table,
-        "auto": lambda: _peers("auto-smollm2-135m-instruct-wikitext2-????-??-??"),
-        "auto Shakespeare": lambda: _peers("auto-smollm2-135m-instruct-tinyshakespeare-????-??-??"),
     },
 }
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import re
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,6 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
             lines = bound.enter_context(tcp_socket(config.host, config.socket_port, "--socket-port"))
         listeners = 1 if lines is None else 2
         _warn(config, http, listeners * (config.max_connections + BACKLOG))
-        events = bound.enter_context(_kv_events(config))
         sessions = None
         if config.sessions is not None:
             sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
@@ -111,8 +109,6 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
             if missing and not engine.model.config.is_encoder:
                 _note(missing)
             _note(engine.fit_line())
-            if events is not None:
-                events.watch(engine)
             journal.set_up()
             driver = Driver(engine, config, sessions)
             asyncio.run(serving.serve_engine(driver, http, lines, early, lambda: _tell(http, lines)))
@@ -147,19 +143,6 @@ def _check_mcp(path: str) -> None:
         version("mcp")
     except PackageNotFoundError:
         raise _Missing("--mcp-config needs more packages: pip install 'polarlm[mcp]'") from None
-
-
-def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:
-    """A context with the publisher of KV events, or with None without --kv-events. Raises _Missing and ListenError."""
-    if config.kv_events is None:
-        return nullcontext()
-    try:
-        from polarlm.server.running.kv_events import kv_events
-    except ImportError as error:
-        raise _Missing(f"{error}: --kv-events needs the packages of polarlm[kv-events]") from None
-    if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", config.kv_events) is None:
-        _note(f"warning: --kv-events {config.kv_events} sends tokens of prompts to any program that connects to it")
-    return kv_events(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
 
 def _note(sentence: str) -> None:

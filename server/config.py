@@ -108,20 +108,6 @@ class ServerConfig:
     hide_cached_tokens: bool = setting(
         False, "--hide-cached-tokens", help="do not tell clients how much of a prompt was in the cache"
     )
-    kv_events: str | None = setting(
-        None,
-        "--kv-events",
-        metavar="ADDRESS",
-        help="publish which blocks are in the cache, for routers, over ZeroMQ in vLLM's format; such as "
-        "tcp://127.0.0.1:5557. Messages contain the tokens of prompts, and any program that reaches the address can "
-        "read them. Needs the extra kv-events",
-    )
-    kv_events_replay: str | None = setting(
-        None, "--kv-events-replay", metavar="ADDRESS", help="where routers get messages of --kv-events that they missed"
-    )
-    kv_events_topic: str = setting(
-        "", "--kv-events-topic", metavar="TOPIC", help="topic of the messages of --kv-events"
-    )
     log_prompts: bool = setting(False, "--log-prompts", help="write prompts and answers into the log")
     models: str | None = setting(
         None,
@@ -180,8 +166,6 @@ def read_command_line(
     _check_models(engine, server)
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
-    if server.kv_events is None and (server.kv_events_replay is not None or server.kv_events_topic):
-        raise FlagError("--kv-events-replay and --kv-events-topic are for messages that only --kv-events publishes")
     if server.share_blocks and engine.cache_disk is None:
         raise FlagError("--share-blocks shares what --cache-disk keeps: give that as well")
     key = environment.get(KEY_VARIABLE)
@@ -230,11 +214,6 @@ def _is_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9._-]+", text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))
 
 
-def _is_zmq_address(text: str) -> bool:
-    """Whether ZeroMQ can bind to `text`: a TCP address with a port, or a file name."""
-    return re.fullmatch(r"tcp://[^\s/]+:([0-9]{1,5})|ipc://[^\s\0]+", text) is not None
-
-
 def _is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
@@ -260,9 +239,7 @@ _PORT = that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 6553
 _POSITIVE = that(lambda count: count >= 1, "this has to be 1 or more")
 _PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
-_ZMQ_ADDRESS = that(_is_zmq_address, "an address is tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc://PATH")
-
-_OF_ONE_MODEL = ("unix", "socket_port", "kv_events", "share_blocks")
+_OF_ONE_MODEL = ("unix", "socket_port", "share_blocks")
 _OF_MODELS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
 _CHECKS: Mapping[str, Check] = {
@@ -279,8 +256,6 @@ _CHECKS: Mapping[str, Check] = {
     "models_memory": _size,
     "idle_unload": that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),
     "pin": that(lambda text: text != "", "this needs a model's name"),
-    "kv_events": _ZMQ_ADDRESS,
-    "kv_events_replay": _ZMQ_ADDRESS,
     "api_key": that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
     "allowed_host": that(_is_name, "this needs a host name alone, as in chat.example.com"),
     "cors_origin": that(

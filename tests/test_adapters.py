@@ -17,7 +17,8 @@ from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
-from polarlm.engine.requests.salts import adapter_of, joined
+from polarlm.engine.requests import drafts
+from polarlm.engine.state.salts import adapter_of, joined
 from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
 
@@ -191,20 +192,6 @@ def test_a_cancelled_request_leaves_the_others_as_they_are(engine: Engine) -> No
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("backend", ["native", "numpy"])
-def test_merged_adapters_are_those_of_requests(
-    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine], backend: str
-) -> None:
-    ops = NumpyOps() if backend == "numpy" else None
-    lora = {"large": str(adapters["large"])}
-    with load_tiny(base, ops=ops, lora=lora, lora_merge=True, weight_type="f32", **SETTINGS) as merged:
-        assert merged.adapters.scales == {}
-        assert_alike(answer(merged, ""), answer(changed("large"), ""), changed("large"))
-        identity = merged._identity["model"]
-    with load_tiny(base, ops=ops, weight_type="f32", **SETTINGS) as plain:
-        assert plain._identity["model"] != identity
-
-
 def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[str, Path]) -> None:
     with pytest.raises(EngineError, match="lora is 'two', but there is no adapter of this name; there are one, five"):
         answer(engine, "two")
@@ -216,8 +203,6 @@ def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[st
     ):
         with pytest.raises(EngineError, match=sentence):
             load_tiny(base, lora=lora, **SETTINGS)
-    with pytest.raises(EngineError, match="no adapter to merge"):
-        load_tiny(base, lora_merge=True, **SETTINGS)
 
 
 def test_salts_of_different_pairs_are_different() -> None:
@@ -246,10 +231,10 @@ def test_the_chat_takes_the_first_adapter(engine: Engine) -> None:
 
 
 def test_drafted_tokens_are_verified_with_the_adapter(
-    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine]
+    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lora = {"one": str(adapters["one"])}
-    with load_tiny(base, lora=lora, spec_type="ngram-simple", spec_ngram_size_n=1, **SETTINGS) as engine:
+    monkeypatch.setattr(drafts, "NGRAM", 1)  # which an answer of a tiny model repeats
+    with load_tiny(base, lora={"one": str(adapters["one"])}, spec_type="ngram-simple", **SETTINGS) as engine:
         found = engine.generate(PROMPT, params(60), PromptOptions(lora="one"))
     assert found.usage.drafted_tokens > 0
     assert found.token_ids == changed("one").generate(PROMPT, params(60)).token_ids

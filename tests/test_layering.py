@@ -23,7 +23,6 @@ BEHIND_THE_ENGINE = {
     "codecs",
     "jit",
     "loading.advice",
-    "loading.auto",
     "loading.gpu",
     "loading.encoding",
     "loading.experts",
@@ -80,25 +79,34 @@ ROOMS: dict[str, set[str]] = {
         "weight_formats",
     }
     | TOLD,
-    "requests": {"state", "model", "sampling", "storage.copies", "storage.tiers", "backends.numpy.host_memory"} | TOLD,
+    "storage.sessions": {
+        "state",
+        "storage.copies",
+        "storage.files",
+        "storage.identity",
+        "storage.objects",
+        "storage.payloads",
+    }
+    | TOLD,
+    "requests": {
+        "state",
+        "model",
+        "sampling",
+        "storage.copies",
+        "storage.sessions",
+        "storage.tiers",
+        "backends.numpy.host_memory",
+    }
+    | TOLD,
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
-ROOMS["loading.calibration"] = ROOMS["model"] | {"loading.kept_arrays", "model", "codecs"}
+ROOMS["loading.calibration"] = ROOMS["model"] | {"backends.numpy.blas", "codecs", "loading.kept_arrays", "model"}
 ROOMS["storage.identity"] = {"model", "state"}
-ROOMS["storage.sessions"] = ROOMS["requests"] | {
-    "requests",
-    "storage.copies",
-    "storage.files",
-    "storage.identity",
-    "storage.objects",
-    "storage.payloads",
-}
 ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
-ROOMS["loading.auto"] = ROOMS["loading.fitting"] | {"cli.progress", "loading.fitting", "storage.tiers"}
-ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.auto", "loading.encoding"}
+ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
 ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.gpu"] = ROOMS["loading.sizes"] | {"backends.select", "loading.experts", "loading.sizes"}
 ROOMS["loading.checks"] = {
@@ -122,7 +130,6 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
 }
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "backends.select",
-    "loading.auto",
     "loading.gpu",
     "loading.experts",
     "loading.fitting",

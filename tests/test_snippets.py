@@ -38,7 +38,6 @@ PAGES = [
 # What needs the network, a GPU, minutes, or the whole test suite.
 NOT_RUN = ("hf download", "make test", "make gpu-test", "make gpu-bench", "make compile-all")
 NOT_RUN += ("python3 -m venv", "CMAKE_ARGS=", "pip install", ". .venv/bin/activate")
-NOT_RUN += ("polarlm chat --cache-type auto:",)
 NOT_RUN += ("llama-perplexity", "llama-quantize", "python -m polarlm.lm_eval")
 NOT_RUN += ("qwen ", "aider ", "open-webui ")  # programs of others
 NOT_IMPORTED = re.compile(r"^(?:import|from) (?:llama_index|smolagents|dspy|instructor)\b", re.MULTILINE)  # likewise

@@ -57,15 +57,13 @@ class Clock(Protocol):
 class Gpu:
     """A GPU. open: makes new ops and their device, whose recorded graphs keep memory for as long as they exist.
 
-    open_overlapping: the same with overlapped launches; None if the GPU does not support them. has_wgmma: whether the
-    GPU has products of warpgroups.
+    open_overlapping: the same with overlapped launches; None if the GPU does not support them.
     """
 
     open: Callable[[], tuple[CudaOps, Device]]
     clock: Clock
     about: dict[str, str]
     open_overlapping: Callable[[], tuple[CudaOps, Device]] | None = None
-    has_wgmma: bool = False
 
 
 class CupyClock:
@@ -107,14 +105,14 @@ class CupyClock:
 def open_gpu() -> Gpu:
     """The machine's GPU. Raises EngineError, with the reason, if it cannot be used."""
     select("cuda", 0)
-    from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice, can_overlap, has_wgmma
+    from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice, can_overlap
 
     def fresh(overlaps: bool) -> tuple[CudaOps, Device]:
         device = CupyDevice(overlaps=overlaps)
         return CudaOps(device), device
 
     overlapping = partial(fresh, True) if can_overlap() else None
-    return Gpu(partial(fresh, False), CupyClock(), about_gpu(), overlapping, has_wgmma())
+    return Gpu(partial(fresh, False), CupyClock(), about_gpu(), overlapping)
 
 
 def about_gpu() -> dict[str, str]:

@@ -11,10 +11,9 @@ from unittest import mock
 
 import numpy as np
 
-from polarlm.bench.gpu.cache import ALLOWED_ERROR
 from polarlm.bench.gpu.model import Cell, RandomModel
 from polarlm.bench.gpu.setup import Gpu, Sizes
-from polarlm.bench.gpu.weights import parameters
+from polarlm.bench.gpu.shapes import parameters
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
@@ -30,7 +29,10 @@ _PREFILLS = 3  # the first compiles
 
 @dataclass(frozen=True)
 class MatrixTime:
-    """Seconds of x (rows, in) times a matrix of `bytes` bytes, mean of all layers. weights: see `bench.gpu.weights`."""
+    """Seconds of x (rows, in) times a matrix of `bytes` bytes, mean of all layers.
+
+    weights: a key of `bench.gpu.model.FORMATS`.
+    """
 
     weights: str
     name: str
@@ -41,12 +43,13 @@ class MatrixTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, one token per sequence. bytes: of the weights, codes and full-precision blocks that it reads.
+    """Seconds of a step, one token per sequence. bytes: its reads of weights, codes and full-precision blocks.
 
-    weights: see `bench.gpu.weights`. context, shortest: tokens of the first sequence and of the others. seconds: the
-    mean over a whole block, with its encoding, if the host waits for each step's tokens; median: of these steps;
-    device: the recorded graph alone, without the host; ahead: the mean over a whole block if each step starts before
-    the previous one's tokens are on the host, as in the engine. overlapped: whether launches overlap.
+    weights: a key of `bench.gpu.model.FORMATS`. context, shortest: tokens of the first sequence and of the others.
+    seconds: the mean over a whole block, with its encoding, if the host waits for each step's tokens; median: the
+    median of these steps; device: the recorded graph alone, without the host; ahead: the mean over a whole block if
+    each step starts before the previous one's tokens are on the host, as in the engine. overlapped: whether launches
+    overlap.
     """
 
     weights: str
@@ -63,10 +66,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """Seconds and FLOPs of a prompt up to its first token, and of one layer's attention.
-
-    wgmma_seconds: of the same attention with products of warpgroups; None where the GPU has none.
-    """
+    """Seconds and FLOPs of a prompt up to its first token, and of one layer's attention."""
 
     weights: str
     tokens: int
@@ -74,7 +74,6 @@ class PrefillTime:
     matrix_flops: float
     attention_seconds: float
     attention_flops: float
-    wgmma_seconds: float | None = None
 
 
 def measure_matrix(gpu: Gpu, sizes: Sizes, random: RandomModel, name: str, rows: int) -> MatrixTime:
@@ -168,16 +167,14 @@ def measure_prefill(gpu: Gpu, sizes: Sizes, random: RandomModel) -> PrefillTime:
     model, config, tokens = random.model, random.config, sizes.prompt
     ids = np.random.default_rng(5).integers(config.vocab_size, size=tokens).tolist()
     seconds = min([_timed(lambda: _prefill(model, ids)) for _ in range(_PREFILLS)][1:])
-    attention, with_wgmma = _prompt_attention(gpu, sizes, random)
     return PrefillTime(
         weights=random.weights,
         tokens=tokens,
         seconds=seconds,
         matrix_flops=2.0 * parameters(config)[0] * tokens,
-        attention_seconds=attention,
+        attention_seconds=_prompt_attention(gpu, sizes, random),
         # Two products; each row attends to itself and all earlier rows.
         attention_flops=4.0 * config.attention.heads * config.attention.head_dim * tokens * (tokens + 1) / 2,
-        wgmma_seconds=with_wgmma,
     )
 
 
@@ -202,9 +199,8 @@ def _prefill(model: Transformer, ids: list[int]) -> int:
             return token
 
 
-def _prompt_attention(gpu: Gpu, sizes: Sizes, random: RandomModel) -> tuple[float, float | None]:
-    """Seconds of one layer's attention over all rows of the prompt at once, by the kernel of all GPUs, and by that with
-    products of warpgroups. Raises EngineError where their results differ."""
+def _prompt_attention(gpu: Gpu, sizes: Sizes, random: RandomModel) -> float:
+    """Seconds of one layer's attention over all rows of the prompt at once."""
     ops, store, config, tokens = random.ops, random.model.store, random.config, sizes.prompt
     rng, cache = np.random.default_rng(6), store.cache(0)
     sequence = store.new_sequence()
@@ -216,17 +212,10 @@ def _prompt_attention(gpu: Gpu, sizes: Sizes, random: RandomModel) -> tuple[floa
 
     ops.append_kv(cache, spans, rows(config.attention.kv_heads), rows(config.attention.kv_heads))
     q = rows(config.attention.heads)
-    is_used, times, results = random.device.wgmma, list[float](), list[np.ndarray]()
-    for random.device.wgmma in (False, True) if gpu.has_wgmma else (False,):
 
-        def attend() -> Array:
-            return ops.attention(q, cache, spans, config.attention.head_dim**-0.5, None)
+    def attend() -> Array:
+        return ops.attention(q, cache, spans, config.attention.head_dim**-0.5, None)
 
-        results.append(ops.to_host(attend()))
-        times.append(gpu.clock.seconds(attend, sizes.runs))
-    random.device.wgmma = is_used
+    seconds = gpu.clock.seconds(attend, sizes.runs)
     store.abort(span)
-    error = float(np.abs(results[-1] - results[0]).max() / np.abs(results[0]).max())
-    if not error <= ALLOWED_ERROR:
-        raise EngineError(f"attention of a prompt with wgmma is wrong: it is off by {error:.1e} of the largest number")
-    return times[0], times[1] if gpu.has_wgmma else None
+    return seconds

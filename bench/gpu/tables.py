@@ -1,4 +1,4 @@
-"""Results of measurements on a GPU as JSON and as tables, in which times are compared with limits and with others."""
+"""Results of measurements on a GPU as JSON and as tables, in which times are compared with limits and with PyTorch."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ _KINDS: Mapping[str, type[Row]] = {
 
 @dataclass
 class Results:
-    """Rows in the order of measurement, the missing measurements with their reasons, and the names of the tasks that
-    have been done. model: the model's shape (`bench.gpu.shapes.shape_of`)."""
+    """Rows in the order of measurement, and the missing measurements with their reasons. model: the model's shape
+    (`bench.gpu.shapes.shape_of`)."""
 
     rows: list[Row] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
-    done: list[str] = field(default_factory=list)
     model: Mapping[str, int] = field(default_factory=dict)
 
     def rows_of(self, kind: type) -> list[Any]:
@@ -66,13 +65,7 @@ class Results:
     def as_json(self) -> dict[str, Any]:
         rows = {name: [asdict(row) for row in self.rows_of(kind)] for name, kind in _KINDS.items()}
         missing = [{"what": what, "why": why} for what, why in self.missing]
-        return {"model": dict(self.model), **rows, "done": self.done, "not_measured": missing}
-
-    def go_on_from(self, found: Mapping[str, Any]) -> None:
-        """Take over what an earlier run has measured. found: of its file. Raises KeyError or TypeError for another
-        file."""
-        self.rows += [kind(**row) for name, kind in _KINDS.items() for row in found[name]]
-        self.done += found["done"]
+        return {"model": dict(self.model), **rows, "not_measured": missing}
 
 
 def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:
@@ -105,7 +98,7 @@ def _share_of_copy(results: Results, rate: float) -> str:
 
 
 def _attention(results: Results) -> str:
-    """The table of attention, by context and batch, with other libraries' fp16 kernels first."""
+    """The table of attention, by context and batch, with PyTorch's fp16 kernels first."""
     rows, measured = [], [*results.rows_of(PeerTime), *results.rows_of(AttentionTime)]
     for context, batch in dict.fromkeys((row.context, row.batch) for row in measured):
         best = results.best_half(context, batch)
@@ -141,9 +134,7 @@ def _steps(results: Results) -> str:
             )
         )
     times = "ms a step", "median", "ahead", "device alone", "floor", "floor / step"
-    title = (
-        "Whole steps; floor: the bytes of weights and K/V at the speed of a copy; tokens/s: of steps that begin ahead"
-    )
+    title = "Whole steps; floor: the bytes of weights and K/V at the speed of a copy; tokens/s: if steps begin ahead"
     return _table(title, ("weights", "launches", "context", "batch", *times, "tokens/s"), rows)
 
 
@@ -162,10 +153,9 @@ def _prefill(results: Results) -> str:
         rate = row.matrix_flops / row.seconds
         share = f"{100 * rate / results.limits.gemm:.0f} %" if results.limits else _NONE
         attention = row.attention_flops / row.attention_seconds / 1e12
-        wgmma = f"{row.attention_flops / row.wgmma_seconds / 1e12:,.0f}" if row.wgmma_seconds else _NONE
-        rates = f"{row.tokens / row.seconds:,.0f}", share, f"{attention:,.0f}", wgmma
+        rates = f"{row.tokens / row.seconds:,.0f}", share, f"{attention:,.0f}"
         rows.append((row.weights, f"{row.tokens:,}", f"{1e3 * row.seconds:,.1f}", *rates))
-    header = ("weights", "tokens", "ms", "tokens/s", "of bf16 product", "attention TFLOP/s", "with wgmma")
+    header = ("weights", "tokens", "ms", "tokens/s", "of bf16 product", "attention TFLOP/s")
     return _table("Prefill of a prompt", header, rows)
 
 
@@ -175,7 +165,7 @@ def _prompt_peers(results: Results) -> str:
         time = f"{1e3 * row.seconds:,.2f}" if row.seconds else row.note
         rate = f"{row.flops / row.seconds / 1e12:,.0f}" if row.seconds else _NONE
         rows.append((row.name, f"{row.tokens:,}", time, rate, row.note if row.seconds else _NONE))
-    title = "Causal attention of a prompt by others in half precision; compare with attention TFLOP/s of prefill"
+    title = "Causal attention of a prompt by PyTorch in half precision; compare with attention TFLOP/s of prefill"
     return _table(title, ("kernel", "tokens", "ms a layer", "TFLOP/s", "note"), rows)
 
 

@@ -1,5 +1,5 @@
 // The parts of blocks that a CTA loops over in attention of a prompt. Part of prefill_attention.cu, which explains
-// letters, and of prefill_wgmma.cu.
+// letters.
 
 constexpr int PART_BYTES = TILES * 512, FULL_BYTES = FullKeyLayout::NBYTES;
 

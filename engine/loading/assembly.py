@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
-from polarlm.engine.loading.auto.choosing import with_types
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.experts import ExpertPlan, asked_expert_plan
 from polarlm.engine.loading.fitting import load_or_fit
@@ -41,10 +40,9 @@ from polarlm.engine.loading.sizes import (
     within_table,
 )
 from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
-from polarlm.engine.model.adapters import Adapters, delta_bytes
+from polarlm.engine.model.adapters import Adapters, delta_bytes, read_adapters
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.merged_weights import with_adapters
 from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights, weight_bytes
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state import cache_types
@@ -149,16 +147,13 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         mapped: MappedTiles | None = None
         try:
             check_layers(ops, source.config, config.block_size)
-            source, adapters = with_adapters(config, source, say)
+            adapters = read_adapters(config, source.config, source.weights, say)
             added, of_draft_model = delta_bytes(ops, source.config, adapters.all), draft_bytes(config, ops)
 
             def draft(tokens: int) -> int:
                 return added + of_draft_model(tokens)
 
-            typed = with_types(
-                config, source, lambda settings: closing(_assemble(settings, ops, verbose, WHOLE)), verbose
-            )
-            shape = cache_shape(typed, encoding, ops, source.config)
+            shape = cache_shape(config, encoding, ops, source.config)
             split = split_model(config, ops, source.config, source.weights, shape, adapters.all, say)
             ops = ops if split is None else split.ops
             tiers = open_tiers(config, shape, ops.name)
@@ -275,8 +270,7 @@ def with_cache(
     planned: returns the plan of the store for its shape; None for that of `config`.
     """
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
-    typed = with_types(config, source, lambda settings: nullcontext(parts), verbose)
-    shape = cache_shape(typed, WHOLE, ops, source.config)
+    shape = cache_shape(config, WHOLE, ops, source.config)
     if planned is None and parts.split is not None:
         plan = parts.split.loaded().plan(config, source.config, shape)
     else:
@@ -309,7 +303,7 @@ def _store(
 def fit_line(parts: Parts) -> str:
     """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
-    types = cache_types.in_words(parts.config, shape)
+    types = cache_types.in_words(parts.config)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
     where = ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:

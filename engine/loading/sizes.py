@@ -14,7 +14,6 @@ from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
-from polarlm.engine.loading.auto import allocation
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.model.weights import weight_bytes
@@ -88,17 +87,11 @@ def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) 
 
 
 def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
-    """Return the shape of all layers' caches. Raises EngineError for a cache type that does not suit the model.
-
-    The shape for auto:BITS is as large as that of the types that `auto.choosing.with_types` chooses, which stores have.
-    """
+    """Return the shape of all layers' caches. Raises EngineError for a cache type that does not suit the model."""
     if model.is_encoder:
         return CacheShape(config.block_size, ())
     mean_bits, attentions = 8 if encoding.small_means else 16, model.kv_attentions
     head_dims = [attentions[layer].head_dim if layer in attentions else None for layer in range(len(model.layers))]
-    if (budget := cache_types.auto_bits(config.cache_type)) is not None:  # not measured: as many bits, anywhere
-        even = allocation.types(budget, attentions, len(model.layers), config.block_size, None, mean_bits)
-        config = replace(config, cache_type=even)
     layers: list[LayerShape | SharedShape | OwnShape] = []
     finer = cache_types.finer_kind(config)
     for layer, (codec_k, codec_v) in zip(model.layers, cache_types.layer_codecs(config, head_dims), strict=True):
@@ -139,10 +132,7 @@ def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
     """Return the shape with the snapshots of recurrent layers that `config` asks for. Raises EngineError."""
     codes = snapshot_codes.ALL[config.state_type]
     layers = [replace(one, codes=codes) if isinstance(one, DeltaShape) else one for one in shape.layers]
-    try:
-        each = sum(one.quantized_bytes(shape.block_size) for one in layers if isinstance(one, DeltaShape))
-    except ValueError as error:
-        raise EngineError(str(error), settings=("state_type",)) from None
+    each = sum(one.quantized_bytes(shape.block_size) for one in layers if isinstance(one, DeltaShape))
     if config.state_cache is not None:
         count = parse_size(config.state_cache, "state_cache") // max(1, each)
         layers = [replace(one, snapshots=count) if isinstance(one, DeltaShape) else one for one in layers]
@@ -173,7 +163,6 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         tensor_split=None,
         weight_type=AS_STORED,
         lora={},
-        lora_merge=False,
         cache_type=codecs.FULL,
         cache_type_k=None,
         cache_type_v=None,

@@ -179,9 +179,6 @@ def asked_tile_cache(
     """Return the tile cache of a model, if there is to be one; say why there is none."""
     if config.tile_cache is None:
         return None
-    if config.lora_merge:
-        say("tile_cache has no effect on merged adapters: it keeps the weights of files.")
-        return None
     if not ops.keeps_tiles:
         say(f"tile_cache has no effect with {ops.backend}: it keeps the weights of compiled kernels on a CPU.")
         return None

@@ -13,6 +13,8 @@ from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.params import PromptOptions
+from polarlm.engine.state.salts import joined
 from polarlm.engine.state.store import RowAdapter, Span
 from polarlm.engine.weight_formats import Deltas, ExpertLinear, WeightFormat, get
 from polarlm.model_loaders import hub
@@ -50,6 +52,10 @@ class Adapters:
     def scales(self) -> dict[str, float]:
         """Their names and scales."""
         return {name: one.scale for name, one in self.by_name.items()}
+
+    def salt(self, options: PromptOptions) -> str:
+        """Return the salt of a request with these options. Raises EngineError for an unknown adapter."""
+        return joined(options.cache_salt, self.asked(options.lora, options.lora_scale)[1])
 
     def asked(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
         """Return the adapter that a request names, times a factor, and what tells its K/V from others, as `joined`
@@ -95,8 +101,8 @@ def read_adapters(
 
 
 def adapter_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, weights: model_loaders.WeightSource) -> int:
-    """Return the bytes that the adapters of `config` take on the device; 0 if they are merged. Raises EngineError."""
-    return 0 if config.lora_merge else delta_bytes(ops, model, read_adapters(config, model, weights).all)
+    """Return the bytes that the adapters of `config` take on the device. Raises EngineError."""
+    return delta_bytes(ops, model, read_adapters(config, model, weights).all)
 
 
 def parsed(text: str) -> tuple[str, float]:

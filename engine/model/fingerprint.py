@@ -23,8 +23,6 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
     The weights are sampled on the device. If they are narrower there than in the file, the digest is different.
     """
     digest = hashlib.sha256(repr(_described(config)).encode())
-    if weights.merged:
-        digest.update(repr(weights.merged).encode())
     for name, shape, ends in _samples(ops, weights):
         digest.update(repr((name, shape)).encode())
         for sample in ends:

@@ -44,7 +44,6 @@ class ModelWeights:
     encoder_inputs: EncoderInputs | None = None  # None for a model that adds nothing to its embeddings
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
     pair_head: tuple[Linear, Linear] | None = None  # (E, E) and (1, E), see `ModelConfig.scores_pairs`
-    merged: tuple[str, ...] = ()  # what tells adapters that are merged into the weights from others
     why_damaged: Callable[[], str | None] | None = None  # says what else than the model's files may be damaged
 
 

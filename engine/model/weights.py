@@ -17,7 +17,6 @@ from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
-from polarlm.engine.model.merged_weights import MergedWeights
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import Experts, ModelConfig
@@ -173,11 +172,8 @@ def load_weights(
             read.linear(top["score"], top["score_bias"]),
         )
     ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
-    merged = source.merged if isinstance(source, MergedWeights) else ()
     nbytes = sum(one.bytes for one in readers.values())
-    return ModelWeights(
-        embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, dense, pair_head, merged
-    )
+    return ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, dense, pair_head)
 
 
 def _encoder_inputs(read: _Reader, top: Mapping[str, Sequence[str]]) -> EncoderInputs:

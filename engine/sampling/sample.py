@@ -14,23 +14,15 @@ import numpy as np
 
 from polarlm.engine.errors import EngineError, shown
 from polarlm.engine.outputs import TokenLogprob
-from polarlm.engine.params import SamplingParams
+from polarlm.engine.params import FALLBACKS, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.model_loaders.config import GenerationDefaults
 
 NEWEST = -1  # in `SamplerInput.recent`: the input token of the row that the draw is from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
-_DEFAULTS = {
-    "temperature": 0.8,
-    "top_k": 40,
-    "top_p": 0.95,
-    "min_p": 0.05,
-    "repeat_penalty": 1.0,
-    "dry_multiplier": 0.0,
-    "dry_penalty_last_n": -1,
-    "dry_sequence_breakers": ("\n", ":", '"', "*"),
-}
+CHAIN = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")
+"""The samplers in their order, under llama-server's names."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +68,12 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
     bans = {token: -math.inf for token in defaults.banned if vocab_size is None or token < vocab_size}
     chosen: dict[str, Any] = {name: getattr(defaults, name) for name in ("banned_first", "banned_sequences")}
     chosen["logit_bias"] = {**params.logit_bias, **bans}
-    for name, fallback in _DEFAULTS.items():
-        given, model_default = getattr(params, name), getattr(defaults, name)
-        if name == "temperature" and defaults.greedy:
-            model_default = 0.0
-        chosen[name] = next(value for value in (given, model_default, fallback) if value is not None)
-    return Sampling(
-        **{one.name: getattr(params, one.name) for one in fields(Sampling) if one.name not in chosen}, **chosen
-    )
+    of_model = {**defaults.sampling, "temperature": 0.0} if defaults.greedy else defaults.sampling
+    for name, fallback in FALLBACKS.items():
+        asked = getattr(params, name)
+        chosen[name] = of_model.get(name, fallback) if asked is None else asked
+    others = (field.name for field in fields(Sampling) if field.name not in chosen)
+    return Sampling(**{name: getattr(params, name) for name in others}, **chosen)
 
 
 class Penalties(NamedTuple):

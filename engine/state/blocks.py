@@ -37,7 +37,7 @@ class BlockAllocator:
         self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be allocated
         self._free_firsts: OrderedDict[int, None] = OrderedDict()  # first blocks of sequences, in that order
         self._kept: dict[int, Callable[[], None]] = {}
-        self._firsts: set[int] = set()  # those of `_kept` that are first blocks of sequences
+        self._firsts: set[int] = set()  # kept blocks that are first blocks of sequences
 
     @property
     def size(self) -> int:
@@ -142,20 +142,16 @@ def add_blocks(
     forget: Callable[[int], Callable[[], None]],
     *,
     are_first: bool = False,
-) -> list[int]:
-    """Put `blocks` into `known` in place of None and of blocks that no sequence holds, and return where None was.
+) -> None:
+    """Put `blocks` into `known` in place of None and of blocks that no sequence holds.
 
     are_first: as for `BlockAllocator.keep`.
     """
-    added = []
     for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
         old = known[index]
         if block is None or (old is not None and allocator.references(old)):
             continue
         if old is not None:
             allocator.drop(old)
-        else:
-            added.append(index)
         known[index] = block
         allocator.keep(block, forget(index), is_first=are_first)
-    return added

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,8 +19,6 @@ PRESETS = {
     "balanced": ("ring4", "ring3.5"),
     "compact": ("ring3", "ring3.5"),
 }
-
-AUTO = "auto:"  # and bits per value: each layer's types are chosen by what their errors cost
 
 
 class TwoKinds(NamedTuple):
@@ -40,17 +37,6 @@ TWO_KINDS = {
 }
 
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
-
-
-def auto_bits(cache_type: str) -> float | None:
-    """Return the bits per value of a cache_type such as "auto:3.5"; None for types that are named. Raises EngineError
-    for anything but a number there."""
-    if not cache_type.startswith(AUTO):
-        return None
-    bits = cache_type.removeprefix(AUTO)
-    if not re.fullmatch(r"\d{1,2}(\.\d{1,6})?", bits):
-        raise _refusal("cache_type", cache_type, "give the bits per value, as in auto:3.5")
-    return float(bits)
 
 
 def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -99,9 +85,6 @@ def check_names(config: EngineConfig) -> None:
     """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
     if config.cache_type in TWO_KINDS:
         _check_two_kinds(config)
-    if auto_bits(config.cache_type) is not None:
-        _check_auto(config)
-        return
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
@@ -119,19 +102,8 @@ def not_two_kinds(config: EngineConfig, why: str) -> EngineError:
     return _refusal("cache_type", config.cache_type, f"{why}; choose quality, balanced or compact")
 
 
-def _check_auto(config: EngineConfig) -> None:
-    for name in ("cache_type_k", "cache_type_v"):
-        if getattr(config, name) is not None:
-            problem = f"it chooses the types of keys and of values; leave {name} out, or name both types"
-            raise _refusal("cache_type", config.cache_type, problem)
-    for name in ("calibration", "key_conditioning"):
-        if not getattr(config, name):
-            problem = f"it chooses by measurements on the calibration text, which {name}=False leaves out"
-            raise _refusal("cache_type", config.cache_type, problem)
-
-
 def by_layer(names: Sequence[str | None]) -> str:
-    """Return the setting that gives each layer its type: the commonest, then those of other layers. None: any type.
+    """Return the setting that gives each layer its type: the commonest type first, then other layers' types. None: any.
 
     >>> by_layer(["ring3", "ring4", "ring4", "ring3", "ring5", "ring3"])
     'ring3,ring4@1-2,ring5@4'
@@ -147,14 +119,10 @@ def by_layer(names: Sequence[str | None]) -> str:
     return ",".join(parts)
 
 
-def stored(config: EngineConfig, shape: CacheShape) -> tuple[str, str]:
-    """Return the types of keys and of values that a store of this shape has, as cache_type_k and cache_type_v."""
-    if auto_bits(config.cache_type) is None:
-        (_, k), (_, v) = chosen(config)
-        return k, v
-    layers = [shape.kv_layers.get(number) for number in range(len(shape.layers))]
-    names = [(None, None) if one is None else (one.codec_k.name, one.codec_v.name) for one in layers]
-    return by_layer([k for k, _ in names]), by_layer([v for _, v in names])
+def stored(config: EngineConfig) -> tuple[str, str]:
+    """Return the types of keys and of values of a store, as cache_type_k and cache_type_v."""
+    (_, k), (_, v) = chosen(config)
+    return k, v
 
 
 def of_two_kinds(shape: CacheShape) -> str:
@@ -162,23 +130,14 @@ def of_two_kinds(shape: CacheShape) -> str:
     return BY_AGE if shape.is_by_age else BY_ROOM
 
 
-def in_words(config: EngineConfig, shape: CacheShape) -> str:
-    """Return the types of a store for people: as they were asked for, and what auto has chosen.
-
-    "auto:3.5 (keys ring3 ×12, ring3.5 ×18; values ring3 ×20, ring4 ×10)"
-    """
-    if config.cache_type in TWO_KINDS:
-        kinds = TWO_KINDS[config.cache_type]
-        finer, coarser = ("/".join(dict.fromkeys(types)) for types in (kinds.finer, kinds.coarser))
-        rest = f"{coarser} for older tokens" if config.cache_type == BY_AGE else f"and {coarser} as the store fills"
-        return f"{config.cache_type} ({finer}, {rest})"
-    if auto_bits(config.cache_type) is None:
-        return "/".join(dict.fromkeys(stored(config, shape)))
-    sides = []
-    for name, side in (("keys", "codec_k"), ("values", "codec_v")):
-        counts = Counter(getattr(one, side).name for one in shape.kv_layers.values())
-        sides.append(f"{name} " + ", ".join(f"{one} ×{count}" for one, count in sorted(counts.items())))
-    return f"{config.cache_type} ({'; '.join(sides)})"
+def in_words(config: EngineConfig) -> str:
+    """Return the types of a store for people, such as "ring4/ring3.5"."""
+    if config.cache_type not in TWO_KINDS:
+        return "/".join(dict.fromkeys(stored(config)))
+    kinds = TWO_KINDS[config.cache_type]
+    finer, coarser = ("/".join(dict.fromkeys(types)) for types in (kinds.finer, kinds.coarser))
+    rest = f"{coarser} for older tokens" if config.cache_type == BY_AGE else f"and {coarser} as the store fills"
+    return f"{config.cache_type} ({finer}, {rest})"
 
 
 def _names(setting: str, types: str, layers: int) -> list[str]:
@@ -230,8 +189,8 @@ def _unknown(setting: str, name: str) -> EngineError:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (
-            f"there is no such type; choose {', '.join((*PRESETS, *TWO_KINDS))}, {AUTO}BITS, one of {types}, or two "
-            "as KEYS/VALUES; cache_type_k and cache_type_v set keys and values by themselves"
+            f"there is no such type; choose {', '.join((*PRESETS, *TWO_KINDS))}, one of {types}, or two as "
+            "KEYS/VALUES; cache_type_k and cache_type_v set keys and values by themselves"
         )
     else:
         pair = "; KEYS/VALUES is for cache_type" if "/" in name else ""

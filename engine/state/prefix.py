@@ -2,7 +2,7 @@
 
 The hash of a block covers the hash of the block before it and its own token ids. The chain starts from a root: a hash
 of everything else that determines the stored K/V (model, codecs, conditioning, calibration, block size) and of the
-salt, which separates equal prompts (`engine.requests.salts`). A block can be found while a sequence holds it, and
+salt, which separates equal prompts (`engine.state.salts`). A block can be found while a sequence holds it, and
 until the allocator reuses it: those that have been free the longest first, first blocks of sequences after current
 ones. Full-precision blocks, which these two are, match in part as well: the tokens in common with a prompt are copied.
 
@@ -17,10 +17,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from polarlm.engine.state.block_events import BlockRemoved, BlockStored, LastReader, Watch
 from polarlm.engine.state.blocks import Blocks, add_blocks
 from polarlm.engine.state.layer_state import copies_of_full
 from polarlm.engine.state.store import KVStore, SequenceKV
@@ -35,6 +35,16 @@ class _Full:
     slots: Blocks
 
 
+class LastReader(Protocol):
+    """Reads blocks that can be found for the last time. Its methods must not raise."""
+
+    def before_reuse(self, key: bytes, group: int) -> None:
+        """The quantized block of `group` that is stored under the hash `key` is about to be allocated again."""
+
+    def before_full_reuse(self, before: bytes, ids: Sequence[int]) -> None:
+        """A slot of the full-precision block with `ids` after the hash `before` is about to be allocated again."""
+
+
 class PrefixCache:
     """Finds the blocks of earlier and of running sequences. Unless `enabled`, it finds none."""
 
@@ -45,16 +55,7 @@ class PrefixCache:
         self._enabled = enabled
         self._quantized: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._full: dict[bytes, list[_Full]] = {}  # by the hash before the block
-        self._watch: Watch | None = None
         self._reader: LastReader | None = None
-
-    def watch(self, watch: Watch) -> None:
-        """Call `watch` for every complete block of a group that becomes findable, or is not findable any more.
-
-        Blocks with a salt are only reported when they are removed. `watch` is called under the engine's lock, and must
-        neither wait nor raise.
-        """
-        self._watch = watch
 
     def read_before_reuse(self, reader: LastReader | None) -> None:
         """Let `reader` read blocks before they are allocated again. It is called under the engine's lock."""
@@ -87,11 +88,11 @@ class PrefixCache:
 
         root: the hash that its chain starts from. before: the hash before it; that is `root` for the first block.
         """
-        key, is_first = _hash(before, ids), before == root
-        added = self.add_full(before, ids, blocks) if is_first else self._add_quantized(key, blocks)
-        if self._watch is not None and root == self._root:
-            for group in added:
-                self._watch(BlockStored(group, key, None if is_first else before, tuple(ids)))
+        key = _hash(before, ids)
+        if before == root:
+            self.add_full(before, ids, blocks)
+        else:
+            self._add_quantized(key, blocks)
         return key
 
     def release(self, kv: SequenceKV, ids: Sequence[int]) -> None:
@@ -121,39 +122,28 @@ class PrefixCache:
             for index, block in enumerate(self._quantized.pop(key, ())):
                 if block is not None:
                     self._store.groups[index].quantized.drop(block)
-                    self._report_removed(index, key)
         self._store.release(kv)
 
     def _before(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
         """Return the hash before the next block."""
         return hashes[-1] if hashes else root or self._root
 
-    def _report_removed(self, group: int, key: bytes) -> None:
-        if self._watch is not None:
-            self._watch(BlockRemoved(group, key))
-
-    def _report_full_removed(self, group: int, entry: _Full) -> None:
-        if self._watch is not None and len(entry.ids) == self._store.shape.block_size:
-            self._watch(BlockRemoved(group, _hash(entry.before, entry.ids)))
-
-    def _add_quantized(self, key: bytes, blocks: Blocks) -> list[int]:
-        """Add a quantized block, and return the groups that had none."""
+    def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
         allocators = [group.quantized for group in self._store.groups]
         known = self._quantized.setdefault(key, [None] * len(blocks))
-        added = add_blocks(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
+        add_blocks(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
         if known == [None] * len(blocks):
             del self._quantized[key]
-        return added
 
-    def add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> list[int]:
-        """Make the slots of a block with `ids`, which the caller holds, findable; return the groups that had none."""
+    def add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> None:
+        """Make the slots of a block with `ids`, which the caller holds, findable."""
         entries, ids = self._full.setdefault(before, []), tuple(ids)
         known = next((entry for entry in entries if entry.ids == ids), None)
         if known is None:
             known = _Full(before, ids, [None] * len(slots))
             entries.append(known)
         allocators = [group.full for group in self._store.groups]
-        added = add_blocks(
+        add_blocks(
             known.slots,
             slots,
             allocators,
@@ -161,14 +151,12 @@ class PrefixCache:
             are_first=len(ids) == self._store.shape.block_size,
         )
         self._remove_if_empty(known)
-        return added
 
     def _forget_quantized(self, key: bytes, index: int) -> None:
         if self._reader is not None:
             self._reader.before_reuse(key, index)
         blocks = self._quantized[key]
         blocks[index] = None
-        self._report_removed(index, key)
         if blocks == [None] * len(blocks):
             del self._quantized[key]
 
@@ -176,7 +164,6 @@ class PrefixCache:
         if self._reader is not None:
             self._reader.before_full_reuse(entry.before, entry.ids)
         entry.slots[index] = None
-        self._report_full_removed(index, entry)
         self._remove_if_empty(entry)
 
     def _drop(self, entry: _Full) -> None:
@@ -185,7 +172,6 @@ class PrefixCache:
             if slot is not None:
                 group.full.drop(slot)
                 entry.slots[index] = None
-                self._report_full_removed(index, entry)
         self._remove_if_empty(entry)
 
     def _remove_if_empty(self, entry: _Full) -> None:

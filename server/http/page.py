@@ -11,6 +11,9 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
+from polarlm.engine.limits import Numbers
+from polarlm.engine.params import OPTIONS, SAMPLING
+
 
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, dict[str, str]]:
@@ -42,10 +45,21 @@ def _whole() -> str:
     def read(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
-    text = re.sub(
-        r'<link rel="stylesheet" href="(.*?)">', lambda m: f"<style>\n{read(m[1])}</style>", read("page.html")
-    )
+    text = read("page.html").replace("        <!-- sampling options -->\n", "".join(map(_input, OPTIONS)))
+    text = re.sub(r'<link rel="stylesheet" href="(.*?)">', lambda m: f"<style>\n{read(m[1])}</style>", text)
     return re.sub(r'<script src="(.*?)"></script>', lambda m: f"<script>\n{read(m[1])}</script>", text)
+
+
+def _input(name: str) -> str:
+    """The field of a sampling option; empty for an option that the page does not show."""
+    label, (numbers, _) = OPTIONS[name]["page"], SAMPLING[name]
+    if label is None or not isinstance(numbers, Numbers):
+        return ""
+    limits = f' min="{numbers.low if numbers.low >= 1e-3 else 0:g}"'
+    limits += f' max="{numbers.high:g}"' if numbers.high == 1 else ""
+    step, mode = ("1", "numeric") if numbers.whole else ("any", "decimal")
+    field = f'<input id="{name}" type="number"{limits} step="{step}" inputmode="{mode}">'
+    return f'        <div><label for="{name}">{label}</label>{field}</div>\n'
 
 
 def _hashes(element: str, page: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from datetime import datetime, timezone
 from typing import Any
 
 from polarlm import model_loaders
@@ -22,20 +20,15 @@ class Lists:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._since = int(time.time())
         self._read: dict[tuple[str, float], dict[str, Any]] = {}
 
     def openai(self, served: Served) -> dict[str, Any]:
-        """In OpenAI's shape, with the fields of llama-server's router: aliases, and "unloaded", "loading", "loaded"."""
+        """The fields of llama-server's router in OpenAI's lists: aliases, and "unloaded", "loading", "loaded"."""
         value = {STOPPING: READY, WAITING: LOADING}.get(served.state, served.state)
         status: dict[str, Any] = {"value": value, "args": []}
         if served.state == FAILED:
             status |= {"value": "unloaded", "failed": True, "error": str(served.error or "an unexpected error")}
         described: dict[str, Any] = {
-            "id": served.model.name,
-            "object": "model",
-            "created": self._since,
-            "owned_by": "polarlm",
             "aliases": list(served.model.aliases),
             "status": status,
             "pinned": served.model.pinned,
@@ -43,11 +36,6 @@ class Lists:
         if served.need is not None and served.need.tokens:
             described |= {"context_length": served.need.tokens, "memory": served.need.bytes}
         return described
-
-    def anthropic(self, served: Served) -> dict[str, Any]:
-        created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
-        name = served.model.name
-        return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
     async def ollama(self, served: Served) -> dict[str, Any]:
         """An entry of /api/tags, without details if the model has to be fetched yet or its files are wrong."""

@@ -2,7 +2,7 @@
 
 // Settings: those of the current conversation, and the last ones, with which a new conversation begins.
 
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"];
+const NUMBERS = [...document.querySelectorAll("#fields input[type=number]")].map((input) => input.id);
 const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
 const SWITCHES = ["loop_check", "auto_compact"];
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
+from polarlm.engine.sampling.sample import CHAIN
 from polarlm.server.reading.values import is_empty, shown, unquoted
 
 Body = Mapping[str, Any]
@@ -92,17 +93,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not _is_flag(value)
 
 
-SAMPLERS = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")
-"""The samplers in their order, under llama-server's names."""
-
-_ALIASES = {"temp": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "nucleus": "top_p"}
+_ALIASES = {"temp": "temperature", "nucleus": "top_p", **{name.replace("_", "-"): name for name in CHAIN}}
 _OFF = ("top_n_sigma", "top-n-sigma", "typ_p", "typ-p", "typical", "typical_p", "xtc", "infill", "adaptive_p")
 
 
 def _is_usual_order(value: Any, _: Body) -> bool:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return False
-    return tuple(_ALIASES.get(name, name) for name in value if name not in _OFF) == SAMPLERS
+    return tuple(_ALIASES.get(name, name) for name in value if name not in _OFF) == CHAIN
 
 
 RULES: Mapping[str, Rule] = {
@@ -118,7 +116,7 @@ RULES: Mapping[str, Rule] = {
         "`true` for a prompt, `false` for messages", lambda value, body: value is ("prompt" in body)
     ),
 }
-CAPS = {"repeat_last_n": PENALTY_WINDOW, "speculative.n_max": MOST_DRAFTED, "speculative.n_min": MOST_DRAFTED}
+CAPS = {"repeat_last_n": PENALTY_WINDOW, "speculative.n_max": MOST_DRAFTED}
 """Fields for which the most that there is here stands in the place of more, and of a negative number."""
 
 _MEANT_EMPTY: Mapping[str, tuple[Any, ...]] = {

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from polarlm.engine import SamplingParams
-from polarlm.engine.limits import MOST_LOGPROBS, SAMPLING, complaint
+from polarlm.engine.limits import MOST_LOGPROBS, Numbers, complaint
+from polarlm.engine.params import OPTIONS, SAMPLING
 from polarlm.server.reading.constraints import read_constraint
 from polarlm.server.reading.fields import capped
 from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
@@ -91,34 +92,35 @@ def _texts(field: str, value: Any) -> tuple[str, ...]:
     return found
 
 
-# Field → (parameter, how a value is read). If several fields of one parameter are given, the last in this table counts.
-_FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "temperature": ("temperature", number),
-    "top_p": ("top_p", _top_p),
-    "min_p": ("min_p", number),
-    "repetition_penalty": ("repeat_penalty", number),
-    "repeat_penalty": ("repeat_penalty", number),
-    "presence_penalty": ("presence_penalty", number),
-    "frequency_penalty": ("frequency_penalty", number),
-    "dry_multiplier": ("dry_multiplier", number),
-    "dry_base": ("dry_base", number),
-    "top_k": ("top_k", _at_least(0)),
-    "n_predict": ("max_tokens", _at_least(-1)),
-    "max_tokens": ("max_tokens", _at_least(-1)),
-    "max_completion_tokens": ("max_tokens", _at_least(-1)),
-    "min_tokens": ("min_tokens", _at_least(0)),
-    "seed": ("seed", _seed),
-    "repeat_last_n": ("repeat_last_n", _whole),
-    "dry_allowed_length": ("dry_allowed_length", _whole),
-    "dry_penalty_last_n": ("dry_penalty_last_n", _whole),
-    "speculative.n_max": ("draft_max", _whole),
-    "speculative.n_min": ("draft_min", _whole),
-    "stop": ("stop", _texts),
-    "dry_sequence_breakers": ("dry_sequence_breakers", _texts),
-    "stop_token_ids": ("stop_token_ids", _ids),
-    "speculative.type": ("spec_type", text),
-    "ignore_eos": ("ignore_eos", flag),
+_READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "top_p": _top_p,
+    "top_k": _at_least(0),
+    "max_tokens": _at_least(-1),
+    "min_tokens": _at_least(0),
+    "seed": _seed,
+    "stop": _texts,
+    "dry_sequence_breakers": _texts,
+    "stop_token_ids": _ids,
+    "spec_type": text,
+    "ignore_eos": flag,
 }
+"""Parameter → how its value is read, if it is not a number that must be within the limits."""
+
+
+def _reader(name: str) -> Callable[[str, Any], Any]:
+    valid = SAMPLING[name][0]
+    return _READERS.get(name) or (_whole if isinstance(valid, Numbers) and valid.whole else number)
+
+
+_FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
+    field: (name, _reader(name))
+    for name, option in OPTIONS.items()
+    for field in ((name,) if option["json"] is None else option["json"])
+}
+"""Field → (parameter, how a value is read). If several fields of a parameter are set, the last of them counts."""
+
+EXTENSIONS = (*(field for field, (name, _) in _FIELDS.items() if field == name), "cache_prompt", "cache_salt")
+"""Fields that every API takes under these names, unless it has a name of its own for them."""
 
 
 # -- logit_bias ------------------------------------------------------------------------------------------------

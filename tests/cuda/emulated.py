@@ -69,7 +69,6 @@ class EmulatedDevice:
     processors = 6
     shared_memory = 228 << 10
     overlaps = False
-    wgmma = False
 
     def __init__(self, *, checked: bool = True):
         """checked: with the emulator's checks; launches take less than half the time without."""

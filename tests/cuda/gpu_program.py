@@ -18,11 +18,11 @@ def _device() -> Device:
     return open_device()
 
 
-def has_wgmma() -> bool:
-    """Whether the GPU has products of warpgroups."""
-    from polarlm.engine.backends.cuda.device.cupy_device import has_wgmma as has_it
+def capability() -> tuple[int, int]:
+    """The compute capability of the GPU."""
+    from polarlm.engine.backends.cuda.device.cupy_device import _capability
 
-    return has_it()
+    return _capability()
 
 
 class Program:

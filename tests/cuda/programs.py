@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 
-import pytest
+_ON_GPU = bool(os.environ.get("POLARLM_TEST_GPU"))
 
-if os.environ.get("POLARLM_TEST_GPU"):
-    from tests.cuda.gpu_program import Program, has_wgmma
+if _ON_GPU:
+    from tests.cuda.gpu_program import Program, capability
 else:
     from tests.cuda_emulator import Program
 
-    def has_wgmma() -> bool:
-        return True
+    def capability() -> tuple[int, int]:
+        """The compute capability of the GPU."""
+        raise AssertionError("the emulator has none")
 
 
-def skip_without_wgmma() -> None:
-    """Skips the test where there are no products of warpgroups."""
-    if not has_wgmma():
-        pytest.skip("needs a GPU of compute capability 9.0")
+def on_gpu(unless: tuple[int, int] | None = None) -> bool:
+    """Whether kernels run on a GPU, of another compute capability than `unless`."""
+    return _ON_GPU and (unless is None or capability() != unless)
 
 
-__all__ = ["Program", "skip_without_wgmma"]
+__all__ = ["Program", "on_gpu"]

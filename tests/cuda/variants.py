@@ -201,18 +201,6 @@ def _prefill_attention() -> list[Variant]:
     return [*variants, *_of_other_scores(variants)]
 
 
-def _prefill_wgmma() -> list[Variant]:
-    shapes = [(64, 64), (128, 64), (64, 128), (128, 128)]
-    caches = [Cache("f16", "f16", d, block_size=n, mean_bits=0) for d, n in shapes]
-    variants = []
-    for cache, group in zip(caches, (1, 4, 8, 3), strict=True):
-        config, _ = launch_configs.prefill_wgmma(*cache.layouts(), group)
-        variants.append(Variant("prefill_wgmma", config.defines, cache, config.shared))
-    rules: tuple[dict[str, Define], ...] = ({"SOFTCAP": 50.0}, {"SINK_SCORES": 1}, {"SOFTCAP": 50.0, "SINK_SCORES": 1})
-    others = [replace(one, defines={**one.defines, **rule}) for rule in rules for one in variants[:2]]
-    return [*variants, *others]
-
-
 def _encode_blocks() -> list[Variant]:
     types = ("ring3", "ring4", "turbo2", "ring5", "turbo4", "ring3.5", "turbo3", "polarquant", "f16")
     shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
@@ -406,7 +394,6 @@ VARIANTS: dict[str, list[Variant]] = {
     "narrow": _all("narrow", ACT=("float",), TO=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
-    "prefill_wgmma": _prefill_wgmma(),
     "repack": _all("repack", WEIGHT=_PACKED),
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),

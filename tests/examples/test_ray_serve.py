@@ -46,7 +46,9 @@ def test_the_configuration_is_valid() -> None:
 
 
 def test_settings_are_flags_without_dashes() -> None:
-    model, config = app.read({"ctx-size": 512, "no-calibration": True, "log-prompts": False, "allowed-host": ["a", "b"]})
+    model, config = app.read(
+        {"ctx-size": 512, "no-calibration": True, "log-prompts": False, "allowed-host": ["a", "b"]}
+    )
     assert (model.ctx_size, model.calibration) == (512, False)
     assert (config.log_prompts, config.allowed_host) == (False, ("a", "b"))
 

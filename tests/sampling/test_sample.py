@@ -240,7 +240,7 @@ def test_refuses_a_bias_for_a_token_outside_the_vocabulary() -> None:
 
 
 def test_defaults_come_from_the_model_and_then_from_the_engine() -> None:
-    of_model = GenerationDefaults(temperature=0.3, top_k=7)
+    of_model = GenerationDefaults({"temperature": 0.3, "top_k": 7})
     chosen = resolve(SamplingParams(top_k=9), of_model)
     assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p) == (0.3, 9, 0.95, 0.05)
     assert resolve(SamplingParams(), GenerationDefaults(greedy=True)).temperature == 0

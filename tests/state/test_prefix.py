@@ -20,10 +20,8 @@ from hypothesis.stateful import (
 )
 
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.state.block_events import BlockRemoved, BlockStored
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.prefix import _hash as chained
 from polarlm.engine.state.store import KVStore
 from tests.state.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
 
@@ -103,9 +101,9 @@ class CachedStore:
 STEM = words(0, 44)  # five blocks and four tokens
 
 
-# Product: the shared prefix may end anywhere in the sink or in a later block, in halves and in codes.
-@pytest.mark.parametrize("codec", ["f16", "polarquant"])
-@pytest.mark.parametrize("length", range(1, 48, 3))
+@pytest.mark.parametrize(
+    ("codec", "length"), [("f16", 1), ("polarquant", N - 1), ("polarquant", N), ("f16", 25), ("polarquant", 46)]
+)
 def test_a_prompt_goes_on_from_the_prefix_that_it_shares(codec: str, length: int) -> None:
     cached = CachedStore(codec)
     first = cached.prefill(STEM)
@@ -120,13 +118,24 @@ def test_a_prompt_goes_on_from_the_prefix_that_it_shares(codec: str, length: int
     assert held(cached.store) == [(0, 0)]
 
 
-@pytest.mark.parametrize(("length", "found"), [(44, 44), (43, 43), (41, 41), (40, 40), (39, 32), (9, 8), (7, 7)])
-def test_full_precision_blocks_of_a_released_sequence_match_in_part(length: int, found: int) -> None:
-    cached = CachedStore("polarquant")
-    cached.prefill(STEM).end()
-    branch = CachedSequence(cached.store, cached.prefixes, [*STEM[:length], *words(1, 9)])
-    assert branch.found == found
-    branch.prompt().step(*words(2, 3))
+PARTS = [
+    (44, 44),
+    (43, 43),
+    (41, 41),
+    (40, 40),
+    (39, 32),
+    (9, 8),
+    (7, 7),
+]
+
+
+def test_full_precision_blocks_of_a_released_sequence_match_in_part() -> None:
+    for length, found in PARTS:
+        cached = CachedStore("polarquant")
+        cached.prefill(STEM).end()
+        branch = CachedSequence(cached.store, cached.prefixes, [*STEM[:length], *words(1, 9)])
+        assert branch.found == found
+        branch.prompt().step(*words(2, 3))
 
 
 def test_a_current_block_that_matches_as_a_whole_is_not_copied() -> None:
@@ -178,17 +187,6 @@ def test_a_disabled_cache_finds_nothing() -> None:
     assert cached.found(STEM) == 0
 
 
-def test_overwritten_blocks_are_not_found_and_running_sequences_are_unaffected() -> None:
-    cached = CachedStore(windows=(None, 12))
-    cached.prefill(words(1, 30)).end()
-    running = cached.prefill(STEM)
-    assert cached.found(words(1, 30)) > 0
-    overwrite(cached.store)
-    assert cached.found(words(1, 30)) == 0
-    running.step(*words(2, 20))
-    running.end()
-
-
 def test_the_least_recently_used_blocks_are_overwritten_first() -> None:
     cached = CachedStore(tokens=96, sequences=4)  # 11 quantized blocks
     a, b, c = (words(seed, 40) for seed in (1, 2, 3))  # a sink and 4 quantized blocks each
@@ -211,34 +209,6 @@ def test_blocks_outside_the_window_are_not_needed_for_a_hit(windows: tuple[int |
     assert held(cached.store) == [(0, 0)] * len(windows)
 
 
-def findable(prefixes: PrefixCache) -> set[tuple[int, bytes]]:
-    """(group, hash) of every complete block in the cache."""
-    first = [entry for entries in prefixes._full.values() for entry in entries if len(entry.ids) == N]
-    blocks = {chained(entry.before, entry.ids): entry.slots for entry in first} | prefixes._quantized
-    return {(index, key) for key, held in blocks.items() for index, block in enumerate(held) if block is not None}
-
-
-def test_blocks_with_a_salt_are_not_reported_as_stored() -> None:
-    cached, events = CachedStore("polarquant"), []
-    cached.prefixes.watch(events.append)
-    kv = cached.prefixes.match_prefix([], "a salt")
-    sequence = CachedSequence(cached.store, cached.prefixes, STEM)
-    sequence.kv = kv
-    sequence.prompt().end()
-    assert findable(cached.prefixes)
-    assert not [event for event in events if isinstance(event, BlockStored)]
-
-
-def test_a_stored_block_is_reported_with_its_tokens_and_the_block_before_it() -> None:
-    cached, events = CachedStore("polarquant", windows=(None, 12)), []
-    cached.prefixes.watch(events.append)
-    cached.prefill(STEM[: 2 * N + 1]).end()
-    first = chained(cached.prefixes._root, STEM[:N])
-    second = chained(first, STEM[N : 2 * N])
-    expected = [(first, None, STEM[:N]), (second, first, STEM[N : 2 * N])]
-    assert events == [BlockStored(group, key, before, tuple(ids)) for key, before, ids in expected for group in (0, 1)]
-
-
 class Schedules(RuleBasedStateMachine):
     """Sequences of few different tokens begin, grow and end in any order in a store that is too small for all."""
 
@@ -246,15 +216,6 @@ class Schedules(RuleBasedStateMachine):
     def start(self, windows) -> None:
         self.cached = CachedStore("polarquant", windows, tokens=64, sequences=3, step_rows=N)
         self.live: list[CachedSequence] = []
-        self.reported: dict[tuple[int, bytes], BlockStored] = {}
-        self.cached.prefixes.watch(self._report)
-
-    def _report(self, event: BlockStored | BlockRemoved) -> None:
-        if isinstance(event, BlockStored):
-            assert (event.group, event.key) not in self.reported
-            self.reported[event.group, event.key] = event
-        else:
-            del self.reported[event.group, event.key]
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=4), count=st.integers(1, 40))
     def begin(self, ids: list[int], count: int) -> None:
@@ -299,11 +260,6 @@ class Schedules(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.live))
         self.live.remove(sequence)
         self.cached.prefixes.discard(sequence.kv)
-
-    @invariant()
-    def reported_blocks_are_those_that_can_be_found(self) -> None:
-        if hasattr(self, "cached"):
-            assert self.reported.keys() == findable(self.cached.prefixes)
 
     @invariant()
     def nothing_else_holds_blocks(self) -> None:

@@ -72,13 +72,10 @@ class AttentionOps:
         # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
         has_codes = spans.header(0).quantized > 0
         layouts, finer = (cache.layouts if has_codes else cache.full_layouts), (cache.finer if has_codes else None)
-        kernel, configured = "prefill_attention", launch_configs.prefill_attention
-        if self._device.wgmma and launch_configs.takes_wgmma(*layouts):
-            kernel, configured = "prefill_wgmma", launch_configs.prefill_wgmma
-        config, tile = configured(*layouts, group)
+        config, tile = launch_configs.prefill_attention(*layouts, group)
         out = self._device.empty(q.shape, np.float32)
         self._launch(
-            kernel,
+            "prefill_attention",
             (-(-rows * group // tile), kv_heads),
             parameters.added_to(config),
             *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current, spans.on(self._device)),

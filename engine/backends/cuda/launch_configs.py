@@ -44,10 +44,6 @@ _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
 _FEW_ROWS = 16  # of an expert in gemm_small: more take as many registers as its most rows
 _LEAST_STAGES = 8  # of a part in gemm_small: its start and end cost about five
 _REREAD_AT_MOST = 32 << 20  # weights of a matrix for whose product x is read twice as often instead of adding parts
-# Parts of blocks in shared memory of prefill_wgmma, on each side: one in use, two on their way. A block of threads has
-# the registers of a multiprocessor, so nothing else wants its shared memory.
-_WGMMA_SLOTS = 3
-_WGMMA_ALIGNMENT = 1024 - 128  # bytes that its rings may be moved, to begin at a multiple of 1,024
 # Constants of the encoder, as in `engine.quantization.encode`.
 ROUNDING: dict[str, int | float | str] = {
     "LARGEST": encode.LARGEST,
@@ -183,22 +179,6 @@ def prefill_blocks(warps: int, rows: int, keys: Layout, values: Layout, group: i
     shared = table_bytes(keys, values) + 2 * geometry.tiles * _TILE_BYTES + queries
     defines = {"GROUP": group, "WARPS": warps, "WARP_ROWS": rows, "SHARED": shared}
     return LaunchConfig(defines, 32 * warps, shared), warps * rows
-
-
-def takes_wgmma(keys: Layout, values: Layout) -> bool:
-    """Whether `prefill_wgmma` serves these records. Where not, and on GPUs without wgmma, `prefill_attention` does."""
-    geometry = keys.record.geometry
-    is_full = not (keys.is_quantized or values.is_quantized or keys.mean_bits)
-    return is_full and geometry.head_dim in (64, 128) and geometry.block_size % 64 == 0
-
-
-def prefill_wgmma(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
-    """The launch for `group` query heads per KV head → configuration, rows of scores of a block. PRECOND:
-    `takes_wgmma`."""
-    warps, part = 8, keys.record.geometry.tiles * _TILE_BYTES
-    shared = 2 * _WGMMA_SLOTS * part + _WGMMA_ALIGNMENT
-    defines = {"GROUP": group, "WARPS": warps, "SLOTS": _WGMMA_SLOTS, "SHARED": shared}
-    return LaunchConfig(defines, 32 * warps, shared), 16 * warps
 
 
 def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:

@@ -179,7 +179,7 @@ def planned_split(
     config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, shape: CacheShape
 ) -> Split | None:
     """Return the `split_model` of a model that is not loaded, with the adapters of `config`."""
-    adapters = () if config.lora_merge else read_adapters(config, model, source).all
+    adapters = read_adapters(config, model, source).all
     return split_model(config, ops, model, source, shape, adapters, lambda sentence: None)
 
 

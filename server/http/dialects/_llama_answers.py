@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine import SamplingParams, TokenLogprob, Usage
-from polarlm.engine.sampling.sample import resolve
+from polarlm.engine.params import OPTIONS
+from polarlm.engine.sampling.sample import CHAIN, resolve
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
@@ -18,9 +19,10 @@ from polarlm.server.http.openai.completions import PromptText, read_raw
 from polarlm.server.http.openai.shapes import prompt_progress
 from polarlm.server.http.streams import DATA, Event, Framing
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import FIELDS, SAMPLERS, given
+from polarlm.server.reading.fields import FIELDS, given
 from polarlm.server.reading.infill import infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
+from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import flag, text, wrong
 
 _ERROR_TYPES = {
@@ -239,24 +241,8 @@ def generation_settings(model: Model, params: SamplingParams, context: int) -> d
     return {
         "n_ctx": context,
         "n_predict": params.max_tokens,
-        "max_tokens": params.max_tokens,
-        "seed": params.seed,
-        "temperature": used.temperature,
-        "top_k": used.top_k,
-        "top_p": used.top_p,
-        "min_p": used.min_p,
-        "repeat_last_n": params.repeat_last_n,
-        "repeat_penalty": used.repeat_penalty,
-        "presence_penalty": used.presence_penalty,
-        "frequency_penalty": used.frequency_penalty,
-        "dry_multiplier": used.dry_multiplier,
-        "dry_base": used.dry_base,
-        "dry_allowed_length": used.dry_allowed_length,
-        "dry_penalty_last_n": used.dry_penalty_last_n,
-        "dry_sequence_breakers": list(used.dry_sequence_breakers),
-        "stop": list(params.stop),
-        "ignore_eos": params.ignore_eos,
+        **{name: getattr(used, name, getattr(params, name)) for name in EXTENSIONS if name in OPTIONS},
         "logit_bias": [[token, bias if abs(bias) < 1e9 else False] for token, bias in params.logit_bias.items()],
         "n_probs": params.logprobs or 0,
-        "samplers": list(SAMPLERS),
+        "samplers": list(CHAIN),
     }

@@ -15,6 +15,7 @@ from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
+from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, flag, text, wrong
 from polarlm.server.running.driver import Driver
 
@@ -22,10 +23,6 @@ __all__ = ["PATHS", "error_body", "routes"]
 
 PATHS = ("/v1/messages",)
 
-_SAME_NAMES = (
-    *("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
-    *("min_p", "seed", "ignore_eos", "cache_prompt", "cache_salt"),  # not in Anthropic's API
-)
 _NAMES = {
     "stop": "stop_sequences",
     "tool_choice": "tool_choice",
@@ -33,6 +30,10 @@ _NAMES = {
     "response_format": "output_config.format",
     "chat_template_kwargs": "thinking",
 }  # our name of a field → Anthropic's
+_SAME_NAMES = (
+    *("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
+    *(name for name in EXTENSIONS if name not in _NAMES),  # not in Anthropic's API
+)
 _REFUSED = {
     "container": "this server runs no containers; leave it out",
     "mcp_servers": "this server connects to no MCP servers; leave it out",

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import Embedding
+from polarlm.engine.params import OPTIONS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.dialects._ollama_answers import Writer, error_body, head, nanoseconds
@@ -26,6 +27,7 @@ from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
+from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
 
@@ -35,8 +37,7 @@ PATHS = ("/api",)
 
 _SAME_NAMES = ("model", "cache_prompt", "cache_salt")  # but for the first, not in Ollama's API
 _OPTIONS = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")},
-    **{name: name for name in ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")},
+    **{name: name for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"},
     **{name: name for name in ("typical_p", "tfs_z", "mirostat", "logit_bias")},
     "penalize_newline": "penalize_nl",
     "num_predict": "max_tokens",

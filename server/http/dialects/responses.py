@@ -26,15 +26,12 @@ from polarlm.server.http.streams import NAMED, Framing
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
+from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, flag, text, wrong
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/responses", "/responses")
 
-_SAME_NAMES = (
-    *("model", "temperature", "top_p", "parallel_tool_calls", "stream"),
-    *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_prompt", "cache_salt"),  # not in OpenAI's API
-)
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -45,6 +42,10 @@ _NAMES = {
     "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
 }  # our name of a field → this API's
+_SAME_NAMES = (
+    *("model", "temperature", "top_p", "parallel_tool_calls", "stream"),
+    *(name for name in EXTENSIONS if name not in _NAMES),  # not in OpenAI's API
+)
 _KEEPS_NONE = "this server keeps no responses: send the earlier items in input"
 _REFUSED = {
     "previous_response_id": _KEEPS_NONE,

@@ -134,7 +134,7 @@ class _Build(Collector):
         self._engine, self._now = engine, now
 
     def collect(self) -> Iterator[Metric]:
-        type_k, type_v = stored(self._engine.config, self._engine.cache_shape)
+        type_k, type_v = stored(self._engine.config)
         about = {"version": release(), "backend": self._now.backend, "model": self._engine.model.name}
         about |= {"cache_type_k": type_k, "cache_type_v": type_v}
         yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=about)

@@ -41,11 +41,11 @@ def _mean_over_blocks(now: Status, finer: float, other: float) -> float:
 def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
-    type_k, type_v = stored(engine.config, cache)
+    type_k, type_v = stored(engine.config)
     found: dict[str, Any] = {
         "model": engine.model.name,
         "context": engine.context,
-        "cache_types": in_words(engine.config, cache),
+        "cache_types": in_words(engine.config),
         "cache_type_k": type_k,
         "cache_type_v": type_v,
         "block_size": cache.block_size,

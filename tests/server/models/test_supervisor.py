@@ -77,7 +77,8 @@ class FakeProcess:
         self.has_taken = True
 
     async def end(self) -> None:
-        await self._step("end")
+        with suppress(Refused):  # it has ended already
+            await self._step("end")
         self.kill()
 
     async def end_at_once(self) -> None:
@@ -104,9 +105,6 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 (tmp_path / f"{name}.gguf").touch()
             machine = Machine()
 
-            async def start(model: Any, config: Any, ended: Any) -> FakeProcess:
-                return FakeProcess(machine, model.name, ended)
-
             async def main() -> None:
                 config = ServerConfig(models=str(tmp_path), **settings)
                 supervisor = Supervisor(Registry(common(), tmp_path, (), config.pin), config)
@@ -115,7 +113,7 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 assert not machine.running
                 assert not [one.model.name for one in supervisor.all() if one.active or one.waiting]
 
-            monkeypatch.setattr(module.ModelProcess, "start", start)
+            monkeypatch.setattr(module, "ModelProcess", lambda model, _, ended: FakeProcess(machine, model.name, ended))
             monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
             asyncio.run(main())
 
@@ -149,26 +147,12 @@ def loaded(supervisor: Supervisor) -> str:
 
 
 @scenario()
-async def test_requests_at_the_same_time_start_one_process(supervisor: Supervisor, machine: Machine) -> None:
-    await asyncio.gather(*(use(supervisor, "a") for _ in range(5)))
-    assert [one.name for one in machine.running] == ["a"]
-    assert supervisor.find("a").starts == 1
-
-
-@scenario()
 async def test_the_model_that_was_not_used_for_longest_makes_room(supervisor: Supervisor, machine: Machine) -> None:
     machine.free = 2 * GIB
     for name in "aba":
         await use(supervisor, name)
     await use(supervisor, "c")
     assert loaded(supervisor) == "ac"
-
-
-@scenario(models_memory="1.5G")
-async def test_a_limit_of_memory_holds_however_much_is_free(supervisor: Supervisor, machine: Machine) -> None:
-    for name in "abc":
-        await use(supervisor, name)
-        assert loaded(supervisor) == name
 
 
 @scenario(models_memory="512M")
@@ -245,7 +229,7 @@ async def test_a_crash_is_that_of_one_model_and_the_next_request_starts_it_again
     served, other = await use(supervisor, "a"), await use(supervisor, "b")
     machine.running[0].kill()
     assert (served.state, other.state) == (FAILED, READY)
-    assert "signal 9" in str(served.error)
+    assert "SIGKILL" in str(served.error)
     await use(supervisor, "a")
     assert (served.state, served.error, served.starts) == (READY, None, 2)
 

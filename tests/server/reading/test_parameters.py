@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine import PromptOptions, SamplingParams, limits
+from polarlm.engine.params import SAMPLING
 from polarlm.engine.sampling.sample import resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.server.reading import parameters
@@ -115,7 +116,7 @@ def test_the_limits_of_all_parameters_are_checked_once_for_a_request(monkeypatch
     check, checked = limits.check, []
     monkeypatch.setattr(limits, "check", lambda *which: checked.append(which[0]) or check(*which))
     params(temperature=1, top_p=0.5, seed=7, max_tokens=3, logit_bias={"1": 2})
-    assert checked.count(limits.SAMPLING) == 1
+    assert checked.count(SAMPLING) == 1
 
 
 @pytest.mark.parametrize("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])

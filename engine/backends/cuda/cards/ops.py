@@ -31,7 +31,7 @@ class CardsOps(CudaOps):
         self.name = " and ".join(card.name for card in cards)
         self.prefill_rows = min(card.prefill_rows for card in cards)
         devices = [card._device for card in cards]
-        sizes = [(one.processors, one.shared_memory, one.overlaps, one.wgmma) for one in devices]
+        sizes = [(one.processors, one.shared_memory, one.overlaps) for one in devices]
         self._alike = [one for one, own in zip(devices, sizes, strict=True) if own == sizes[-1]]
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}

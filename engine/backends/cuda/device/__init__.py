@@ -68,9 +68,6 @@ class Device(Protocol):
     overlaps: bool
     """Whether recorded kernels that wait for their predecessor by themselves are launched before it has ended."""
 
-    wgmma: bool
-    """Whether attention of a prompt has products of warpgroups where `launch_configs.takes_wgmma`."""
-
     def use(self) -> None:
         """Prepare this thread for assignments between arrays of the device: they are work of its own."""
 

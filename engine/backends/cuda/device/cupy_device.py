@@ -25,7 +25,6 @@ from polarlm.engine.backends.cuda.device import (
     overlap,
     peers,
     row_stride,
-    wgmma,
 )
 from polarlm.engine.backends.cuda.device.cupy_compiler import Kernel, compile_module
 from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
@@ -99,11 +98,6 @@ def can_overlap() -> bool:
     return overlap.is_there(_capability(), _runtime.driverGetVersion(), _runtime.runtimeGetVersion())
 
 
-def has_wgmma() -> bool:
-    """Whether the current GPU has products of warpgroups."""
-    return wgmma.is_there(_capability())
-
-
 def _capability() -> tuple[int, int]:
     """The compute capability of the current GPU."""
     major, minor = (int(_runtime.deviceGetAttribute(code, _runtime.getDevice())) for code in (_MAJOR, _MINOR))
@@ -143,7 +137,6 @@ class CupyDevice:
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.overlaps = (overlap.is_wanted(_capability()) if overlaps is None else overlaps) and can_overlap()
-        self.wgmma = wgmma.is_wanted() and has_wgmma()
         self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], Kernel] = {}

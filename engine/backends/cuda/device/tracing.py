@@ -62,12 +62,10 @@ class TracingDevice:
         shared_memory: int,
         memory: tuple[int, int] = (1 << 40, 1 << 40),
         overlaps: bool = False,
-        wgmma: bool = False,
     ) -> None:
         """launched: is called with every launch. The rest is that of the GPU that the launches are meant for."""
         self._launched, self._memory = launched, memory
         self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
-        self.wgmma = wgmma
 
     def use(self) -> None:
         """Nothing runs."""

@@ -1,0 +1,222 @@
+"""Writes every generated part of the documents, between its marks, from the code and from bench/results.
+
+    python -m scripts.docs
+
+A part lies between `<!-- name -->` and `<!-- /name -->`; PARTS says what writes it. `tests/test_documents.py` fails if
+a document is not what this writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from polarlm.engine import codecs, records
+from polarlm.engine.chat.config import GROUPS
+from polarlm.engine.cli.flags import IGNORED, describe
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.params import SamplingParams
+from polarlm.engine.records.fragments import Geometry
+from polarlm.engine.state.cache_types import PRESETS
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.state.shapes import CacheShape
+from polarlm.model_loaders.families import families
+from polarlm.server.config import ServerConfig
+from polarlm.server.reading.fields import FIELDS, RULES, Field
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARK = re.compile(r"<!-- ([\w -]+) -->\n.*?<!-- /\1 -->", re.DOTALL)
+
+
+def table(header: str, rows: list[str]) -> str:
+    """A Markdown table; header and rows: cells with " | " between them."""
+    line = "---|" * (header.count(" | ") + 1)
+    return "\n".join([f"| {header} |", f"|{line}", *(f"| {row} |" for row in rows)])
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def flags() -> str:
+    """A row for each flag, in the order and the groups of `--help`."""
+    rows = []
+    for title, config in {**GROUPS, "Server (`make serve`)": ServerConfig}.items():
+        rows.append(f"**{title}** | ")
+        rows += [f"`{_cell(names)}` | {_cell(meaning)}" for names, meaning in describe(config)]
+    rows.append("**Flags of llama.cpp without effect** | ")
+    rows += [f"`{' '.join((', '.join(names), value)).strip()}` | {why}" for names, (value, why) in IGNORED.items()]
+    return table("Flag | Meaning", rows)
+
+
+def settings(config: type, *left_out: str) -> str:
+    """A row for each field of a dataclass: its name in Python, its default, its meaning."""
+    rows = []
+    for field in fields(config):
+        if field.name in left_out:
+            continue
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        prefix = "`False`: " if default is True else ""  # the help is that of a flag that switches the field off
+        # Parts of the help that are about the command line alone.
+        meaning = re.sub("(, as in 42.*)?; may be repeated", "", _cell(field.metadata["help"]))
+        meaning = re.sub("--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", meaning)
+        rows.append(f"`{field.name}` | `{default!r}` | {prefix}{meaning}")
+    return table("Field | Default | Meaning", rows)
+
+
+def _cell(text: str) -> str:
+    """The text of a cell: vertical bars are escaped, which would end the cell even inside a code span."""
+    return text.replace("|", "\\|")
+
+
+def request_fields(standing: str, about: str) -> str:
+    """A row for each field of a request that has this standing."""
+
+    def neutral(field: Field) -> str:
+        rule = RULES.get(field.name)
+        return rule.text if rule else " or ".join(f"`{json.dumps(value)}`" for value in field.neutral)
+
+    rows = [f"`{f.name}` | {f.apis} | {f.says} | {neutral(f)}" for f in FIELDS.values() if f.standing == standing]
+    return table(f"Field | Known to | {about} | Values that ask for nothing", rows)
+
+
+# -- models and cache types ------------------------------------------------------------------------------------------
+
+
+def model_families() -> str:
+    """A row for each family: the first sentence of its file."""
+    rows = []
+    for name in sorted(families()):
+        text = (ROOT / "model_loaders" / "families" / f"{name}.py").read_text(encoding="utf-8")
+        sentence = " ".join((ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].split())
+        family, _, what = sentence.partition(": ")
+        rows.append(f"{family} | `{name}` | {what.split('. ')[0].rstrip('.')}")
+    return table("Models | `model_type` | What its layers have", sorted(rows, key=str.lower))
+
+
+BLOCK, MEAN_BITS, CONTEXT = EngineConfig().block_size, 8, 32_768
+SIDES = {"k": "keys", "v": "values"}
+MODELS = {  # name → layers, KV heads, head dim
+    "SmolLM2 135M": (30, 3, 64),
+    "Llama 3.2 1B": (16, 8, 64),
+    "Llama 3.2 3B": (28, 8, 128),
+    "Qwen2.5 7B": (28, 4, 128),
+    "Llama 3.1 8B, Mistral 7B": (32, 8, 128),
+    "Qwen3 8B": (36, 8, 128),
+    "Llama 2 7B": (32, 32, 128),
+    "Llama 3.1 70B": (80, 8, 128),
+}
+
+
+def bits() -> str:
+    """A row for each codec: the sides that it stores, its bits, and whether a GPU has a kernel for it."""
+    rows = []
+    for name in codecs.available():
+        codec = codecs.get(name)
+        sides = " and ".join(side for letter, side in SIDES.items() if letter in codec.serves)
+        values = [f"{codecs.bits_per_value(codec, BLOCK, head_dim):.3f}" for head_dim in (128, 64)]
+        kernel = "yes" if records.record_of(codec, Geometry("k" not in codec.serves, BLOCK, 128)) else "no"
+        rows.append(f"`{name}` | {sides} | {' | '.join(values)} | {kernel}")
+    return table("Type | Stores | bits/value, D = 128 | D = 64 | GPU", rows)
+
+
+def memory() -> str:
+    """A row for each model of MODELS: the memory of a token and of a long sequence on a CPU."""
+    types = {"f16": ("f16", "f16"), **PRESETS}
+    rows = []
+    for model, (layers, kv_heads, head_dim) in MODELS.items():
+
+        def a_token(name: str, layers: int = layers, kv_heads: int = kv_heads, head_dim: int = head_dim) -> int:
+            keys, values = map(codecs.get, types[name])
+            layer = LayerShape(keys, values, kv_heads, head_dim, 0 if name == "f16" else MEAN_BITS)
+            return CacheShape(BLOCK, (layer,) * layers).bytes_per_token
+
+        sizes = [format_bytes(a_token(name)) for name in types]
+        sizes += [format_bytes(CONTEXT * a_token(name)) for name in ("f16", "balanced")]
+        rows.append(f"{model} | {layers}, {kv_heads}, {head_dim} | {' | '.join(sizes)}")
+    return table(f"Model | L, K, D | {' | '.join(types)} | {CONTEXT:,} tokens, f16 | balanced", rows)
+
+
+# -- the lines of a step ---------------------------------------------------------------------------------------------
+
+# (file below engine/, first and last definition, what happens there). A definition is a function, or CLASS.METHOD.
+STEP = (
+    ("requests/steps.py", "Steps.run", "Steps._begin", "the rows of all running requests begin together"),
+    ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),
+    ("model/forward.py", "Transformer._run", "Transformer._head", "embedding, a loop over the layers, logits"),
+    ("model/layers/kinds.py", "DecoderLayer", "DecoderLayer", "a layer: mixer and feed-forward network"),
+    (
+        "model/layers/attention.py",
+        "Attention.project",
+        "Attention.mix",
+        "queries, keys, values, projection",
+    ),
+    ("backends/numpy/ops.py", "NumpyOps.append_kv", "NumpyOps.attention", "keys and values go to their block"),
+    ("backends/numpy/attention.py", "attend_alone", "read_blocks", "attention over codes and full-precision blocks"),
+    ("codecs/parts/pair_codec.py", "PairCodec.lookup", "PairCodec.dequantize", "codes become pairs of values"),
+    ("model/layers/gated_mlp.py", "GatedMLP.add", "GatedMLP.add", "the feed-forward network"),
+    ("sampling/sample.py", "sample_all", "_adjust", "logits become a token"),
+    (
+        "state/store.py",
+        "KVStore.commit_steps",
+        "KVStore._encode_filled",
+        "the token counts, a full block is encoded",
+    ),
+    ("requests/request.py", "Request.take", "Request._take", "the token becomes text"),
+)
+
+
+def step() -> str:
+    """A line for each place of STEP, with its first and last line, and the number of lines in all."""
+    lines, total = [], 0
+    for number, (name, first, last, what) in enumerate(STEP, 1):
+        places = _definitions(ast.parse((ROOT / "engine" / name).read_text(encoding="utf-8")))
+        begin, end = places[first][0], places[last][1]
+        total += end - begin + 1
+        lines.append(f"{number}. [`engine/{name}`](engine/{name}#L{begin}-L{end}), lines {begin}–{end}: {what}")
+    return "\n".join([*lines, "", f"{total} lines in {len(STEP)} places."])
+
+
+def _definitions(tree: ast.AST, prefix: str = "") -> dict[str, tuple[int, int]]:
+    """Name of a definition → its first and last line."""
+    places: dict[str, tuple[int, int]] = {}
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            places[prefix + node.name] = first, node.end_lineno or node.lineno
+            places |= _definitions(node, f"{prefix}{node.name}.")
+    return places
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "flags": flags,
+    "settings": lambda: settings(EngineConfig, "weights"),
+    "sampling": lambda: settings(SamplingParams),
+    "honoured": lambda: request_fields("honoured", "What it does, and its default"),
+    "harmless": lambda: request_fields("harmless", "Why it changes nothing"),
+    "ignored": lambda: request_fields("ignored", "Why"),
+    "refused": lambda: request_fields("refused", "Why it is refused"),
+    "step": step,
+    "families": model_families,
+    "bits": bits,
+    "memory": memory,
+}
+"""Name of a mark → what writes the text between it and its end."""
+
+
+def written(text: str) -> str:
+    """`text` with every part that PARTS names as it is now."""
+    return MARK.sub(
+        lambda mark: f"<!-- {mark[1]} -->\n{PARTS[mark[1]]()}\n<!-- /{mark[1]} -->" if mark[1] in PARTS else mark[0],
+        text,
+    )
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
