@@ -294,6 +294,7 @@ def test_rates_alone_leave_out_batches_memory_and_starts(measure_with: Measure, 
 
 @pytest.mark.slow
 def test_a_whole_measurement_in_processes(measure_with: Measure) -> None:
+    """Slow: a dozen processes load the model."""
     flags = ["--types", "f16", "--threads", "1", "--repeat", "1", "--depth", "100", "--peer-types", "none"]
     whole, out, _ = measure_with(*flags)
     assert [(row["name"], len(row["cells"][0]["runs"])) for row in whole["rows"]] == [
@@ -536,10 +537,11 @@ def test_a_part_that_fails_hides_no_other_one(measure_with: Measure, stands: typ
     assert out.count("too few blocks") == 3
 
 
+@pytest.mark.slow
 def test_windows_leave_room_for_all_sequences_of_a_step(
     measure_with: Measure, local: type[Local], tmp_path: Path
 ) -> None:
-    """The store of an engine has the blocks of windows for one sequence."""
+    """The store of an engine has the blocks of windows for one sequence. Slow: a whole measurement of a real model."""
     model = make_model(tmp_path, "gpt_oss_mxfp4")
     flags = ["--weights", str(model), "--types", "f16", "--threads", "1", "--repeat", "1", "--peer-types", "none"]
     whole, _, _ = measure_with(*flags, "--prompt", "40", "--depth", "40")

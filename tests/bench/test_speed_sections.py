@@ -65,9 +65,11 @@ def test_answers_with_and_without_drafts_are_measured_in_turn(
     assert "differs" not in printed.err
 
 
+@pytest.mark.slow
 def test_texts_of_an_encoder_are_measured_beside_batches_of_llama_cpp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Slow: it writes an encoder and starts four processes."""
     path = tmp_path / "minilm.gguf"
     write(path, "minilm-l6", SHAPES["minilm-l6"], "q8_0", None)
     monkeypatch.setattr(embeddings, "_PEER", "tests.bench.embedder")
