@@ -88,7 +88,7 @@ bench: $(VENV)/.installed-dev  ## speed on this machine (ARGS="…" adds flags)
 	@$(PY) -m polarlm speed $(ARGS)
 
 quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=FILE, ARGS="…" adds flags)
-	@$(PY) -m bench.quality $(if $(TEXT),--text "$(TEXT)") $(ARGS)
+	@$(PY) -m polarlm quality $(if $(TEXT),"$(TEXT)") $(ARGS)
 
 # On a machine whose own Python has all that is needed: make gpu-test PY=python3
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-dev)

@@ -151,13 +151,13 @@ class _SeveralModels(Front):
         """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refused."""
         served = await self._named(request)
         try:
-            found = await self._lists.ollama_shown(served.model)
+            shown = await self._lists.ollama_shown(served.model)
         except LoadError as error:
             raise ApiError(500, str(error), "model_unavailable") from None
-        if found is None:
+        if shown is None:
             sentence = f"{served.model.name} has to be fetched first: pull it, or ask it something"
             raise Refused("model_not_loaded", sentence)
-        return JSONResponse(found)
+        return JSONResponse(shown)
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: downloads a model of the hub, and adds it. Raises ApiError or BadRequest."""
@@ -198,17 +198,17 @@ class _SeveralModels(Front):
         """The models' states; with ?model=NAME, the metrics of a loaded one."""
         if request.query_params.get("model"):
             return await self._proxy.serve(request)
-        found = CollectorRegistry()
+        states = CollectorRegistry()
         gauges = {
-            "loaded": Gauge("polarlm_model_loaded", "Whether a model is in memory", ["model"], registry=found),
-            "starts": Gauge("polarlm_model_starts", "How often its process was started", ["model"], registry=found),
-            "active": Gauge("polarlm_model_requests", "Requests that it has", ["model"], registry=found),
+            "loaded": Gauge("polarlm_model_loaded", "Whether a model is in memory", ["model"], registry=states),
+            "starts": Gauge("polarlm_model_starts", "How often its process was started", ["model"], registry=states),
+            "active": Gauge("polarlm_model_requests", "Requests that it has", ["model"], registry=states),
         }
         for one in self._supervisor.all():
             values = {"loaded": one.state == READY, "starts": one.starts, "active": one.active}
             for name, value in values.items():
                 gauges[name].labels(one.model.name).set(value)
-        return Response(generate_latest(found), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(states), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:

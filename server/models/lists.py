@@ -43,12 +43,12 @@ class Lists:
 
     async def ollama_loaded(self) -> list[dict[str, Any]]:
         """The entries of /api/ps."""
-        found = []
+        entries = []
         for one in self._supervisor.all():
             if one.state in (READY, STOPPING):
                 until, need = one.expires, one.need
                 on_gpu = need is not None and need.device != "cpu"
-                found.append(
+                entries.append(
                     await self.ollama(one)
                     | {
                         "size": need.bytes if need else 0,
@@ -57,7 +57,7 @@ class Lists:
                         "context_length": need.tokens if need else 0,
                     }
                 )
-        return found
+        return entries
 
     async def ollama_shown(self, model: NamedModel) -> dict[str, Any] | None:
         """The answer of /api/show, from the model's files; None if they have to be fetched yet. Raises LoadError."""
