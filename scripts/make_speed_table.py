@@ -35,7 +35,7 @@ def published(kind: str = "speed") -> dict[Path, Measured]:
     """The newest complete measurement of each model on each CPU, and on one whose kernels are restricted to a level;
     also one that has all but starts, which come last.
 
-    Those of the demonstration model come first, then by name. kind: "speed", or "starts" for those of starts alone.
+    The demonstration model comes first, then by name. kind: "speed", or "starts" for measurements of starts alone.
     """
     found: dict[tuple[str, str], tuple[Path, Measured]] = {}
     measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]

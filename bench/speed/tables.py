@@ -70,7 +70,7 @@ def bandwidth_table(measured: Measured) -> str:
 
 
 def batches_table(measured: Measured) -> str:
-    """A table of tokens/s of several sequences together, and their ratio to those of one."""
+    """A table of tokens/s of several sequences together, and their ratio to the tokens/s of one sequence."""
     rows = [row for row in measured["rows"] if row["section"] == BATCHES]
     one = next((row["cells"][0].get("median") for row in rows if row["tokens"] == 1), None)
     lines = []
@@ -179,7 +179,7 @@ def label(engine: str) -> str:
 
 
 def _peers(measured: Measured) -> Sequence[Mapping[str, str]]:
-    """The peers of a measurement; those of earlier versions have one."""
+    """The peers of a measurement; results of earlier versions have one."""
     return measured["peers"] if "peers" in measured else [measured["peer"]]
 
 

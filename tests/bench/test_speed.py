@@ -30,9 +30,9 @@ from tests.random_model import TINY, random_model
 from tests.tiny import make_model
 
 PEER = "llama-cpp-python"
-VALUES = 2 * len(TINY.layers) * TINY.attention.kv_heads * TINY.attention.head_dim  # of a token in the cache
+VALUES = 2 * len(TINY.layers) * TINY.attention.kv_heads * TINY.attention.head_dim  # numbers of a token in the cache
 SMALL = ["--device", "cpu", "--prompt", "40,100", "--depth", "100,512", "--repeat", "2", "--threads", "1,2"]
-CALLS = [("start", 256), ("prompt", START_TOKENS)]  # of a start
+CALLS = [("start", 256), ("prompt", START_TOKENS)]  # calls of a start
 # Ours and the peer's, in the order of the columns.
 FOUR = ["--types", "balanced,f16", "--peer-types", "f16,q4_0"]
 
@@ -427,7 +427,7 @@ def test_runs_are_stable_if_the_two_fastest_differ_by_a_tenth_at_most(runs: list
 
 
 def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: Measure, stands: type[Stand]) -> None:
-    """Ours lose where they are slower. A peer has those of the caches that it knows."""
+    """Ours lose where they are slower. A peer has the caches that it knows."""
 
     def rates(label: str, threads: int, call: str, tokens: int) -> float:
         return {"ours ring4": 90.0, "peer f16": 60.0}.get(label, 120.0 if call == "prompt" else 30.0)
