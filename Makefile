@@ -13,7 +13,7 @@ comma := ,
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary llvmlite --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench gpu-hour compile-all soak readme clean
+.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench compile-all soak readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -100,9 +100,6 @@ gpu-bench: $(READY)  ## kernels and steps on the GPU that is there, beside PyTor
 	else \
 	    echo "The speed of a whole model was not measured: pass one as WEIGHTS=PATH." >&2; \
 	fi
-
-gpu-hour: $(READY)  ## a GPU's first hour: tests, times, counters and sanitizers, with a table at the end (ARGS="--minutes 60")
-	@$(PY) -m scripts.gpu_hour $(ARGS)
 
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all

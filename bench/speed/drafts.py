@@ -22,7 +22,7 @@ from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.limits import MOST_DRAFTED
-from polarlm.engine.requests.drafts import PromptLookup
+from polarlm.engine.requests.drafts import NGRAM, PromptLookup
 
 _TEXT = """The lighthouse stood on the last rock before the open sea. Every evening, when the fishing boats came home, \
 its keeper climbed the one hundred and twelve steps to the lamp, cleaned the glass with a soft cloth, and lit the \
@@ -172,7 +172,7 @@ def _engine(weights: str | None, threads: int) -> Engine:
 def _patterns(options: Options) -> dict[str, list[Offer]]:
     """Task → the drafts of prompt lookup in the correct answer, or in the demonstration model's prose."""
     with _engine(None, options.threads) as engine:
-        size, vocabulary = engine.config.spec_ngram_size_n, engine.model.vocabulary.stop
+        size, vocabulary = NGRAM, engine.model.vocabulary.stop
         found = {}
         for task, question in TASKS.items():
             prompt = engine.prompt_ids([{"role": "user", "content": question}])

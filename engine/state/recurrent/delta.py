@@ -68,7 +68,7 @@ class DeltaShape(RecurrentShape):
         fields = self.codes.fields(one.key_dim, one.value_dim).items()
         return [
             *(ArraySpec(name, (one.value_heads, *shape), dtype) for name, (shape, dtype) in fields),
-            ArraySpec("inputs", (one.width - 1, one.channels), self.codes.inputs),
+            ArraySpec("inputs", (one.width - 1, one.channels), np.dtype(np.float32)),
         ]
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
