@@ -13,7 +13,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.state.layer_shapes import FinerKind
 from polarlm.engine.state.shapes import CacheShape
 
-# (type of keys, type of values), chosen by measurement: see docs/quality.md and `bench.quality`.
+# (type of keys, type of values), chosen by measurement: see docs/quality.md.
 PRESETS = {
     "quality": ("ring5", "ring4"),
     "balanced": ("ring4", "ring3.5"),
