@@ -112,7 +112,7 @@ def test_greedy_text_is_that_of_plain_runs(path_of: PathOf, ops: Ops, type: str)
     assert different <= (0 if exact else 2)
 
 
-@pytest.mark.parametrize("type", [*PRESETS, "polarquant", "q8_0", "f16"])
+@pytest.mark.parametrize("type", ["balanced", "q8_0"])
 def test_codes_of_accepted_tokens_are_those_of_plain_runs(path_of: PathOf, ops: Ops, type: str) -> None:
     """To the bit with compiled kernels. NumPy rounds products of several rows otherwise: hardly a code flips."""
     compared = 0
