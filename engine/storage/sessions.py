@@ -55,7 +55,7 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # the known answers of its conversation
-    salt: str = ""  # of a session that was read, that of its K/V; see `engine.state.salts`
+    salt: str = ""  # salt of the K/V of a session that was read; see `engine.state.salts`
 
 
 def _check_types(shape: CacheShape) -> None:
@@ -73,8 +73,8 @@ def write(
 ) -> None:
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
 
-    After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: that of the
-    tokens in `saved`. salt: that of the sequence, see `engine.state.salts`; "" for none.
+    After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: the ids,
+    note and answers for `saved`. salt: the sequence's salt, see `engine.state.salts`; "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
@@ -111,7 +111,7 @@ def write(
 
 
 def is_session(path: SessionPath) -> bool:
-    """Whether `path` is a file whose first bytes are those of a session. False for some damaged sessions."""
+    """Whether `path` is a file that begins as a session does. False for some damaged sessions."""
     try:
         if not os.path.isfile(path):
             return False
