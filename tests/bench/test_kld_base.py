@@ -26,7 +26,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from polarlm.bench.quality import budget, cache_cost, cost, kld_base, kld_file
+from polarlm.bench.quality import __main__ as cost
+from polarlm.bench.quality import budget, cache_cost, kld_base, kld_file
 from polarlm.bench.quality.divergence import compare, compare_stored, perplexity
 from polarlm.bench.quality.states import exact_states, logits_of, stored_logprobs
 from polarlm.engine import EngineError
