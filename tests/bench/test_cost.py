@@ -124,10 +124,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
     """Perplexity, KL and the same top-1, computed from an engine's logits in float64."""
     output = text.with_name("out.html")
-    assert cost.main(argv(tiny_path, text, "--output", str(output), "--minutes", "0.5")) == 0
+    assert cost.main(argv(tiny_path, text, "--output", str(output), "--minutes", "0.1")) == 0
     found, shown = result(output)
     assert found["complete"] is True
     rows = {row["type"]: row for row in found["rows"]}
