@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def _recorded_weights(model: Path) -> None:
-    """Give the model the weights that the recorded model has, drawn in the order of its file, where the head is last."""
+    """Give the model the weights of the recorded model, drawn in the order of its file: the head is last."""
     rng = np.random.default_rng(0)
     for tensor in sorted(gguf.GGUFReader(model, "r+").tensors, key=lambda tensor: tensor.name == "output.weight"):
         if tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0:
