@@ -110,14 +110,6 @@ def test_a_chat_tells_how_far_its_prompt_is(server: Serving) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_progress")
 
 
-def test_a_server_that_hides_what_is_cached_tells_no_progress(tiny: Engine) -> None:
-    with serving(tiny, hide_cached_tokens=True) as server:
-        body = {"messages": [{"role": "user", "content": "the rain"}], "max_tokens": 3, "stream": True}
-        response = server.post("/v1/chat/completions", body | {"return_progress": True})
-        assert response.status_code == 200
-        assert "prompt_progress" not in response.text
-
-
 def test_an_error_in_the_middle_is_the_last_event(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         breaking(server.engine, patch, steps=6)

@@ -25,6 +25,7 @@ from polarlm.server.http.guard import Guard
 from polarlm.server.http.uvicorn_connection import WebConnection
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.running.listening import tcp_socket
+from tests.pairs import in_turn
 from tests.server.http_server import join
 from tests.server.lines import PATIENCE, eventually
 
@@ -156,7 +157,6 @@ def test_a_dead_peer_is_detected(server: Serving) -> None:
             assert 0 < accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("before", "begun"), [(0, b""), (0, b"GET / HTT"), (0, b"GET / HTTP/1.1\r\nHost: a\r\n"), (2, b"G")]
 )
@@ -310,8 +310,8 @@ def test_a_request_to_upgrade_is_answered_without_a_word_in_the_log(
     assert not [record for record in log.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize(
-    ("target", "host", "status"),
+@in_turn(
+    "target host status",
     [
         ("http://localhost/health?a=1", "localhost", 200),
         ("HTTP://LocalHost:80/health", "localhost:80", 200),
