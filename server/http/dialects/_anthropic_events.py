@@ -12,6 +12,7 @@ from typing import Any
 from polarlm.engine import Usage
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import Writer
 from polarlm.server.http.streams import Event
 
 _ERROR_TYPES = {
@@ -32,7 +33,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 @dataclass
-class Writer:
+class MessageWriter(Writer):
     """Makes the JSON objects of one response."""
 
     model: str

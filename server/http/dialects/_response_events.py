@@ -13,6 +13,7 @@ from polarlm.server.answers.pieces import Answer, CallStart, Piece
 from polarlm.server.http.dialects._response_tools import ResponseTools
 from polarlm.server.http.dialects._shared import arguments_of
 from polarlm.server.http.errors import TOO_LONG, ApiError
+from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
 
@@ -50,7 +51,7 @@ class _Item:
 
 
 @dataclass
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Makes the JSON objects of one response."""
 
     model: str
@@ -107,10 +108,6 @@ class ResponseWriter:
                 yield from self._begin("message" if self._open is None else self._open.kind)
             yield from self._end(status)
             yield self._event(f"response.{status}", response=self._response(status, piece.usage))
-
-    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """No events: the last piece has written the last one."""
-        yield from ()
 
     def failure(self, error: ApiError) -> Event:
         """The last event of a stream that an error ends."""

@@ -11,7 +11,7 @@ from typing import Any
 from polarlm.engine import TokenLogprob, Usage
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece, Progress
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 from polarlm.server.http.streams import Event
 
@@ -92,7 +92,7 @@ TEXT = Shapes(
 
 
 @dataclass(frozen=True)
-class Writer:
+class ChoicesWriter(Writer):
     """Makes the JSON objects of one response."""
 
     shapes: Shapes
@@ -138,10 +138,6 @@ class Writer:
         if self.with_usage:
             yield self._part() | {"usage": self._usage(usages)}
         yield None
-
-    def failure(self, error: ApiError) -> Event:
-        """The last event of a stream that an error ends."""
-        return error.body()
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         return usage(usages, self.n) | ({} if self.tells_cached else {"prompt_tokens_details": None})
