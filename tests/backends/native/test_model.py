@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
+
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
