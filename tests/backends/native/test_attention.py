@@ -67,9 +67,9 @@ def check(found: np.ndarray, wanted: np.ndarray) -> None:
 
 @with_plain_tiles
 @some_levels
-@pytest.mark.parametrize("window", [None, 20, 600])
+@in_turn("window", [None, 20, 600])
 @pytest.mark.parametrize("sequences", [RAGGED, SEVERAL], ids=["one row", "several rows"])
-def test_attention_at_some_levels(level: Level, window: int | None, sequences: list[Sequence_]) -> None:
+def test_attention_at_every_level(level: Level, window: int | None, sequences: list[Sequence_]) -> None:
     case = step(Shape(), sequences, window)
     check(attended(case, level, window), exact(case, window))
 

@@ -31,7 +31,7 @@ from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.loading import assembly
 from tests.backends.native.attending import SCALE, Sequence_, Shape, attended, step
 from tests.backends.native.launching import launcher
-from tests.jit.levels import Narrow, some_levels
+from tests.jit.levels import Narrow, every_level
 from tests.test_bare_python import ROOT, run_without
 
 
@@ -77,7 +77,7 @@ def test_a_level_with_a_missing_feature_is_never_chosen(monkeypatch: pytest.Monk
             target.permitted()
 
 
-def test_some_levels_is_found_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """And none of another machine."""
     everything = frozenset(feature for other in LEVELS for feature in other.needs)
     monkeypatch.setattr(target, "host_features", lambda: everything)
@@ -261,8 +261,8 @@ def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], m
 # -- the test at the start ---------------------------------------------------------------------------------------------
 
 
-@some_levels
-def test_some_levels_passes(level: Level) -> None:
+@every_level
+def test_every_level_passes(level: Level) -> None:
     self_test.check(level)
 
 

@@ -76,7 +76,7 @@ def all_scored(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_type", ["balanced", "polarquant"])
-def test_steps_over_codes_are_the_same_at_some_levels(
+def test_steps_over_codes_are_the_same_at_every_level(
     cache_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids and log-probabilities of a greedy answer. Levels that fuse multiply-adds compute in one order, so they agree

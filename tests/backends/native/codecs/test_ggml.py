@@ -14,9 +14,10 @@ from tests.jit.levels import some_levels
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.jit.isa.levels import Level
+from tests.pairs import in_turn
 
 NAMES = ("q8_0", "q4_0")
-every_codec = pytest.mark.parametrize("name", NAMES)
+every_codec = in_turn("name", NAMES)
 
 
 @given(
