@@ -44,7 +44,18 @@ SHAPES = [
     (256, 16),
 ]
 
-every_codec = in_turn("name", NAMES)
+# One of each file, with and without options.
+FEW = [
+    "f16",
+    "q4_0",
+    "kivi4+token",
+    "ring3.5+norm16",
+    "turbo3",
+    "trellis3.5",
+    "polarquant+dense",
+    "polarpair-m4n4+minmax",
+]
+every_codec = in_turn("name", [*FEW, "polarquant-online"])
 
 
 def serving(name, block_size, head_dim):
