@@ -263,19 +263,21 @@ def with_cache(
     config: EngineConfig,
     verbose: Say | None = None,
     planned: Callable[[CacheShape], StorePlan] | None = None,
+    encoding: Encoding = WHOLE,
 ) -> Parts:
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
     weight type and device. Closing either parts closes the files of both. Raises EngineError.
 
-    planned: returns the plan of the store for its shape; None for that of `config`.
+    planned: returns the plan of the store for its shape; None for that of `config`. encoding: the parts of the encoder
+    that are on.
     """
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
-    shape = cache_shape(config, WHOLE, ops, source.config)
+    shape = cache_shape(config, encoding, ops, source.config)
     if planned is None and parts.split is not None:
         plan = parts.split.loaded().plan(config, source.config, shape)
     else:
         plan = planned(shape) if planned else store_plan(config, ops, source.config, shape, ops.room_beside(0))
-    store = _store(config, WHOLE, ops, source, weights, plan, verbose)
+    store = _store(config, encoding, ops, source, weights, plan, verbose)
     return Parts(config, source, plan, Transformer(ops, source.config, weights, store), split=parts.split)
 
 

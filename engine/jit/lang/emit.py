@@ -3,7 +3,7 @@
 `Emitter` appends instructions to a function; `Value` is the result of one, with Python's operators. Python's own `for`
 and `if` run while a kernel is emitted: they unroll and specialize. `Emitter.loop` and `Emitter.when` emit loops and
 branches. Instructions that LLVM does not find by itself, such as dot products of bytes and lookups in tables, are
-functions of `byte_ops.py`.
+methods of the level (`level.py`).
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ A salt is the one that a request gives (`cache_salt`), joined with the adapter t
 
 from __future__ import annotations
 
-from polarlm.engine.model.adapters import Adapters
-from polarlm.engine.params import PromptOptions
-
 _MARK = "\0"  # begins a salt with an adapter
 
 
@@ -19,11 +16,6 @@ def joined(cache_salt: str, adapter: str) -> str:
     if not adapter and not cache_salt.startswith(_MARK):
         return cache_salt
     return f"{_MARK}{adapter}{_MARK}{cache_salt}"
-
-
-def salt_of(options: PromptOptions, adapters: Adapters) -> str:
-    """Return the salt of a request. Raises EngineError for an unknown adapter."""
-    return joined(options.cache_salt, adapters.asked(options.lora, options.lora_scale)[1])
 
 
 def adapter_of(salt: str) -> str:

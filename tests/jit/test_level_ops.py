@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.jit.levels import declared, every_level, run, special_levels
-
-from polarlm.engine.jit.lang.byte_ops import (  # isort: skip
-    PairTable,
-    Table,
-    dot4,
-    dot4_signed,
-    join_words,
-    lookup_in_lanes,
-    pair_products,
-    scaled_product,
-)
 from polarlm.engine.jit.compile.compiler import Kernel, assembly
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
+from tests.jit.levels import declared, every_level, run, special_levels
 
 _BYTES = vector(I8, 64)
 
@@ -35,16 +23,15 @@ def lookup(entries: np.ndarray) -> Kernel:
 
     def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         first, second = entries[0].tobytes(), entries[1].tobytes()
-        single, pair = Table(e, e.constant_bytes(first), len(first)), PairTable(e, first, second)
+        single, pair = e.level.table(e, e.constant_bytes(first), len(first)), e.level.pair_table(e, first, second)
         with e.loop(begin, end) as unit:
             own = e.load(args.index + unit * 64, _BYTES)
-            for place, found in enumerate((single[own], *pair[own])):
+            for place, found in enumerate((single(own), *pair(own))):
                 e.store(found, args.out + unit * 192, 64 * place)
 
     return Kernel(f"lookup_{zlib.crc32(entries.tobytes())}", emit, declared("index out"))
 
 
-# Product: a level looks up tables of each size in its own way.
 @every_level
 @pytest.mark.parametrize("count", [16, 64, 128, 256])
 def test_lookup(count: int, level: Level) -> None:
@@ -52,7 +39,6 @@ def test_lookup(count: int, level: Level) -> None:
     check_lookup(rng.integers(0, 256, (2, count), np.uint8), level)
 
 
-# Product: a level halves the lookups of tables of each size in its own way.
 @every_level
 @pytest.mark.parametrize("count", [64, 128, 256])
 def test_lookup_of_mirror_images(count: int, level: Level) -> None:
@@ -87,8 +73,8 @@ def test_instructions(level: Level) -> None:
     assert len(re.findall(wanted, text)) >= least
 
 
-def both(level: Level, operation: Callable[..., Value], a: np.ndarray, b: np.ndarray, result: type) -> np.ndarray:
-    """operation(e, vectors of a, vectors of b) over rows of 32 or 64 bytes."""
+def both(level: Level, operation: str, a: np.ndarray, b: np.ndarray, result: type) -> np.ndarray:
+    """An operation of the level, of (vectors of a, vectors of b) over rows of 32 or 64 bytes."""
     size = a[0].nbytes
     kind = vector(I8 if a.itemsize == 1 else I16, a.shape[1])
     out = np.zeros((len(a), size), np.uint8).view(result)
@@ -96,9 +82,9 @@ def both(level: Level, operation: Callable[..., Value], a: np.ndarray, b: np.nda
     def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             first, second = (e.load(x + unit * size, kind) for x in args[:2])
-            e.store(operation(e, first, second), args[2] + unit * out.strides[0])
+            e.store(getattr(e.level, operation)(e, first, second), args[2] + unit * out.strides[0])
 
-    name = f"{operation.__name__}_{size}"
+    name = f"{operation}_{size}"
     run(Kernel(name, emit, declared("a b out")), level, len(a), (a, b, out))
     return out
 
@@ -114,12 +100,11 @@ def dots(signed: bool, fits: bool) -> Kernel:
         with e.loop(begin, end) as unit:
             at = args.out + unit * 64
             total, a, b = e.load(at, lanes), e.load(args.a + unit * 64, lanes), e.load(args.b + unit * 64, lanes)
-            e.store(dot4_signed(e, total, a, b) if signed else dot4(e, total, a, b, fits=fits), at)
+            e.store(e.level.dot4_signed(e, total, a, b) if signed else e.level.dot4(e, total, a, b, fits=fits), at)
 
     return Kernel(f"dots_{signed}_{fits}", emit, declared("a b out"))
 
 
-# Product: a level multiplies bytes of each kind by instructions of its own.
 @every_level
 @pytest.mark.parametrize("kind", ["unsigned", "fits", "signed"])
 def test_dot_products_of_bytes(level: Level, kind: str) -> None:
@@ -136,41 +121,37 @@ def test_dot_products_of_bytes(level: Level, kind: str) -> None:
     np.testing.assert_array_equal(out, wanted)
 
 
-# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_lookup_in_lanes(level: Level, size: int) -> None:
     rng = np.random.default_rng(2)
     table, index = rng.integers(0, 256, (50, size), np.uint8), rng.integers(0, 16, (50, size), np.uint8)
     wanted = np.take_along_axis(table.reshape(50, -1, 16), index.reshape(50, -1, 16).astype(int), -1)
-    found = both(level, lookup_in_lanes, table, index, np.uint8)
+    found = both(level, "lookup_in_lanes", table, index, np.uint8)
     np.testing.assert_array_equal(found, wanted.reshape(50, size))
 
 
-# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_pair_products(level: Level, size: int) -> None:
     rng = np.random.default_rng(3)
     a, b = rng.integers(0, 128, (50, size), np.uint8), rng.integers(-127, 128, (50, size), np.int8)
     wanted = (a.astype(int) * b).reshape(50, -1, 2).sum(-1)
-    np.testing.assert_array_equal(both(level, pair_products, a, b.view(np.uint8), np.int16), wanted)
+    np.testing.assert_array_equal(both(level, "pair_products", a, b.view(np.uint8), np.int16), wanted)
 
 
-# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_scaled_product_is_rounded(level: Level, size: int) -> None:
     a, b = np.random.default_rng(4).integers(-(2**15) + 1, 2**15, (2, 500, size // 2), np.int16)
     a[0], b[0] = 2**14, np.arange(size // 2) - 8  # ties
     wanted = np.floor(a.astype(float) * b / 2**15 + 0.5)
-    np.testing.assert_array_equal(both(level, scaled_product, a, b, np.int16), wanted)
+    np.testing.assert_array_equal(both(level, "scaled_product", a, b, np.int16), wanted)
 
 
-# Product: a level cuts vectors wider than its registers.
 @every_level
 @every_size
 def test_join_words(level: Level, size: int) -> None:
     a, b = np.random.default_rng(5).integers(0, 256, (2, 50, size // 2), np.int16)
     wanted = np.concatenate([a.reshape(50, -1, 8), b.reshape(50, -1, 8)], -1).reshape(50, size)
-    np.testing.assert_array_equal(both(level, join_words, a, b, np.uint8), wanted)
+    np.testing.assert_array_equal(both(level, "join_words", a, b, np.uint8), wanted)
