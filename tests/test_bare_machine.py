@@ -48,7 +48,7 @@ def test_the_most_telling_files_come_first() -> None:
     names = [file.stem for file in gpu_test.files()]
     assert names[: len(gpu_test.FIRST)] == [*gpu_test.FIRST]
     assert len({*names}) == len(names)
-    assert not {"test_cupy_device", "test_compile", "test_docs", "test_cards"} & {*names}
+    assert not {"test_cupy_device", "test_compile", "test_docs"} & {*names}
 
 
 def test_processes_share_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
