@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
+
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -21,7 +22,7 @@ from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
 from scripts.make_golden import answer
 from scripts.make_random_model import write
-from tests.backends.native.step_scores import chunk_logits, step_logits
+from tests.backends.native.model_steps import chunk_logits, step_logits
 from tests.bare import kl
 from tests.conftest import FIXTURES
 from tests.random_model import TINY, random_model, tokenizer_file

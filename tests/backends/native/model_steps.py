@@ -1,4 +1,4 @@
-"""Logits of a text by steps, and the same by blocks of rows."""
+"""Logits of a model's steps after a prompt: one token at a time, or the rows of a block at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.engine import SamplingParams
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
