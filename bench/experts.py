@@ -25,7 +25,7 @@ from polarlm.engine import Engine, EngineConfig, SamplingParams
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
-from polarlm.engine.loading.experts import ExpertPlan
+from polarlm.engine.loading.placement.experts import ExpertPlan
 from polarlm.engine.state.plan import format_bytes
 
 _ALL = "all"

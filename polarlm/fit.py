@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
-from polarlm.engine import weight_formats
 from polarlm.engine.cli.commands import note, run, use_utf8
 from polarlm.engine.cli.flags import FlagError, parse, that
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig, setting
 from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.experts import estimated_sizes
 from polarlm.engine.loading.fit import (
     CacheFit,
     DeviceFit,
@@ -26,10 +24,8 @@ from polarlm.engine.loading.fit import (
     devices,
     fit_device,
     fit_files,
-    fit_weights,
     steps_to,
 )
-from polarlm.engine.loading.sizes import loaded_bytes
 from polarlm.engine.model.weights import in_words
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
@@ -141,20 +137,8 @@ def _fit_hub(
     model, files = hub.sizes(name)
     asked = numbers or steps_to(model.max_context)
     plain = f"{PREFIX}{replace(name, quantization=None)}"
-    found = []
-    for device, ops in devices(config.device):
-        if not files[0][0]:  # safetensors
-            types = dict.fromkeys((config.weight_type, AS_STORED, *weight_formats.writable()))
-            rows = []
-            for number, weight_type in enumerate(types):
-                settings = replace(config, weight_type=weight_type)
-                size = loaded_bytes(settings, ops, model, files[0][1])
-                of = estimated_sizes(ops, model, size)
-                rows.append(fit_weights(settings, ops, model, of, contexts=() if number else asked))
-            found.append(DeviceFit(device, ops.name, ops.free_memory(), tuple(rows)))
-        else:
-            sizes = {f"{plain}:{label}": size for label, size in files}
-            found.append(fit_files(config, device, ops, model, sizes, contexts=asked))
+    sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
+    found = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
     return model, "GGUF" if files[0][0] else "safetensors", found
 
 

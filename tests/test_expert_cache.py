@@ -28,9 +28,10 @@ from polarlm.engine.loading import assembly
 from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, stored_layers
-from polarlm.engine.loading.experts import ExpertPlan, Sizes, _fitting_bytes, estimated_sizes, expert_plan, sizes
 from polarlm.engine.loading.fit import DeviceFit, fit_weights
-from polarlm.engine.loading.sizes import cache_shape
+from polarlm.engine.loading.placement import experts as placed_experts
+from polarlm.engine.loading.placement.experts import ExpertPlan, expert_plan, fitting_bytes
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_bytes, wanted_of_source
 from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -60,7 +61,7 @@ def load(path: Path, ops: Ops | None = None, said: list[str] | None = None, **se
 def of(path: Path) -> Sizes:
     model, source, _ = model_loaders.load_weights(path)
     try:
-        return sizes(NativeOps(1), model, source, None)
+        return wanted_of_source(EngineConfig(), NativeOps(1), model, source).sizes
     finally:
         source.close()
 
@@ -122,7 +123,8 @@ def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
     config, ops = EngineConfig(**settings), NativeOps(1)
     model, source, _ = model_loaders.load_weights(path)
     source.close()
-    return expert_plan(config, ops, model, cache_shape(config, WHOLE, ops, model), whole)
+    wanted = Wanted(config, model, whole)
+    return expert_plan(wanted, ops, wanted.shape(ops))
 
 
 def test_as_many_experts_as_memory_leaves_are_loaded(tmp_path: Path, memory: Callable[[int], None]) -> None:
@@ -158,14 +160,14 @@ def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, l
     stored_layers(WHOLE, shape, [Variances(ones, ones)] * layers, statistics)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < _fitting_bytes(shape) < 1.5 * most
+    assert most < fitting_bytes(shape) < 1.5 * most
 
 
 def test_experts_leave_room_for_fitting_the_cache(
     tmp_path: Path, memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
-    monkeypatch.setattr("polarlm.engine.loading.experts._fitting_bytes", lambda shape: 2 * GIB)
+    monkeypatch.setattr(placed_experts, "fitting_bytes", lambda shape: 2 * GIB)
     memory(8 * GIB)
     found = [plan_for(path, whole, calibration=fitted) for fitted in (False, True)]
     assert [plan and plan.experts for plan in found] == [5, 4]
@@ -177,7 +179,7 @@ def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callabl
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     memory(8 * GIB)
-    stored, q4_0 = (fit_weights(config, ops, model, Sizes(size * GIB, ((size - 1) * GIB,))) for size in (10, 4))
+    stored, q4_0 = (fit_weights(Wanted(config, model, Sizes(size * GIB, ((size - 1) * GIB,))), ops) for size in (10, 4))
     assert stored.experts is not None
     assert q4_0.experts is None
     assert stored.cache("balanced").tokens == model.max_context
@@ -196,7 +198,9 @@ def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) 
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     whole = of(path)
-    assert estimated_sizes(NativeOps(1), model, whole.weights).experts == pytest.approx(whole.experts, rel=0.02)
+    assert wanted_of_bytes(EngineConfig(), NativeOps(1), model, whole.weights).sizes.experts == pytest.approx(
+        whole.experts, rel=0.02
+    )
 
 
 def test_a_size_for_less_than_a_token_says_what_is_needed(tmp_path: Path) -> None:

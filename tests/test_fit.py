@@ -19,7 +19,6 @@ from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import (
     CacheFit,
     DeviceFit,
@@ -30,6 +29,7 @@ from polarlm.engine.loading.fit import (
     steps_to,
 )
 from polarlm.engine.loading.need import PROCESS_BYTES, need
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted
 from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -168,10 +168,10 @@ def test_a_size_in_bytes_is_enough_for_the_weights(tiny_path: Path, memory) -> N
     config, source, _ = model_loaders.load_weights(tiny_path)
     size = weight_bytes(cpu(), source)
     source.close()
-    assert fit_weights(EngineConfig(), cpu(), config, Sizes(size)) == replace(
+    assert fit_weights(Wanted(EngineConfig(), config, Sizes(size)), cpu()) == replace(
         fits(tiny_path, cpu()).weights[0], kept=()
     )
-    assert fit_weights(EngineConfig(), cpu(), config, Sizes(65 * MIB)).lacking == MIB
+    assert fit_weights(Wanted(EngineConfig(), config, Sizes(65 * MIB)), cpu()).lacking == MIB
 
 
 def test_without_a_gpu_there_is_one_device() -> None:
@@ -246,7 +246,7 @@ def test_a_store_of_windows_holds_fewer_sequences_than_its_longest_context_would
     """The blocks of a window are for one sequence."""
     layers = (replace(LAYER, mixer=replace(LAYER.mixer, head_dim=64, window=window)) for window in (512, None))
     model = replace(MODEL, layers=tuple(layers))
-    found = fit_weights(EngineConfig(), cpu(), model, Sizes(0), ["balanced"], [4096])
+    found = fit_weights(Wanted(EngineConfig(), model, Sizes(0)), cpu(), ["balanced"], [4096])
     assert found.caches[0].contexts[0].sequences == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.cli.progress import counting
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.config import ModelConfig
 
@@ -278,5 +278,5 @@ def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
 
 
 def _fit(one: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
-    settings = replace(EngineConfig(), key_conditioning=one.key_conditioning)
-    return fit_weights(settings, ops, config, Sizes(size), [one.pair]).caches[0]
+    settings = EngineConfig(cache_type=one.pair, key_conditioning=one.key_conditioning)
+    return fit_weights(Wanted(settings, config, Sizes(size)), ops, [one.pair]).caches[0]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from polarlm.engine import codecs
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig
-from polarlm.engine.loading.experts import LEAST_CONTEXT, ExpertPlan
 from polarlm.engine.loading.fit import CacheFit, DeviceFit, WeightFit
-from polarlm.engine.loading.gpu.cpu_experts import CpuExperts
+from polarlm.engine.loading.placement.experts import LEAST_CONTEXT, CpuExperts, ExpertPlan
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders.config import ModelConfig

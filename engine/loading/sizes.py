@@ -36,8 +36,7 @@ from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig, Recurrent
 from polarlm.model_loaders.files.tensors import READABLE
 
-CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
-_TOKENS_OF_KEPT = 2048  # of a conversation that is kept where there is memory beyond one context
+_TOKENS_OF_KEPT = 2048  # assumed length of a kept conversation, if memory exceeds one context
 _SHARE_OF_KEPT = 8  # the part of a store that is added for conversations that are kept
 
 
@@ -54,27 +53,6 @@ def weight_format(config: EngineConfig) -> WeightFormat | None:
         choices = ", ".join([AS_STORED, *weight_formats.writable()])
         raise EngineError(f"weight_type={name}: {what}; choose from {choices}", settings=("weight_type",))
     return format
-
-
-def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
-    """Return a function that tells whether a model and its KV store fit in memory, given the bytes of the model's file.
-
-    The store is for the requested context, or else for the model's own, up to 16,384 tokens. If the configuration is
-    unknown (None), only the file has to fit.
-    """
-
-    def fits(model: ModelConfig | None, size: int) -> bool:
-        try:
-            room = ops.room_beside(size if model is None else loaded_bytes(config, ops, model, size))
-            if model is None:
-                return True
-            context = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
-            asked = replace(config, ctx_size=context)
-            return store_plan(asked, ops, model, cache_shape(asked, encoding, ops, model), room).tokens >= context
-        except EngineError:
-            return False
-
-    return fits
 
 
 def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> int:
