@@ -114,7 +114,6 @@ readme: $(VENV)/.installed  ## write the generated parts of the documents anew
 	@$(PY) -m scripts.docs
 	@$(PY) -m scripts.make_quality_table
 	@$(PY) -m scripts.make_speed_table
-	@$(PY) -m scripts.make_simulation_table
 	@$(PY) -m scripts.make_pressure_table
 
 clean:  ## remove the environment and caches

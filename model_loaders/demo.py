@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from polarlm.model_loaders.child_python import python
+from polarlm.children import python
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder

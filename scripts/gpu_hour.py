@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polarlm.bench import report
 from polarlm.bench.gpu.predict import beside
+
+from polarlm.bench import report
 from polarlm.bench.gpu.setup import Sizes
 from polarlm.engine import EngineError
 from polarlm.engine.backends.cuda.device import overlap

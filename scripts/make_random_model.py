@@ -1,117 +1,156 @@
 """`python -m scripts.make_random_model --shape SHAPE --type TYPE OUT.gguf`: a model with random weights, to time.
 
 Its matrices have the sizes and the weight formats of a real model, so that engines take the time that they take for
-that one. Its text means nothing. The tokenizer is that of the demonstration model, and is filled up with unused tokens
-to the vocabulary of the shape.
+the real one. Its text means nothing. The tokenizer of a decoder is the demonstration model's, filled up with unused
+tokens to the vocabulary of the shape; an encoder's tokens are numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from tqdm import tqdm
 
-from polarlm.model_loaders import LoadError
+from polarlm.bench.gpu.shapes import SHAPES
+from polarlm.bench.random_weights import KINDS, RandomMatrix, matrix_types, vector
+from polarlm.engine.weight_formats import get
+from polarlm.model_loaders import LoadError, families
+from polarlm.model_loaders.config import Attention, Experts, GatedDelta, GatedMLP, ModelConfig, Recurrent, ShortConv
 from polarlm.model_loaders.demo import demo_model
-from scripts.random_models.blocks import random_blocks
-from scripts.random_models.shapes import SHAPES, Shape
-from scripts.random_models.tensors import (
-    ATTENDING,
-    CONV_WIDTH,
-    DELTA_DIM,
-    DELTA_WIDTH,
-    KEY_HEADS,
-    TYPES,
-    tensors_of,
-)
+from polarlm.model_loaders.files.tensor_table import TensorSpec
 
 _TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+_FILE_TYPES = {"q4_k": "MOSTLY_Q4_K_M", "mxfp4": "MOSTLY_MXFP4_MOE", "f32": "ALL_F32"}
+_UNK, _CLS, _SEP = 100, 101, 102  # of BERT
 
 
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.make_random_model", description=__doc__.split("\n")[2])
     parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--type", choices=TYPES, required=True, help="q4_k is the mixture Q4_K_M")
+    parser.add_argument("--type", choices=KINDS, required=True, help="q4_k is the mixture Q4_K_M")
     parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     options = parser.parse_args()
-    shape = SHAPES[options.shape]
+    config = SHAPES[options.shape]
     if options.layers is not None:
-        shape = replace(shape, layers=max(1, min(options.layers, shape.layers)))
+        config = replace(config, layers=config.layers[: max(1, options.layers)])
     try:
-        write(options.out, options.shape, shape, options.type, demo_model())
+        tokenizer = None if config.is_encoder else demo_model()
+        write(options.out, options.shape, config, options.type, tokenizer)
     except (LoadError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def write(out: Path, name: str, shape: Shape, kind: str, tokenizer: Path) -> None:
-    """Write a model of `shape` to `out`. kind: a key of TYPES. tokenizer: a .gguf file that has the tokenizer."""
-    writer = gguf.GGUFWriter(out, shape.arch)
+def write(out: Path, name: str, config: ModelConfig, kind: str, tokenizer: Path | None) -> None:
+    """Write a model with random weights to `out`.
+
+    kind: one of KINDS. tokenizer: a .gguf file that has the tokenizer, whose tokens the vocabulary has at least; None
+    for an encoder.
+    """
+    architectures = {family: layout.architecture for family, layout in families.gguf_layouts().values()}
+    writer = gguf.GGUFWriter(out, architectures.get(config.family, "llama"))
     writer.add_name(f"Random {name}")
-    writer.add_file_type(
-        gguf.LlamaFileType["MOSTLY_" + {"q4_k": "Q4_K_M", "mxfp4": "MXFP4_MOE"}.get(kind, kind.upper())]
-    )
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.ffn)
-    writer.add_head_count(shape.heads)
-    if shape.attending:
-        kv_heads = [shape.kv_heads if layer in shape.attending else 0 for layer in range(shape.layers)]
-        writer.add_head_count_kv(kv_heads)
-        writer.add_uint32(f"{shape.arch}.shortconv.l_cache", CONV_WIDTH)
+    for key, value in metadata(config).items():
+        add_value(writer, f"{writer.arch}.{key}", value)
+    if tokenizer is None:
+        _add_numbered_tokens(writer, config.vocab_size)
     else:
-        writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim // 4 if shape.value_heads else shape.head_dim)
-    if shape.value_heads:
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
-        writer.add_ssm_conv_kernel(DELTA_WIDTH)
-        writer.add_ssm_state_size(DELTA_DIM)
-        writer.add_ssm_group_count(KEY_HEADS)
-        writer.add_ssm_time_step_rank(shape.value_heads)
-        writer.add_ssm_inner_size(shape.value_heads * DELTA_DIM)
-        writer.add_full_attention_interval(ATTENDING)
-    if shape.experts:
-        writer.add_expert_count(shape.experts)
-        writer.add_expert_used_count(shape.experts_used)
-        writer.add_expert_feed_forward_length(shape.expert_ffn)
-    if shape.window:
-        writer.add_sliding_window(shape.window)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(32.0)
-        writer.add_rope_scaling_orig_ctx_len(4096)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_layer_norm_rms_eps(shape.norm_eps)
-    vocabulary = _copy_tokenizer(writer, tokenizer, shape.vocabulary)
-    tensors = list(tensors_of(shape, kind, vocabulary))
-    for tensor, rows, columns, type in tensors:
-        dims, *stored = _stored(rows, columns, type)
-        if tensor.endswith("_exps.weight"):
-            dims = [shape.experts, rows // shape.experts, dims[1]]
-        writer.add_tensor_info(tensor, dims, *stored)
+        config = replace(config, vocab_size=_copy_tokenizer(writer, tokenizer, config.vocab_size))
+    tensors = _tensors(config, matrix_types(config, kind))
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.name, *tensor.info())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    rng = np.random.default_rng(0)
-    total = sum(_stored(rows, columns, type)[2] for _, rows, columns, type in tensors)
+    total = sum(tensor.nbytes for tensor in tensors)
     with tqdm(total=total, desc=f"Writing {out.name}", unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for tensor, rows, columns, type in tensors:
-            data = _norm_or_bias(tensor, columns) if rows == 0 else random_blocks(rng, rows, columns, type)
-            writer.write_tensor_data(data)
-            bar.update(data.nbytes)
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.data())
+            bar.update(tensor.nbytes)
     writer.close()
+
+
+# -- metadata ------------------------------------------------------------------------------------------------------
+
+
+def metadata(config: ModelConfig) -> dict[str, Any]:
+    """Key without the architecture → value, as llama.cpp's converter writes them."""
+    attention, mixers = config.attention, [layer.mixer for layer in config.layers]
+    ffns = [layer.ffn for layer in config.layers if layer.ffn is not None]
+    heads = [mixer.kv_heads if isinstance(mixer, Attention) else 0 for mixer in mixers]
+    found: dict[str, Any] = {
+        "block_count": len(config.layers),
+        "context_length": config.max_context,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": next((ffn.size for ffn in ffns if isinstance(ffn, GatedMLP)), ffns[0].size),
+        "attention.head_count": attention.heads,
+        "attention.head_count_kv": attention.kv_heads,
+    }
+    if config.is_encoder:
+        found |= {"attention.layer_norm_epsilon": config.norm_eps, "attention.causal": False}
+        return found | {"token_type_count": config.token_types, "pooling_type": int(gguf.PoolingType.MEAN)}
+    found |= {
+        "attention.key_length": attention.head_dim,
+        "attention.value_length": attention.head_dim,
+        "rope.dimension_count": attention.rotated,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+    }
+    if attention.rope is not None:
+        found["rope.freq_base"] = attention.rope.theta
+        if attention.rope.kind == "yarn":
+            found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": attention.rope.factor}
+            found["rope.scaling.original_context_length"] = attention.rope.original_context
+    if attention.window is not None:
+        found["attention.sliding_window"] = attention.window
+    for ffn in ffns[:1]:
+        if isinstance(ffn, Experts):
+            found |= {"expert_count": ffn.count, "expert_used_count": ffn.top_k, "expert_feed_forward_length": ffn.size}
+    for mixer in dict.fromkeys(mixers):
+        if isinstance(mixer, ShortConv):
+            found |= {"attention.head_count_kv": heads, "shortconv.l_cache": mixer.width}
+        if isinstance(mixer, GatedDelta):
+            found |= {
+                "rope.dimension_sections": [11, 11, 10, 0],
+                "ssm.conv_kernel": mixer.width,
+                "ssm.state_size": mixer.key_dim,
+                "ssm.group_count": mixer.key_heads,
+                "ssm.time_step_rank": mixer.value_heads,
+                "ssm.inner_size": mixer.value_heads * mixer.value_dim,
+                "full_attention_interval": 1 + next(number for number, count in enumerate(heads) if count),
+            }
+    return found
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a number, a text or a list of numbers with the type that files have."""
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
+
+
+def _add_numbered_tokens(writer: gguf.GGUFWriter, count: int) -> None:
+    """Add a vocabulary of BERT whose words are numbers."""
+    control = {_UNK: "[UNK]", _CLS: "[CLS]", _SEP: "[SEP]"}
+    kinds = [gguf.TokenType.CONTROL if i in control else gguf.TokenType.NORMAL for i in range(count)]
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list([control.get(i, f"▁{i}") for i in range(count)])
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(_UNK)
+    writer.add_bos_token_id(_CLS)
+    writer.add_sep_token_id(_SEP)
 
 
 def _copy_tokenizer(writer: gguf.GGUFWriter, path: Path, vocabulary: int) -> int:
@@ -127,19 +166,58 @@ def _copy_tokenizer(writer: gguf.GGUFWriter, path: Path, vocabulary: int) -> int
     return max(len(tokens), vocabulary)
 
 
-def _stored(rows: int, columns: int, type: Type) -> tuple[list[int], np.dtype, int, Type]:
-    """The shape in bytes, its dtype, the number of bytes and the type, as the writer wants them."""
-    if rows == 0:
-        return [columns], np.dtype(np.float32), 4 * columns, type
-    values, nbytes = gguf.GGML_QUANT_SIZES[type]
-    row = columns // values * nbytes
-    return [rows, row], np.dtype(np.uint8), rows * row, type
+# -- tensors -------------------------------------------------------------------------------------------------------
 
 
-def _norm_or_bias(name: str, length: int) -> np.ndarray:
-    if name.endswith("ssm_a"):  # from two tokens to a few hundred until half has decayed
-        return -np.geomspace(0.5, 0.002, length, dtype=np.float32)
-    return np.full(length, name.endswith("norm.weight"), np.float32)
+@dataclass
+class _Tensor:
+    """A tensor of the file. spec: the table's first tensor in it. shape: as the file has it. type: its format."""
+
+    name: str
+    spec: TensorSpec
+    shape: tuple[int, ...]
+    type: str
+
+    @property
+    def rows(self) -> int:
+        """Rows of all experts, if there are several."""
+        return prod(self.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * get(self.type).size(self.shape[-1])
+
+    def info(self) -> tuple[list[int], np.dtype[Any], int, Type]:
+        """The shape, its dtype, the number of bytes and the type, as the writer wants them."""
+        if self.type == "f32":
+            return [*self.shape], np.dtype(np.float32), self.nbytes, Type.F32
+        row = get(self.type).size(self.shape[-1])
+        return [*self.shape[:-1], row], np.dtype(np.uint8), self.nbytes, Type[self.type.upper()]
+
+    def data(self) -> np.ndarray:
+        if len(self.spec.shape) == 1:
+            return vector(replace(self.spec, shape=(prod(self.shape),)))
+        return RandomMatrix(self.type, self.rows, self.shape[-1], self.name).raw(slice(0, self.rows))
+
+
+def _tensors(config: ModelConfig, types: Mapping[str, str]) -> list[_Tensor]:
+    """The tensors of a file: those of the table by llama.cpp's names, which several of the table may share."""
+    by_name: dict[str, list[TensorSpec]] = {}
+    for spec in families.tensors(config).specs():
+        if not spec.copy_of:
+            by_name.setdefault(spec.gguf.partition("[")[0], []).append(spec)
+    tensors = []
+    for name, (spec, *more) in by_name.items():
+        rows, *columns = spec.shape
+        shape: tuple[int, ...] = rows * (1 + len(more)), *columns
+        if spec.gguf.endswith("]"):  # of all experts
+            shape = 1 + len(more), *spec.shape
+        if spec.flat and "conv" in name:
+            mixer = config.layers[int(name.split(".")[1])].mixer
+            assert isinstance(mixer, ShortConv | Recurrent)
+            shape = rows // mixer.width, mixer.width
+        tensors.append(_Tensor(name, spec, shape, types.get(spec.name, "f32")))
+    return tensors
 
 
 if __name__ == "__main__":

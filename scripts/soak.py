@@ -50,7 +50,7 @@ from tests.server.models.household import (
     starts,
 )
 
-_KILLED = ("by signal 9", "has ended: send", "was lost")  # in errors of requests whose process was killed
+_KILLED = ("crashed (SIGKILL)", "has ended: send", "was lost")  # in errors of requests whose process was killed
 _SAMPLE_SECONDS = 2.0
 _PAUSE_SECONDS = 0.2
 _TOLD_SECONDS = 60.0

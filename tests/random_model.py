@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
 from tokenizers import pre_tokenizers
 
+from polarlm.bench.gpu.shapes import llama
 from scripts.make_random_model import write
-from scripts.random_models.shapes import Shape
 from tests.model_loaders.checkpoints import finish
 
-TINY = Shape("llama", 2, 256, 512, 4, 2, 262, 512)
+TINY = llama(2, 256, 512, 4, 2, 64, 262, 512, 10_000.0)
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 
 
@@ -23,18 +24,27 @@ def random_model(folder: Path) -> Path:
     return path
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """A .gguf file with nothing but a tokenizer of bytes, 262 tokens in all."""
+def tokenizer_file(
+    folder: Path, control: Sequence[str] = _CONTROL, text: Sequence[str] = (), template: str | None = None
+) -> Path:
+    """A .gguf file with nothing but a tokenizer of bytes: these control tokens, 262 tokens in all by default.
+
+    text: tokens that are added, but are not control tokens; some of them may be among `control`. template: of chats.
+    """
     path = folder / "tokenizer.gguf"
     writer = gguf.GGUFWriter(path, "llama")
+    added = list(dict.fromkeys([*control, *text]))
     spelt = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "he"]
+    kinds = [gguf.TokenType.USER_DEFINED if name in text else gguf.TokenType.CONTROL for name in added]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*_CONTROL, *spelt])
-    writer.add_token_types([int(gguf.TokenType.CONTROL)] * len(_CONTROL) + [int(gguf.TokenType.NORMAL)] * len(spelt))
+    writer.add_token_list([*added, *spelt])
+    writer.add_token_types([*map(int, kinds), *[int(gguf.TokenType.NORMAL)] * len(spelt)])
     writer.add_token_merges(["t h", "h e"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if template is not None:
+        writer.add_chat_template(template)
     finish(writer)
     return path
 

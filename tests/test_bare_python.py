@@ -140,10 +140,6 @@ def test_a_measurement_over_http_names_the_extra_that_brings_its_client(module: 
     assert "pip install 'polarlm[bench]'" in said[-2]
 
 
-def test_a_simulation_needs_no_http(tmp_path: Path) -> None:
-    run_without(["httpx"], "import polarlm.bench.serving.simulate.__main__")
-
-
 @pytest.mark.slow
 def test_an_engine_needs_nothing_that_windows_lacks(tiny_path: Path, tmp_path: Path) -> None:
     """As far as Linux can show it: modules and functions are taken away, and all else stays Linux's own."""

@@ -52,7 +52,7 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
         calls.append((q.copy(), keys, scale, window, softcap, sink_scores))
         return attention(q, cache, spans, scale, window, *back, softcap=softcap, sink_scores=sink_scores)
 
-    model.ops.attention, model.ops.split_rows = attend_and_capture, lambda rows, **_: [rows]
+    model.ops.attention = attend_and_capture
     feed(model, model.store.new_sequence(), ids)
     return calls
 
@@ -78,13 +78,11 @@ def test_windows_are_among_the_fixtures() -> None:
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 512])
-def test_chunks_and_their_split_do_not_change_statistics(fixture, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_chunks_do_not_change_statistics(fixture, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     config, weights, ids = fixture
     whole = calibrate(NumpyOps(), config, weights, ids, N)
     monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)
-    ops = NumpyOps()
-    monkeypatch.setattr(ops, "split_rows", lambda r, **_: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
-    for one, expected in zip(calibrate(ops, config, weights, ids, N).values(), whole.values(), strict=True):
+    for one, expected in zip(calibrate(NumpyOps(), config, weights, ids, N).values(), whole.values(), strict=True):
         assert_close(one, expected, rtol=1e-3)
 
 

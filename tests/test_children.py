@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from polarlm.children import python
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.sampling import grammar_worker
 from polarlm.model_loaders import demo
 from polarlm.model_loaders.chat.template_process import TemplateProcess
-from polarlm.model_loaders.child_python import python
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.limited_process import LimitedProcess
 from polarlm.server.http import documents
@@ -53,7 +53,7 @@ def _download(folder: Path) -> None:
 def _model(folder: Path) -> None:
     async def fetch() -> Path:
         named = NamedModel("tiny", EngineConfig(weights=str(folder / "model")))
-        process = await ModelProcess.start(named, None, lambda code: None)
+        process = ModelProcess(named, None, lambda code: None)
         try:
             return await process.fetched()
         finally:
@@ -104,4 +104,4 @@ def test_all_children_start_alike() -> None:
         for file in files
         if re.search(r"[(\[]sys\.executable|import multiprocessing", file.read_text("utf-8"))
     }
-    assert starting == {"child_python.py"}
+    assert starting == {"children.py"}

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm import model_loaders
+from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams, codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
@@ -40,7 +41,6 @@ from polarlm.engine.weight_formats import Matrix
 from polarlm.server.http.plain import metrics, stats
 from polarlm.server.running.counters import Totals
 from scripts.make_random_model import write
-from scripts.random_models.shapes import SHAPES
 from tests.call_templates import NO_TOOLS
 from tests.compiled import end_of_compilation
 from tests.cuda.emulated import EmulatedDevice
@@ -281,7 +281,8 @@ except EngineError as error:
 def test_a_mixture_may_be_larger_than_memory(tmp_path: Path) -> None:
     """A layer of OLMoE has 238 MiB of experts; 220 MiB of private memory are left for it and the program."""
     path, tokenizer = tmp_path / "model.gguf", tool_model(tmp_path, NO_TOOLS).with_name("tokenizer.gguf")
-    write(path, "mixture", replace(SHAPES["olmoe-1b-7b"], layers=1, vocabulary=1024), "q4_k", tokenizer)
+    whole = SHAPES["olmoe-1b-7b"]
+    write(path, "mixture", replace(whole, layers=whole.layers[:1], vocab_size=1024), "q4_k", tokenizer)
 
     def run(room: int, size: str) -> str:
         command = [sys.executable, "-c", LIMITED, str(path), str(room), size]

@@ -81,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
     "requests": {"state", "model", "sampling", "storage.copies", "storage.tiers", "backends.numpy.host_memory"} | TOLD,
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
-ROOMS["loading.calibration"] = ROOMS["model"] | {"loading.kept_arrays", "model", "codecs"}
+ROOMS["loading.calibration"] = ROOMS["model"] | {"backends.numpy.blas", "codecs", "loading.kept_arrays", "model"}
 ROOMS["storage.identity"] = {"model", "state"}
 ROOMS["storage.sessions"] = ROOMS["requests"] | {
     "requests",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.transfer import FIELDS
 from polarlm.engine.loading import encoding, kept_arrays
 from polarlm.engine.loading.encoding import Encoding
-from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
@@ -115,24 +113,23 @@ def saved(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # -- going on --------------------------------------------------------------------------------------------------------
 
-TYPES = {
-    "f16": {"cache_type": "f16"},
-    "default, fitted": {"cache_type": "balanced", "calibration": True},
-    "polarquant": {"cache_type": "polarquant", "encoding": Encoding(small_means=False)},
-    "mixed": {"cache_type": "f16", "cache_type_k": "ring4@0,turbo3", "cache_type_v": "f16@0,polarquant"},
-    "not conditioned": {"cache_type": "ring3.5", "key_conditioning": False},
+CASES = {  # settings, and the length of a session: with a sink, whole blocks or a part of one
+    "f16": ({"cache_type": "f16"}, 3),
+    "default, fitted": ({"cache_type": "balanced", "calibration": True}, N),
+    "polarquant": ({"cache_type": "polarquant", "encoding": Encoding(small_means=False)}, LENGTH - 5),
+    "mixed": ({"cache_type": "f16", "cache_type_k": "ring4@0,turbo3", "cache_type_v": "f16@0,polarquant"}, LENGTH),
+    "not conditioned": ({"cache_type": "ring3.5", "key_conditioning": False}, LENGTH),
 }
 
 
-# Product: a session may have a sink, whole blocks or a part of one, and layers of other types write others.
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("length", [3, N, LENGTH - 5, LENGTH])
-def test_saving_and_loading_does_not_change_logits(tiny_path: Path, file: Path, types: str, length: int) -> None:
-    with load(tiny_path, **TYPES[types]) as engine:
+@pytest.mark.parametrize("case", CASES)
+def test_saving_and_loading_does_not_change_logits(tiny_path: Path, file: Path, case: str) -> None:
+    settings, length = CASES[case]
+    with load(tiny_path, **settings) as engine:
         past = talk(engine, length)
         assert engine.save_session(file) == length
         going_on = next_logits(engine, past)
-    with load(tiny_path, **TYPES[types]) as other:
+    with load(tiny_path, **settings) as other:
         talk(other, 30, seed=9)  # so that blocks lie elsewhere
         assert other.load_session(file).token_ids == tuple(past)
         for restored, wanted in zip(next_logits(other, past), going_on, strict=True):
@@ -152,18 +149,6 @@ def test_sequences_with_blocks_outside_their_windows(tmp_path: Path, file: Path,
         for restored, wanted in zip(next_logits(other, past), next_logits(engine, past), strict=True):
             assert np.array_equal(restored, wanted)
         assert_idle(other)
-
-
-def test_the_next_prompt_prefills_only_new_tokens(engine: Engine, saved: Path) -> None:
-    session = engine.load_session(saved)
-    assert len(session.token_ids) == LENGTH
-    assert engine.cache_stats().tokens == LENGTH
-    answer = engine.generate([*session.token_ids, *ids(2, 4)], GREEDY)
-    assert answer.usage.cached_tokens == LENGTH
-
-
-def test_a_note_is_restored(engine: Engine, saved: Path) -> None:
-    assert engine.load_session(saved).note == NOTE
 
 
 def test_a_chat_goes_on(tiny_path: Path, file: Path) -> None:
@@ -196,7 +181,10 @@ def test_a_session_belongs_to_the_salt_that_it_was_saved_with(tiny_path: Path, f
 def test_a_session_without_a_salt_takes_none(engine: Engine, saved: Path) -> None:
     assert "salt" not in objects_of(saved)[0]
     refused(lambda: engine.load_session(saved, cache_salt="mine"), "without a cache_salt")
-    assert engine.load_session(saved).note == NOTE
+    session = engine.load_session(saved)
+    assert session.note == NOTE
+    assert engine.cache_stats().tokens == len(session.token_ids) == LENGTH
+    assert engine.generate([*session.token_ids, *ids(2, 4)], GREEDY).usage.cached_tokens == LENGTH
 
 
 def test_equal_salts_do_not_show(tiny_path: Path, tmp_path: Path) -> None:
@@ -236,17 +224,6 @@ def test_saving_and_loading_does_not_change_running_requests(engine: Engine, sav
     assert tuple(i for part in given for i in part) == alone
 
 
-def test_restoring_computes_no_layer(engine: Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    past = talk(engine)
-    assert engine.save_session(file) == LENGTH
-    forget(engine)
-    with monkeypatch.context() as patched:
-        for layers in ("forward_units", "_run"):
-            patched.setattr(Transformer, layers, lambda *given: pytest.fail("a layer was computed"))
-        engine.load_session(file)
-    assert engine.generate([*past, 9], SamplingParams(max_tokens=1)).usage.cached_tokens == LENGTH
-
-
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
@@ -276,16 +253,6 @@ def test_a_file_that_is_no_session_is_not_replaced(engine: Engine, tmp_path: Pat
     (tmp_path / "empty").touch()
     engine.save_session(tmp_path / "empty")
     assert engine.load_session(tmp_path / "empty").token_ids
-
-
-def test_saving_to_a_link_replaces_its_target(engine: Engine, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    link, there = tmp_path / "link", tmp_path / "there" / "talk"
-    link.symlink_to(there)
-    talk(engine)
-    engine.save_session(link)
-    assert link.is_symlink()
-    assert engine.load_session(there).token_ids == engine.load_session(link).token_ids
 
 
 def test_progress_grows_to_the_total(engine: Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,19 +288,6 @@ def test_an_interrupted_save_leaves_the_old_file(engine: Engine, file: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         engine.load_session(file, progress=interrupt)
     assert held(engine) == before
-
-
-def test_a_file_size_limit_leaves_the_old_file(engine: Engine, file: Path) -> None:
-    talk(engine)
-    engine.save_session(file)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size // 2, limits[1]))
-    try:
-        error = assert_keeps_the_old_file(file, lambda: engine.save_session(file), EngineError)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(file) in str(error)
-    assert "too large" in str(error)
 
 
 def test_a_full_disk_leaves_the_old_file(engine: Engine, file: Path, saved: Path) -> None:
@@ -425,11 +379,6 @@ def test_every_shorter_file_is_refused(engine: Engine, saved: Path, file: Path) 
         assert_refused(engine, file, "damaged")
 
 
-def test_a_longer_file_is_refused(engine: Engine, saved: Path, file: Path) -> None:
-    file.write_bytes(saved.read_bytes() + b"\0")
-    assert_refused(engine, file, "damaged")
-
-
 def test_other_files_are_refused(engine: Engine, tiny_path: Path, file: Path) -> None:
     file.write_text("no session at all\n" * 100)
     assert_refused(engine, file, "not a session")
@@ -438,11 +387,8 @@ def test_other_files_are_refused(engine: Engine, tiny_path: Path, file: Path) ->
 
 OTHERS = {
     "cache type": ({"cache_type": "ring4"}, ["polarquant/polarquant", "ring4/ring4", "cache_type_k"]),
-    "values": ({"cache_type_v": "f16"}, ["polarquant/polarquant", "polarquant/f16", "cache_type_v"]),
     "one layer": ({"cache_type_k": "ring3@1,polarquant"}, ["ring3/polarquant"]),
     "block size": ({"block_size": 16}, ["blocks of 8", "16"]),
-    "means": ({"encoding": Encoding(small_means=False)}, ["conditioned in another way"]),
-    "no conditioning": ({"key_conditioning": False}, ["conditioned in another way", "key_conditioning=False"]),
     "calibration": ({"calibration": True}, ["conditioned in another way", "calibration=False"]),
     "context": ({"ctx_size": LENGTH - 1}, [f"{LENGTH} tokens", f"context has {LENGTH - 1}", "ctx_size"]),
 }
@@ -479,12 +425,6 @@ def test_a_session_without_scales_or_with_others_is_refused(
 def test_a_session_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
     with load(make_model(tmp_path, "llama_mha")) as engine:
         assert_refused(engine, saved, "another", str(engine.model.name))
-
-
-def test_a_session_as_long_as_the_context_can_be_loaded(tiny_path: Path, saved: Path) -> None:
-    with load(tiny_path, ctx_size=LENGTH) as engine:
-        assert len(engine.load_session(saved).token_ids) == LENGTH
-        assert_idle(engine)
 
 
 Change = Callable[[dict[str, Any], dict[int, Object]], object]
@@ -524,32 +464,21 @@ ANSWER = ["ab" * 32, [5]]
 CHECKSUMMED: dict[str, tuple[Change, str]] = {  # files with right checksums and wrong contents
     "version": (with_header(version="999"), "another version"),
     "model": (with_header(model="0" * 64, name="Other"), "Other"),
-    "no settings": (lambda header, blocks: header.pop("block_size"), "damaged"),
-    "a number for settings": (with_header(block_size=8), "damaged"),
     "no version": (lambda header, blocks: header.pop("version"), "damaged"),
-    "no ids": (lambda header, blocks: header.pop("ids"), "damaged"),
     "an id": (with_header(ids=5), "damaged"),
-    "floats": (with_header(ids=[7.0] * LENGTH), "damaged"),
     "fewer ids": (with_header(ids=[7] * (LENGTH - N)), "damaged"),
     "other ids": (with_header(ids=[7] * LENGTH), "other tokens"),
-    "negative ids": (with_header(ids=[-5] * LENGTH), "damaged"),
     "ids of no tokens": (with_header(ids=[VOCABULARY] * LENGTH), "damaged"),
     "salt": (with_header(salt=5), "cache_salt"),
     "no first block": (lambda header, blocks: header.pop("first"), "damaged"),
-    "negative": (with_header(first=-3), "damaged"),
     "far": (with_header(first=10**12), "damaged"),
     "a text for a number": (with_header(first="0"), "damaged"),
-    "no note": (lambda header, blocks: header.pop("note"), "damaged"),
-    "no answers": (lambda header, blocks: header.pop("answers"), "damaged"),
     "answers": (with_header(answers={"a": 1}), "damaged"),
     "digest": (with_header(answers=[["ab", [5]]]), "damaged"),
-    "no hex": (with_header(answers=[["x" * 64, [5]]]), "damaged"),
     "text for ids": (with_header(answers=[[ANSWER[0], "5"]]), "damaged"),
-    "texts for ids": (with_header(answers=[[ANSWER[0], ["5"]]]), "damaged"),
     "a third part": (with_header(answers=[[*ANSWER, 6]]), "damaged"),
     "records": (with_block(2, stored_as="records 999"), "records 999"),
     "codes": (with_block(2, slice(0, -64)), "block 2: it has another size"),
-    "groups": (with_block(2, groups=2), "damaged"),
     "a block as the first one": (lambda header, blocks: blocks.update({0: blocks[1]}), "block 0: it is another object"),
     "a block less": (lambda header, blocks: blocks.pop(LENGTH // N), "block 7"),
     "a block more": (lambda header, blocks: blocks.update({8: blocks[7]}), "more follows"),
@@ -562,15 +491,12 @@ CHECKSUMMED: dict[str, tuple[Change, str]] = {  # files with right checksums and
 }
 
 
-@pytest.mark.parametrize("change", CHECKSUMMED)
-def test_a_file_with_a_right_checksum_and_wrong_contents_is_refused(
-    engine: Engine, saved: Path, file: Path, change: str
-) -> None:
-    header, blocks = objects_of(saved)
-    act, word = CHECKSUMMED[change]
-    act(header, blocks)
-    write_objects(file, header, blocks)
-    assert_refused(engine, file, word)
+def test_a_file_with_a_right_checksum_and_wrong_contents_is_refused(engine: Engine, saved: Path, file: Path) -> None:
+    for change, word in CHECKSUMMED.values():
+        header, blocks = objects_of(saved)
+        change(header, blocks)
+        write_objects(file, header, blocks)
+        assert_refused(engine, file, word)
 
 
 def test_blocks_of_another_device_are_loaded(tiny_path: Path, file: Path) -> None:
@@ -620,10 +546,10 @@ def test_saving_nothing_is_an_error(engine: Engine, file: Path) -> None:
     assert not file.exists()
 
 
-@pytest.mark.parametrize("note", [object(), {1, 2}, b"x"])
-def test_a_note_must_be_json(engine: Engine, file: Path, note: object) -> None:
+def test_a_note_must_be_json(engine: Engine, file: Path) -> None:
     talk(engine)
-    refused(lambda: engine.save_session(file, note=note), "JSON")
+    for note in (object(), {1, 2}, b"x"):
+        refused(lambda note=note: engine.save_session(file, note=note), "JSON")
     assert os.listdir(file.parent) == []
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.bench.gpu import nvrtc, sass
 from polarlm.command import COMMANDS
-from polarlm.engine import EngineError
 
 ROOT = Path(__file__).resolve().parents[1]
 # Packages of the extras that measurements use.
@@ -197,16 +195,6 @@ def test_a_page_of_costs_goes_to_the_current_folder(installed: Installed, tiny_p
 def test_measurements_run(module: str, flags: str, installed: Installed, tiny_path: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the rain in the north and the other inn on the hill\n" * 40, encoding="utf-8")
     assert installed.run(tmp_path, "python", "-m", f"polarlm.bench.{module}", *flags.split(), "-m", str(tiny_path))
-
-
-@pytest.mark.slow
-def test_a_gpu_is_predicted(installed: Installed, tmp_path: Path) -> None:
-    try:
-        nvrtc.compiler()
-        sass.disassembler()
-    except EngineError as error:
-        pytest.skip(str(error))
-    assert "attention" in installed.run(tmp_path, "python", "-m", "polarlm.bench.gpu.predict", "--context", "2048")
 
 
 def test_a_users_own_modules_are_theirs(installed: Installed, tmp_path: Path) -> None:

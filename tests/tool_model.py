@@ -6,56 +6,28 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import gguf
-from tokenizers import pre_tokenizers
-
+from polarlm.bench.gpu.shapes import llama
 from polarlm.engine import Engine
 from scripts.make_random_model import write
-from scripts.random_models.shapes import Shape
-from tests.model_loaders.checkpoints import finish
+from tests.random_model import tokenizer_file
 
-_SHAPE = Shape("llama", 2, 64, 128, 2, 1, 300, 16384)
+_CONFIG = llama(2, 64, 128, 2, 1, 32, 300, 16384, 10_000.0)
 _CONTROL = ("<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|eot_id|>")
 _CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _GEMMA = (
-    *(
-        "<|turn>",
-        "<turn|>",
-        "<|think|>",
-        "<|channel>",
-        "<channel|>",
-        "<|tool>",
-        "<tool|>",
-        "<|tool_call>",
-        "<tool_call|>",
-    ),
-    *("<|tool_response>", "<tool_response|>", '<|"|>'),
+    *("<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>"),
+    *("<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
 )
-_TEXT = ("<think>", "</think>", "<tool_call>", "</tool_call>", "th", "he")  # added, but not control tokens
+_TEXT = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added, but not control tokens
 
 
 def tool_model(folder: Path, template: str, text: Collection[str] = ()) -> Path:
-    """The path of a model with this chat template. text: those of its tokens that are text, not control tokens."""
-    tokenizer, path = folder / "tokenizer.gguf", folder / "model-Q8_0.gguf"
-    writer = gguf.GGUFWriter(tokenizer, "llama")
-    spelt = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "he"]
-    added = list(_TEXT[:4])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    """The path of a model with this chat template. text: names of its tokens that are text, not control tokens."""
     further = {"<|channel|>": _CHANNELS, "<|turn>": _GEMMA}
     control = (*_CONTROL, *(name for part, names in further.items() if part in template for name in names))
-    writer.add_token_list([*control, *added, *spelt])
-    kinds = [
-        gguf.TokenType.USER_DEFINED if name in (*text, *added) else gguf.TokenType.CONTROL
-        for name in [*control, *added]
-    ]
-    writer.add_token_types([int(kind) for kind in kinds] + [int(gguf.TokenType.NORMAL)] * len(spelt))
-    writer.add_token_merges(["t h", "h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(template)
-    finish(writer)
-    write(path, "tools", _SHAPE, "q8_0", tokenizer)
+    text = [name for name in control if name in text]
+    path = folder / "model-Q8_0.gguf"
+    write(path, "tools", _CONFIG, "q8_0", tokenizer_file(folder, control, [*text, *_TEXT], template))
     return path
 
 

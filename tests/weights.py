@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
+from polarlm.bench.random_weights import BLOCKS, dequantize
+from polarlm.bench.random_weights import random_blocks as random_blocks
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
-
-# Where the blocks of a format have their float16 scales. The scale of mxfp4 is the exponent in its first byte; that of
-# iq1_m lies in the upper halves of four bytes.
-SCALES = {
-    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
-    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
-    **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "mxfp4": (), "tq2_0": (64,), "tq1_0": (52,), "iq1_m": ()},
-    **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
-}
-BLOCKS = tuple(SCALES)  # names of the formats that have blocks
-_GGUF = importlib.util.find_spec("gguf") is not None
-
-
-def random_blocks(
-    rng: np.random.Generator, name: str, rows: int, columns: int, scales: Iterable[float] = (2**-8, 2**-9, -(2**-10))
-) -> np.ndarray:
-    """Random bytes of a format that has blocks, uint8 (rows, bytes of a row); scales are drawn from `scales`.
-
-    Exponents of mxfp4 are 118 to 122, which are scales of 2^-10 to 2^-6.
-    """
-    stored = get(name)
-    raw = rng.integers(0, 256, (rows, columns // stored.values, stored.nbytes), np.uint8)
-    for place in SCALES[name]:
-        drawn = rng.choice(np.array(list(scales), "<f2"), raw.shape[:2])
-        raw[..., place : place + 2] = drawn[..., None].view(np.uint8)
-    if name == "mxfp4":
-        raw[..., 0] = rng.integers(118, 123, raw.shape[:2])
-    if name == "iq1_m":
-        drawn = rng.choice(np.array(list(scales), "<f2"), raw.shape[:2]).view(np.uint16)
-        for word in range(4):
-            raw[..., 49 + 2 * word] = raw[..., 49 + 2 * word] & 15 | (drawn >> 4 * word & 15).astype(np.uint8) << 4
-    return raw.reshape(rows, -1)
 
 
 def pack(x: np.ndarray, name: str) -> np.ndarray:
@@ -81,10 +50,7 @@ class StoredBytes:
         return out
 
     def dequantize(self, out: np.ndarray) -> None:
-        if self.format.unpack is None or _GGUF:
-            self.format.dequantize(self.raw, out)
-        else:  # the same values: tests/weight_formats compare them to the bit
-            out[...] = self.format.unpack(self.raw).dequantize()
+        dequantize(self.format, self.raw, out)
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
         step = max(1, nbytes // self.raw.shape[1])

@@ -6,7 +6,6 @@ written after each of them, so that an interrupted run keeps its results.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import traceback
@@ -20,14 +19,12 @@ from polarlm.bench import report
 from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types
 from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
-from polarlm.bench.gpu.model import Cell, RandomModel, default_type, random_metrics
+from polarlm.bench.gpu.model import FORMATS, Cell, RandomModel, default_type, random_metrics
 from polarlm.bench.gpu.peer import PeerTime, half_attention, prompt_attention
-from polarlm.bench.gpu.predict import beside
 from polarlm.bench.gpu.setup import Gpu, Noise, Sizes, open_gpu
 from polarlm.bench.gpu.shapes import shape_of
 from polarlm.bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
 from polarlm.bench.gpu.tables import Limits, Results, Row, format_tables
-from polarlm.bench.gpu.weights import KINDS
 from polarlm.bench.report import Output
 from polarlm.engine import EngineError, codecs
 from polarlm.engine.cli.commands import note, run
@@ -55,9 +52,6 @@ class Options:
     batches: str = setting("1,16", "--batches", metavar="N,N", help="sequences of a step; the first ones matter most")
     layers: int = setting(32, "--layers", metavar="N", help="layers of the model of random weights")
     budget: int = setting(400, "--budget", metavar="SECONDS", help="begin nothing new after so many seconds")
-    resume: str | None = setting(
-        None, "--resume", metavar="FILE", help="leave out what an earlier run has measured, whose results are in FILE"
-    )
 
 
 def main(
@@ -67,7 +61,7 @@ def main(
     peers: Peers = half_attention,
 ) -> int:
     """Measures, writes the JSON, prints the tables; returns the exit code. gpu: None for the machine's own."""
-    return run(lambda given: _measure_and_report(given, gpu, sizes or Sizes(), peers), argv)
+    return run(lambda flags: _measure_and_report(flags, gpu, sizes or Sizes(), peers), argv)
 
 
 def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peers: Peers) -> None:
@@ -90,12 +84,8 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     sizes = replace(sizes, config=replace(sizes.config, layers=sizes.config.layers[:1] * options.layers))
     plan = Plan(gpu, sizes, peers, types, contexts, batches)
     results = Results(model=shape_of(sizes.config))
-    if options.resume is not None:
-        _go_on(results, Path(options.resume), gpu)
     complete = True
     for name, work in plan.tasks():
-        if name in results.done:
-            continue
         if time.monotonic() - started > options.budget:
             results.missing.append((name, f"the {options.budget} s of --budget were over"))
             complete = False
@@ -106,15 +96,13 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     _write(output, argv, results, gpu, complete=complete)
     note(f"Written to {output}")
     print(f"{', '.join(f'{name} {value}' for name, value in gpu.about.items()).removeprefix('name ')}\n")
-    print(f"{format_tables(results)}\n")
-    print(beside(gpu.about["name"], sizes.config, output))
+    print(format_tables(results))
 
 
 def _do(name: str, work: Callable[[], Sequence[Row]], results: Results) -> None:
     """Run one task and keep its rows. An error ends only this task."""
     try:
         results.rows += work()
-        results.done.append(name)
     except EngineError as error:
         results.missing.append((name, str(error).rstrip(".")))
     except MemoryError:
@@ -130,21 +118,8 @@ def _afresh(gpu: Gpu, work: Callable[[], Sequence[Row]]) -> Sequence[Row]:
     return work()
 
 
-def _go_on(results: Results, file: Path, gpu: Gpu) -> None:
-    """Take over the results in a file. Raises FlagError if they are not of this GPU and this model."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        same = (found["machine"]["gpu"]["name"], found["model"]) == (gpu.about["name"], dict(results.model))
-        if same:
-            results.go_on_from(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FlagError(f"--resume {file} cannot be read as results of this program ({error!r})") from None
-    if not same:
-        raise FlagError(f"--resume {file} has results of another GPU or model: leave it out, and all is measured")
-
-
-def _one(measure: Callable[..., Row], *given: Any) -> list[Row]:
-    return [measure(*given)]
+def _one(measure: Callable[..., Row], *arguments: Any) -> list[Row]:
+    return [measure(*arguments)]
 
 
 def _write(output: Path, argv: Sequence[str], results: Results, gpu: Gpu, *, complete: bool = True) -> None:
@@ -210,11 +185,11 @@ class Plan:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
             yield f"fp16 kernels of others, {context} × {batch}", partial(self.peers, *shape)
             for cache_type in self.types:
-                given = self.gpu, sizes, self._content, cache_type, context, batch
-                yield f"attention, {cache_type.label}, {context} × {batch}", partial(_one, measure_attention, *given)
+                work = partial(_one, measure_attention, self.gpu, sizes, self._content, cache_type, context, batch)
+                yield f"attention, {cache_type.label}, {context} × {batch}", work
 
     def _model_tasks(self) -> Iterator[Task]:
-        for weights in KINDS:
+        for weights in FORMATS:
             for cell in self._cells():
                 yield f"steps, {weights}, {_named(cell)}", partial(self._with_model, weights, measure_steps, cell)
             yield (
@@ -223,12 +198,12 @@ class Plan:
             )
         prompt = self.sizes.config, self.sizes.prompt, self.sizes.runs
         yield f"fp16 kernels of others, prompt of {self.sizes.prompt} tokens", partial(prompt_attention, *prompt)
-        for weights in reversed(KINDS):  # starts with the model that is still loaded
+        for weights in reversed(FORMATS):  # starts with the model that is still loaded
             for rows in (1, *_SMALL_ROWS):
                 for name in _MATRICES if rows == 1 else _MATRICES[:-1]:
                     work = partial(self._with_model, weights, measure_matrix, name, rows)
                     yield f"{name} × {rows} rows, {weights}", work
-        for weights in KINDS if self.gpu.open_overlapping else ():
+        for weights in FORMATS if self.gpu.open_overlapping else ():
             for cell in self._cells():
                 if len(cell) == self.batches[0]:
                     work = partial(self._with_model, weights, measure_steps, cell, overlapped=True)
@@ -243,7 +218,7 @@ class Plan:
         return list(dict.fromkeys(cells))
 
     def _with_model(
-        self, weights: str, measure: Callable[..., Row], *given: Any, overlapped: bool = False
+        self, weights: str, measure: Callable[..., Row], *arguments: Any, overlapped: bool = False
     ) -> list[Row]:
         """One measurement of the model, which is created on first use. Raises EngineError if it does not fit."""
         if weights in self._no_model:
@@ -257,7 +232,7 @@ class Plan:
                 self._no_model.add(weights)
                 layers = len(self.sizes.config.layers)
                 raise EngineError(f"no model of {layers} layers ({error}); choose fewer with --layers") from error
-        return [measure(self.gpu, self.sizes, self._model, *given)]
+        return [measure(self.gpu, self.sizes, self._model, *arguments)]
 
     def _encoding(self) -> list[Row]:
         key, value = default_type()

@@ -11,14 +11,15 @@ from dataclasses import replace
 import numpy as np
 
 from polarlm.bench.gpu.cache import Content, fill
-from polarlm.bench.gpu.setup import Gpu, Noise, Sizes
-from polarlm.bench.gpu.weights import random_weights, weight_bytes
+from polarlm.bench.gpu.setup import Gpu, Sizes
+from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.codecs import Codec
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning, Scale
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
@@ -27,6 +28,9 @@ from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
+
+# Weights as results call them → a kind of `bench.random_weights`.
+FORMATS = {"bf16": "bf16", "q4_k_m": "q4_k"}
 
 _OUTPUT_ROWS = 512  # rows of the random output projection, for the metrics
 _TOKEN_CORRELATION = 0.9  # correlation of a token's attention weight with the next token's
@@ -46,7 +50,7 @@ class RandomModel:
     def __init__(
         self, gpu: Gpu, sizes: Sizes, content: Content, weights: str, cells: Sequence[Cell], overlapped: bool = False
     ):
-        """weights: see `bench.gpu.weights`. cells: the store has room for each of them, one at a time; cells that do
+        """weights: a key of FORMATS. cells: the store has room for each of them, one at a time; cells that do
         not fit are left out. overlapped: use overlapped launches.
 
         Raises EngineError or MemoryError if the weights do not fit.
@@ -56,8 +60,9 @@ class RandomModel:
         self.ops, self.device = opened()
         self.config = sizes.config
         self.weights = weights
-        self.ops.room_beside(weight_bytes(self.ops, self.config, weights))
-        loaded = random_weights(self.ops, self.config, weights, Noise(self.device, gpu.clock, sizes.noise))
+        source = RandomWeights.of_kind(self.config, FORMATS[weights])
+        self.ops.room_beside(weight_bytes(self.ops, source))
+        loaded = load_weights(self.ops, self.config, source)
         shape = cache_shape(self.ops, sizes)
         needed = {cell: _room(shape, sizes, cell) for cell in cells}
         batch = max(map(len, cells), default=1)

@@ -1,8 +1,9 @@
-"""Shapes of models whose steps are measured on a GPU or predicted."""
+"""Configurations of real models, whose shapes random weights have."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from polarlm.model_loaders.config import (
     Attention,
@@ -10,11 +11,11 @@ from polarlm.model_loaders.config import (
     GatedDelta,
     GatedMLP,
     Layer,
-    Mamba2,
     ModelConfig,
-    Recurrent,
     RopeConfig,
+    ShortConv,
 )
+from polarlm.model_loaders.families import tensors
 
 
 def llama(
@@ -25,14 +26,34 @@ def llama(
     kv_heads: int = 8,
     head_dim: int = 128,
     vocab_size: int = 128256,
+    max_context: int = 131072,
+    theta: float = 500_000.0,
 ) -> ModelConfig:
     """A Llama 3.1 of these sizes, which are the 8B's by default."""
-    layer = Layer(Attention(heads, kv_heads, head_dim, RopeConfig(theta=500_000.0)), GatedMLP(ffn_size))
-    return ModelConfig("llama", (layer,) * layers, hidden_size, vocab_size, max_context=131072, norm_eps=1e-5)
+    layer = Layer(Attention(heads, kv_heads, head_dim, RopeConfig(theta)), GatedMLP(ffn_size))
+    return ModelConfig("llama", (layer,) * layers, hidden_size, vocab_size, max_context=max_context, norm_eps=1e-5)
 
 
 LLAMA_8B = llama()
-LLAMA_70B = llama(layers=80, hidden_size=8192, ffn_size=28672, heads=64)
+_TINYLLAMA = llama(22, 2048, 5632, 32, 4, 64, 32_000, 8192, 10_000.0)  # the context of the original is 2,048
+_7B = llama(32, 4096, 14_336, 32, 8, 128, 32_000, 8192, 10_000.0)
+_QWEN2_5_LAYER = Layer(Attention(12, 2, 128, RopeConfig(1e6), qkv_bias=True), GatedMLP(8960))
+_QWEN2_5_1_5B = ModelConfig("qwen2", (_QWEN2_5_LAYER,) * 28, 1536, 151_936, 32_768, 1e-6, tied_head=True)
+
+_LFM2_NETWORK = GatedMLP(4608)
+_LFM2_ATTENTION = Layer(Attention(16, 8, 64, RopeConfig(1e6), qk_norm="head"), _LFM2_NETWORK)
+_LFM2_CONV = Layer(ShortConv(1024, 3), _LFM2_NETWORK)
+_LFM2_LAYERS = tuple(_LFM2_ATTENTION if layer in (2, 5, 8, 10, 12, 14) else _LFM2_CONV for layer in range(16))
+_LFM2_350M = ModelConfig("lfm2", _LFM2_LAYERS, 1024, 65_536, 128_000, 1e-5, tied_head=True)
+
+_OLMOE_LAYER = Layer(Attention(16, 16, 128, RopeConfig(), qk_norm="all"), Experts(64, 8, 1024))
+_OLMOE_1B_7B = ModelConfig("olmoe", (_OLMOE_LAYER,) * 16, 2048, 50_304, 4096, 1e-5)
+
+_MINILM_ATTENTION = Attention(12, 12, 32, None, qkv_bias=True, out_bias=True, is_causal=False)
+_MINILM_LAYER = Layer(_MINILM_ATTENTION, GatedMLP(1536, "gelu", bias=True), "sums")
+_MINILM_L6 = ModelConfig(
+    *("bert", (_MINILM_LAYER,) * 6, 384, 30_522, 512, 1e-12), tied_head=True, positions=512, token_types=2
+)
 
 _QWEN3_30B_A3B_LAYER = Layer(
     Attention(32, 4, 128, RopeConfig(theta=1e6), qk_norm="head"), Experts(128, 8, 768, renormalize=True)
@@ -68,58 +89,38 @@ def qwen3_5(layers: int, hidden_size: int, ffn_size: int, heads: int, kv_heads: 
 
 
 QWEN3_5_0_8B = qwen3_5(24, 1024, 3584, 8, 2, 16)
-QWEN3_5_4B = qwen3_5(32, 2560, 9216, 16, 4, 32)
 
-# Four of Granite's 40 layers have attention, one of ten.
-_TINY_EXPERTS = Experts(64, 6, 512, renormalize=True, shared=GatedMLP(1024))
-_TINY_MAMBA = Layer(Mamba2(1, 48, 128, 64, 4), _TINY_EXPERTS)
-_TINY_ATTENTION = Layer(Attention(12, 4, 128, None, scale=1 / 128), _TINY_EXPERTS)
-GRANITE_4_H_TINY = ModelConfig(
-    "granitemoehybrid",
-    (*(_TINY_MAMBA,) * 5, _TINY_ATTENTION, *(_TINY_MAMBA,) * 4) * 4,
-    1536,
-    vocab_size=100_352,
-    max_context=131_072,
-    norm_eps=1e-5,
-)
+SHAPES = {
+    "tinyllama-1.1b": _TINYLLAMA,
+    "7b": _7B,
+    "qwen2.5-1.5b": _QWEN2_5_1_5B,
+    "lfm2-350m": _LFM2_350M,
+    "qwen3.5-0.8b": replace(QWEN3_5_0_8B, tied_head=True),
+    "qwen3.5-4b": qwen3_5(32, 2560, 9216, 16, 4, 32),
+    "olmoe-1b-7b": _OLMOE_1B_7B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "minilm-l6": _MINILM_L6,
+}
 
-# M is Mamba 2, * attention, E experts after either of them.
-_NANO_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-_NANO_MIXERS = {"M": Mamba2(8, 64, 128, 64, 4), "*": Attention(32, 2, 128, None)}
-_NANO_EXPERTS = Experts(
-    *(128, 6, 1856, "relu_squared"),
-    scoring="sigmoid",
-    renormalize=True,
-    scale=2.5,
-    choice_bias=True,
-    shared=GatedMLP(3712, "relu_squared"),
-)
-NEMOTRON_3_NANO = ModelConfig(
-    "nemotron_h",
-    tuple(
-        Layer(_NANO_MIXERS[kind], _NANO_EXPERTS if following == "E" else None)
-        for kind, following in zip(_NANO_LAYERS, f"{_NANO_LAYERS[1:]}.", strict=True)
-        if kind in _NANO_MIXERS
-    ),
-    2688,
-    vocab_size=131_072,
-    max_context=262_144,
-    norm_eps=1e-5,
-)
+
+def parameters(config: ModelConfig) -> tuple[int, int]:
+    """The number of weights in the matrices of all layers, and in embedding and head."""
+    table = tensors(config)
+    layers = (spec.shape for slots in table.layers for specs in slots.values() for spec in specs)
+    top = sum(prod(spec.shape) for slot in ("embedding", "head") for spec in table.top.get(slot, ()))
+    return sum(prod(shape) for shape in layers if len(shape) > 1), top
 
 
 def shape_of(config: ModelConfig) -> dict[str, int]:
-    """The sizes of a model that decide how long its steps take."""
-    attention, ffn = config.attention, config.ffn
-    states = [layer.mixer for layer in config.layers if isinstance(layer.mixer, Recurrent)]
+    """The sizes of a dense model that decide how long its steps take."""
+    attention = config.attention
     return {
         "layers": len(config.layers),
         "hidden_size": config.hidden_size,
-        "ffn_size": ffn.size,
+        "ffn_size": config.ffn.size,
         "heads": attention.heads,
         "kv_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
         "vocab_size": config.vocab_size,
-        **({"experts": ffn.count, "top_k": ffn.top_k} if isinstance(ffn, Experts) else {}),
-        **({"state_layers": len(states), "state_heads": states[0].value_heads} if states else {}),
     }

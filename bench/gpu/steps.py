@@ -13,7 +13,7 @@ import numpy as np
 
 from polarlm.bench.gpu.model import Cell, RandomModel
 from polarlm.bench.gpu.setup import Gpu, Sizes
-from polarlm.bench.gpu.weights import parameters
+from polarlm.bench.gpu.shapes import parameters
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
@@ -29,7 +29,10 @@ _PREFILLS = 3  # the first compiles
 
 @dataclass(frozen=True)
 class MatrixTime:
-    """Seconds of x (rows, in) times a matrix of `bytes` bytes, mean of all layers. weights: see `bench.gpu.weights`."""
+    """Seconds of x (rows, in) times a matrix of `bytes` bytes, mean of all layers.
+
+    weights: a key of `bench.gpu.model.FORMATS`.
+    """
 
     weights: str
     name: str
@@ -42,10 +45,11 @@ class MatrixTime:
 class StepTime:
     """Seconds of a step, one token per sequence. bytes: of the weights, codes and full-precision blocks that it reads.
 
-    weights: see `bench.gpu.weights`. context, shortest: tokens of the first sequence and of the others. seconds: the
-    mean over a whole block, with its encoding, if the host waits for each step's tokens; median: of these steps;
-    device: the recorded graph alone, without the host; ahead: the mean over a whole block if each step starts before
-    the previous one's tokens are on the host, as in the engine. overlapped: whether launches overlap.
+    weights: a key of `bench.gpu.model.FORMATS`. context, shortest: tokens of the first sequence and of the others.
+    seconds: the mean over a whole block, with its encoding, if the host waits for each step's tokens; median: the
+    median of these steps; device: the recorded graph alone, without the host; ahead: the mean over a whole block if
+    each step starts before the previous one's tokens are on the host, as in the engine. overlapped: whether launches
+    overlap.
     """
 
     weights: str

@@ -39,12 +39,11 @@ _KINDS: Mapping[str, type[Row]] = {
 
 @dataclass
 class Results:
-    """Rows in the order of measurement, the missing measurements with their reasons, and the names of the tasks that
-    have been done. model: the model's shape (`bench.gpu.shapes.shape_of`)."""
+    """Rows in the order of measurement, and the missing measurements with their reasons. model: the model's shape
+    (`bench.gpu.shapes.shape_of`)."""
 
     rows: list[Row] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
-    done: list[str] = field(default_factory=list)
     model: Mapping[str, int] = field(default_factory=dict)
 
     def rows_of(self, kind: type) -> list[Any]:
@@ -66,13 +65,7 @@ class Results:
     def as_json(self) -> dict[str, Any]:
         rows = {name: [asdict(row) for row in self.rows_of(kind)] for name, kind in _KINDS.items()}
         missing = [{"what": what, "why": why} for what, why in self.missing]
-        return {"model": dict(self.model), **rows, "done": self.done, "not_measured": missing}
-
-    def go_on_from(self, found: Mapping[str, Any]) -> None:
-        """Take over what an earlier run has measured. found: of its file. Raises KeyError or TypeError for another
-        file."""
-        self.rows += [kind(**row) for name, kind in _KINDS.items() for row in found[name]]
-        self.done += found["done"]
+        return {"model": dict(self.model), **rows, "not_measured": missing}
 
 
 def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:

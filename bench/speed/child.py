@@ -1,27 +1,23 @@
 """A contestant in its own process, so that a crash does not end the measurement, and its memory can be read.
 
 Parent and child exchange lines of JSON on the child's standard input and output: a call is [name, arguments], an answer
-is {"result": …} or {"failure": sentence}. This file imports only the standard library: the child may run another
-Python.
+is {"result": …} or {"failure": sentence}. The child may run another Python, so this file and `polarlm.children` import
+only the standard library.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from queue import SimpleQueue
+from typing import Any
 
 import polarlm
+from polarlm import children
 
 _ROOT = Path(polarlm.__file__).resolve().parents[1]  # the folder of the package
 # The child imports this `polarlm`, but everything else from its own interpreter: next to an installed package there are
@@ -51,16 +47,14 @@ class Child:
         """python: the interpreter. variables: further ones of its environment. Raises Failed if it cannot be
         started."""
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # None when the process has ended
         try:
-            self._process = subprocess.Popen(
+            self._process = children.Child(
                 [python, "-c", _START, module, str(_ROOT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                encoding="utf-8",
-                env={**os.environ, **_BYTECODE, **(variables or {})},
-                start_new_session=True,  # Ctrl-C reaches only the parent, which ends the child
+                self._answers.put,
+                lambda code: self._answers.put(None),
+                errors=self._errors,
+                environment={**os.environ, **_BYTECODE, **(variables or {})},
             )
         except OSError as error:
             self._errors.close()
@@ -73,49 +67,26 @@ class Child:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """The result of the contestant's method `name`. Raises Failed, also if the process has ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps([name, arguments]) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
+        self._process.tell([name, arguments])
+        answer = self._answers.get()
+        if answer is None:
+            self._answers.put(None)  # for further calls
             raise Failed(self._end())
-        found = json.loads(answer)
-        if "failure" in found:
-            raise Failed(found["failure"])
-        return found["result"]
+        if "failure" in answer:
+            raise Failed(answer["failure"])
+        return answer["result"]
 
     def _end(self) -> str:
         """How the process ended, with the last line that it wrote to standard error."""
-        code = self._process.wait(_LAST_SECONDS)
-        try:
-            end = f"crashed ({signal.Signals(-code).name})"
-        except ValueError:
-            end = f"ended with exit code {code}"
+        end = children.how_ended(self._process.wait())
         self._errors.seek(0)
-        said = self._errors.read().split("\n")
-        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        lines = self._errors.read().split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"{end}: {last}" if last else end
 
     def close(self) -> None:
-        """End the process."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            try:
-                assert pipe is not None
-                pipe.close()
-            except BrokenPipeError:
-                pass
-        try:
-            self._process.wait(_LAST_SECONDS)  # it exits when its input ends
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if hasattr(os, "killpg"):
-            with suppress(ProcessLookupError, PermissionError):  # nobody is left
-                os.killpg(self._process.pid, signal.SIGKILL)  # a program that it runs
+        """End the process, and a program that it runs."""
+        self._process.end(_LAST_SECONDS)
         self._errors.close()
 
 
@@ -141,10 +112,12 @@ def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> Non
     start: makes the contestant from the arguments of the call "start". Before it, "imported" is answered. failures:
     exceptions whose message is a sentence; for others, the answer also names the type.
     """
-    calls, answers = _pipes()
+    calls: SimpleQueue[tuple[str, list[Any]]] = SimpleQueue()
+    # The process ends also during a call, whose answer nobody reads any more.
+    parent = children.Parent(calls.put, lambda: os._exit(0))
     contestant: Any = None
     while True:
-        name, arguments = json.loads(calls.get())
+        name, arguments = calls.get()
         answer: dict[str, Any]
         try:
             if name == "imported":
@@ -157,21 +130,4 @@ def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> Non
         except Exception as error:
             sentence = str(error) if isinstance(error, tuple(failures)) else f"{type(error).__name__}: {error}"
             answer = {"failure": sentence}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-def _pipes() -> tuple[queue.SimpleQueue[str], TextIO]:
-    """A queue of calls and a file for answers. From now on, libraries that print to standard output print to standard
-    error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            calls.put(line)
-        os._exit(0)  # also during a call, whose answer nobody reads any more
-
-    threading.Thread(target=read, daemon=True).start()
-    return calls, answers
+        parent.tell(answer)

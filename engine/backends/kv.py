@@ -19,6 +19,8 @@ Buffer = Any  # a prompt's full-precision K/V of one layer
 Spans = Any  # a list of `SpanView`
 PreparedTransform = Any  # a `HeadTransform` on the device
 
+_LEAST_TABLE_WIDTH = 16
+
 
 @dataclass(frozen=True)
 class CacheFormat:
@@ -93,3 +95,9 @@ class SpanView:
     # Ids of the blocks with more bits, in a cache that has both kinds. Then there is no window, and `table` and `finer`
     # have the sequence's blocks in any order: every row sees all of them.
     finer: Sequence[int] | None = None
+
+
+def table_width(blocks: int) -> int:
+    """The width of a block table on the device for `blocks` block ids: a power of two, since every width needs its own
+    recording."""
+    return max(_LEAST_TABLE_WIDTH, 1 << max(0, blocks - 1).bit_length())

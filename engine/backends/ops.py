@@ -104,8 +104,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
     """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
 
     Objects that outlive a call (from `load`, `prepare`, `cache`, `buffer`, `spans`) are passed to the ops that need
-    them. The backend itself only knows its machine: device memory, compiled kernels and recorded graphs, or the CPU's
-    cores and how fast steps ran on them. "CUDA:" names the kernels of an op that has more than one.
+    them. The backend itself only knows its machine: memory, compiled kernels and recorded graphs. "CUDA:" names the
+    kernels of an op that has more than one.
     """
 
     name: str
@@ -136,16 +136,6 @@ class Ops(KVOps, RecurrentOps, Protocol):
 
     def of_layer(self, layer: int) -> Ops:
         """The ops of the card that has this layer; these ops themselves on a single device."""
-
-    def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
-        """`rows` cut into consecutive slices, for `map_parts`. among_experts: whether each row goes to few of many
-        experts, for which more rows at a time are faster."""
-
-    def map_parts(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """[work(0), …, work(count − 1)], where each calls ops for one part of `split_rows`; possibly in parallel."""
-
-    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """[work(0), …, work(count − 1)], possibly in parallel."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         """work(*inputs), after the inputs (host arrays, `Spans` or `SamplerInputs`) have been copied to the device.

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.engine import codecs
+from polarlm.engine.backends.numpy.blas import parallel_map
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import kept_arrays
@@ -128,7 +129,7 @@ def calibrate(
                 mixer.score_scale,
                 mixer.window,
                 block_size,
-                ops.parallel_map,
+                parallel_map,
                 softcap=mixer.softcap,
                 sink_scores=None if sink_scores is None else ops.of_layer(layer).to_host(sink_scores),
             )

@@ -1,4 +1,4 @@
-"""Prefill: computes the rows of a prompt layer by layer, in units, each of which is split into parts for threads.
+"""Prefill: computes the rows of a prompt layer by layer, in units.
 
 Letters: T rows, E hidden size, H query heads, K KV heads, D head dim.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers import Tap
-from polarlm.engine.model.layers.experts import Experts
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.state.store import KVStore, Span, positions
@@ -25,7 +23,7 @@ Taps = Callable[[str, int, int, Array], None]
 
 name: "input" (T, E), the input of the layer, which may be changed in place; "queries" (T, H, D) and "keys" (T, K, D),
 scaled and rotated as they are stored; "attention" (T, H·D), the input of the output projection. x is valid until the
-call returns. Parts of a prompt may be passed in any order, and by several threads.
+call returns.
 """
 
 
@@ -52,7 +50,7 @@ def units_of(count: int, step: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Unit:
     """Rows of a prompt that are computed together, and the spans that they belong to."""
 
     rows: slice
@@ -88,14 +86,13 @@ class Prefill:
         count, whole = len(x), any(span.round_trip for span in spans)
         step = count if whole else self.ops.prefill_rows
         ropes, of_rows = self.ropes.tables(positions(spans)), row_adapters(spans)
-        units = units_of(count, step)
-        split = partial(self.ops.split_rows, among_experts=any(isinstance(layer.ffn, Experts) for layer in self.layers))
+        slices = units_of(count, step)
 
-        def cut() -> list[list[_Part]]:
-            return [[self._part(spans, rows, first_output) for rows in split(unit)] for unit in units]
+        def cut() -> list[_Unit]:
+            return [self._unit(spans, rows, first_output) for rows in slices]
 
-        parts, changes = cut(), self.store.changes
-        done, last = 0, (len(self.layers) - 1, units[-1])
+        units, changes = cut(), self.store.changes
+        done, last = 0, (len(self.layers) - 1, len(units) - 1)
         for number, (ops, layers) in enumerate(self.stages):
             if number:
                 x = ops.to_device(FromCard(x, self.stages[number - 1].ops))
@@ -105,26 +102,26 @@ class Prefill:
                 for span in spans:
                     self.store.begin_layer(layer, span)
                 rope = self.ropes.of_layer(layer, own)
-                for at, unit in enumerate(units):
-                    self._layer(layer, x, inputs, rope, parts[at], spans if unit is units[-1] else (), adapters)
-                    rows = unit.stop - unit.start
+                for at, unit_rows in enumerate(slices):
+                    self._layer(layer, x, inputs, rope, units[at], spans if at == last[1] else (), adapters)
+                    rows = unit_rows.stop - unit_rows.start
                     done += rows
-                    if by_layer or done + rows > step or (layer, unit) == last:
+                    if by_layer or done + rows > step or (layer, at) == last:
                         yield done
                         done = 0
                         if self.store.changes != changes:  # blocks that earlier turns left have been moved meanwhile
-                            parts, changes = cut(), self.store.changes
+                            units, changes = cut(), self.store.changes
         return x
 
-    def _part(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Part:
+    def _unit(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Unit:
         count = rows.stop - rows.start
         skipped = min(max(0, first_output - rows.start), count)
         seen = self.store.spans(spans, rows)
         last, position = self.store.group_of(len(self.layers) - 1), spans[0].start + rows.start
         if skipped in (0, count):  # if all rows are skipped, none attends in the last layer
-            return _Part(rows, position, seen, skipped, seen[last])
+            return _Unit(rows, position, seen, skipped, seen[last])
         kept = self.store.spans(spans, slice(rows.start + skipped, rows.stop))
-        return _Part(rows, position, seen, skipped, kept[last])
+        return _Unit(rows, position, seen, skipped, kept[last])
 
     def _layer(
         self,
@@ -132,45 +129,36 @@ class Prefill:
         x: Array,
         inputs: Array | None,
         rope: Any,
-        parts: Sequence[_Part],
+        unit: _Unit,
         complete: Sequence[Span],
         of_rows: Routing | None,
     ) -> None:
-        """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`.
+        """Compute one decoder layer for the rows of `unit` of x (T, E), in place, and seal the spans `complete`.
 
         of_rows: the adapters of all rows; None if none has one.
         """
-        mixer = self.layers[layer].mixer
+        mixer, rows = self.layers[layer].mixer, unit.rows
         group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
 
         def tap(position: int) -> Tap | None:
             taps = self.taps
             return None if taps is None else lambda name, x: taps(name, layer, position, x)
 
-        def project(i: int) -> Any:
-            rows, seen = parts[i].rows, tap(parts[i].position)
-            if seen is not None:
-                seen("input", x[rows])
-            own = None if rope is None else (rope[0][rows], rope[1][rows])
-            adapters = of_rows and of_rows.part(rows)
-            return mixer.project(x[rows], own, parts[i].spans[group], adapters=adapters, recorded=False, tap=seen)
-
-        def mix(i: int) -> None:
-            part, skipped = parts[i], parts[i].skipped if is_last else 0
-            if skipped < len(queries[i]):
-                spans, kept = (
-                    part.last if is_last else part.spans[group],
-                    slice(part.rows.start + skipped, part.rows.stop),
-                )
-                rows, adapters, seen = x[kept], of_rows and of_rows.part(kept), tap(part.position + skipped)
-                mixer.mix(rows, queries[i][skipped:], spans, adapters=adapters, recorded=False, tap=seen)
-                own = None if inputs is None else inputs[kept]
-                self.layers[layer].finish(rows, own, adapters=adapters, recorded=False)
-
-        # A row attends to all K/V before it, so every part is projected before the first one attends.
-        queries = [*map(project, range(len(parts)))] if mixer.in_order else self.ops.map_parts(project, len(parts))
+        seen = tap(unit.position)
+        if seen is not None:
+            seen("input", x[rows])
+        unit_rope = None if rope is None else (rope[0][rows], rope[1][rows])
+        adapters = of_rows and of_rows.part(rows)
+        projected = mixer.project(x[rows], unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=seen)
         for span in complete:
             self.store.seal(layer, span)
             if span.round_trip:
                 self.store.round_trip(layer, span)
-        self.ops.map_parts(mix, len(parts))
+        skipped = unit.skipped if is_last else 0
+        if skipped < len(projected):
+            spans, kept = unit.last if is_last else unit.spans[group], slice(rows.start + skipped, rows.stop)
+            adapters, seen = of_rows and of_rows.part(kept), tap(unit.position + skipped)
+            mixer.mix(x[kept], projected[skipped:], spans, adapters=adapters, recorded=False, tap=seen)
+            self.layers[layer].finish(
+                x[kept], None if inputs is None else inputs[kept], adapters=adapters, recorded=False
+            )

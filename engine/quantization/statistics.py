@@ -76,7 +76,7 @@ def measure(
     output (E, H·D) float32: the output projection. softcap, sink_scores (H,) float32: as in attention. The slope of a
     cap does not count in the sensitivity: it is near 1 but for scores about as large as the cap.
 
-    parallel_map(work, count): returns [work(0), …, work(count − 1)], as `Ops.parallel_map` does. Statistics of blocks
+    parallel_map(work, count): returns [work(0), …, work(count − 1)], possibly by threads. Statistics of blocks
     skip an incomplete last block. Attention is float32 and takes O(T²) memory for each head at a time; sums over tokens
     are float64. FLOPs: O(H·T²·(D + N)). Raises ValueError for fewer tokens than two blocks have.
     """

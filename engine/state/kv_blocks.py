@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,15 @@ from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
+
+
+class OneKind(NamedTuple):
+    """Blocks that are coded alike: by layer the caches that they are in, their numbers there, and which they are of the
+    blocks that were asked for."""
+
+    caches: Mapping[int, Cache]
+    numbers: Sequence[int]
+    indices: Sequence[int]
 
 
 class KVBlocks(TableGroup):
@@ -45,6 +55,10 @@ class KVBlocks(TableGroup):
     def cache(self, layer: int) -> Cache:
         """The cache of one layer, for the ops."""
         return self._caches[layer]
+
+    def _by_kind(self, blocks: Sequence[int]) -> Iterable[OneKind]:
+        """Yield quantized blocks that are coded alike together."""
+        yield OneKind(self._caches, blocks, range(len(blocks)))
 
     # -- growing -----------------------------------------------------------------------------------------------
 
@@ -128,7 +142,10 @@ class KVBlocks(TableGroup):
     def _filled(
         self, layers: Sequence[int], blocks: Sequence[int], sources: Sequence[KVLocation]
     ) -> list[FilledBlocks]:
-        return [FilledBlocks([self._caches[layer] for layer in layers], blocks, sources)]
+        return [
+            FilledBlocks([kind.caches[layer] for layer in layers], kind.numbers, [sources[i] for i in kind.indices])
+            for kind in self._by_kind(blocks)
+        ]
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         for cache in self._caches.values():
@@ -137,15 +154,18 @@ class KVBlocks(TableGroup):
     # -- blocks on the host ------------------------------------------------------------------------------------
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
+        """Return the arrays of blocks that are coded alike; see `LayerState`."""
+        (kind,) = self._by_kind(blocks)
         return {
             (layer, name): array
-            for layer, cache in self._caches.items()
-            for name, array in self._ops.read_blocks(cache, blocks).items()
+            for layer, cache in kind.caches.items()
+            for name, array in self._ops.read_blocks(cache, kind.numbers).items()
         }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        for layer, cache in self._caches.items():
-            self._ops.write_blocks(cache, blocks, of_layer(arrays, layer))
+        (kind,) = self._by_kind(blocks)
+        for layer, cache in kind.caches.items():
+            self._ops.write_blocks(cache, kind.numbers, of_layer(arrays, layer))
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
@@ -159,9 +179,8 @@ class KVBlocks(TableGroup):
             self._ops.write_full(cache, slot, arrays[layer, "k"], arrays[layer, "v"])
 
     def bytes(self, table: BlockTable) -> int:
-        full = (table.sink is not None) + (table.current is not None)
-        quantized = len(table.quantized) * self._shape.quantized_bytes(self.layers)
-        return quantized + full * self._shape.full_bytes(self.layers)
+        quantized, full = table.held
+        return quantized * self._shape.quantized_bytes(self.layers) + full * self._shape.full_bytes(self.layers)
 
 
 def of_layer(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:

@@ -29,6 +29,11 @@ class BlockTable:
         index = number - 1 - self.dropped
         return self.quantized[index] if index >= 0 else None
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """The numbers of quantized blocks and of full-precision slots that the table holds."""
+        return len(self.quantized), (self.sink is not None) + (self.current is not None)
+
 
 @dataclass
 class Growth:

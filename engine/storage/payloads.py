@@ -117,13 +117,19 @@ class Payloads:
             self._masks[key] = words, np.where(words, words, np.uint16(1))
         return self._masks[key]
 
+    @cached_property
     def most_bytes(self) -> int:
-        """Return the most bytes that an object can have: a quantized or full-precision block, or ids of an answer."""
+        """The most bytes of the payload of a quantized or a full-precision block."""
         sizes = [self.of_full(self.shape.block_size, self.every_group)[1]]
         for stored_as in transfer.REPRESENTATIONS:
             with suppress(ValueError):  # the layers do not have it
                 sizes.append(self.finer.of_blocks(stored_as, self.every_group)[1])
-        return MOST_HEADER + max(sizes)
+        return max(sizes)
+
+    @property
+    def most_object_bytes(self) -> int:
+        """The most bytes that an object can have: a block, or ids of an answer."""
+        return MOST_HEADER + self.most_bytes
 
     # -- checks ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from polarlm.model_loaders.config import (
     Ffn,
     GatedMLP,
     Layer,
+    Mixer,
     ModelConfig,
     Norms,
     QKNorm,
@@ -18,7 +19,7 @@ from polarlm.model_loaders.config import (
 )
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
-from polarlm.model_loaders.rope import rope_config
+from polarlm.model_loaders.rope import rope_config, rotary_dim
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
 QK_NORMS: Names = {
@@ -47,6 +48,7 @@ def decoder(
     activation_key: str = "hidden_act",
     activations: Mapping[str, Activation] = _ACTIVATIONS,
     rope: RopeConfig | None = None,
+    partial_rope: bool = False,
     head_dim: int | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
@@ -65,9 +67,9 @@ def decoder(
     """The ModelConfig from the keys that all families share.
 
     activation_key, activations: the key of the activation and its supported values, the default first. rope: RoPE, if
-    the family has read it already. head_dim: the family's default; None: E / H. embedding_scale: computes the scale
-    from the hidden size. windows, ropes, ffns: one per layer; empty: no windows, `rope` in all layers, and a gated
-    network of `intermediate_size` in all layers.
+    the family has read it already. partial_rope: whether RoPE may rotate a part of the channels alone. head_dim: the
+    family's default; None: E / H. embedding_scale: computes the scale from the hidden size. windows, ropes, ffns: one
+    per layer; empty: no windows, `rope` in all layers, and a gated network of `intermediate_size` in all layers.
     """
     hidden_size = fields.integer("hidden_size", maximum=MAX_SIZE)
     heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
@@ -81,7 +83,7 @@ def decoder(
         key = "head_dim" if fields.has("head_dim") else "hidden_size"
         raise fields.refuse(key, f"but RoPE needs an even number of channels per head, not {head_dim}")
     max_context = fields.integer("max_position_embeddings")
-    rope = rope or rope_config(fields, max_context)
+    rope = rope or rope_config(fields, max_context, partial=partial_rope)
     if rope.kind == "yarn":  # some files give the trained context as the maximum, some the extended one
         max_context = max(max_context, int(rope.original_context * rope.factor))
     attention = Attention(
@@ -89,6 +91,7 @@ def decoder(
         kv_heads,
         head_dim,
         rope,
+        rotary_dim(fields, head_dim) if partial_rope else None,
         scale=scale,
         softcap=softcap,
         qk_norm=qk_norm,
@@ -141,6 +144,25 @@ def layer_count(fields: Fields, key: str = "num_hidden_layers") -> int:
     return fields.integer(key, maximum=_MAX_LAYERS)
 
 
+def with_mixer(config: ModelConfig, mixer: Mixer, has_it: Sequence[bool]) -> ModelConfig:
+    """The configuration with `mixer` in the place of attention in the layers that have it."""
+    layers = (Layer(mixer, layer.ffn) if own else layer for layer, own in zip(config.layers, has_it, strict=True))
+    return replace(config, layers=tuple(layers))
+
+
+def check_kinds(fields: Fields, kinds: Sequence[str], known: Sequence[str], layers: int) -> None:
+    """Raises LoadError unless `kinds`, which `layer_types` says, are one of `known` for each layer."""
+    if len(kinds) != layers or not set(kinds) <= set(known):
+        names = f"{', '.join(known[:-1])} or {known[-1]}"
+        raise fields.refuse("layer_types", f"but must say {names} for {layers} layers")
+
+
+def check_attention(fields: Fields, attends: Sequence[bool], key: str = "layer_types") -> None:
+    """Raises LoadError unless some layer has attention. key: where the kinds of layers are."""
+    if not any(attends):
+        raise fields.refuse(key, "but a model without attention in any layer is not supported")
+
+
 def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """The window of each layer; empty for none.
 
@@ -160,6 +182,5 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
 def typed_windows(fields: Fields, kinds: Sequence[str]) -> tuple[int | None, ...]:
     """The window of each layer: `sliding_window` where `kinds` says sliding_attention."""
     layers, window = layer_count(fields), fields.integer("sliding_window")
-    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise fields.refuse("layer_types", f"but must say sliding_attention or full_attention for {layers} layers")
+    check_kinds(fields, kinds, ("sliding_attention", "full_attention"), layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

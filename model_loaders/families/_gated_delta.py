@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from polarlm.model_loaders.config import Attention, Ffn, GatedDelta, Layer, ModelConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count
+from polarlm.model_loaders.config import Attention, Ffn, GatedDelta, ModelConfig
+from polarlm.model_loaders.families._decoder import (
+    PROJECTIONS,
+    QK_NORMS,
+    check_attention,
+    check_kinds,
+    decoder,
+    layer_count,
+    with_mixer,
+)
+from polarlm.model_loaders.families._gguf import without_last
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names, RowParts, TensorSpec, TensorTable, tensor_table
-from polarlm.model_loaders.rope import rope_config, rotary_dim
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
 _MAX_HEADS, _MAX_DIM, _MAX_WIDTH = 65536, 4096, 16
@@ -21,7 +29,7 @@ GGUF_KEYS = {  # of `GgufLayout`
     "linear_num_value_heads": "ssm.time_step_rank",
     "linear_key_head_dim": "ssm.state_size",
     "linear_inner_size": "ssm.inner_size",
-    "layers_after_last": "nextn_predict_layers",  # which the number of layers counts, too
+    "layers_after_last": "nextn_predict_layers",
 }
 _NORM = ("input_layernorm", "attn_norm")
 NAMES: Names = {
@@ -47,11 +55,8 @@ NAMES: Names = {
 
 def implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """What GGUF files say in other words."""
-    layers, after_last = values["num_hidden_layers"], values["layers_after_last"]
     inner, heads = values["linear_inner_size"], values["linear_num_value_heads"]
-    found: dict[str, object] = {}
-    if isinstance(layers, int) and isinstance(after_last, int):
-        found["num_hidden_layers"] = layers - after_last
+    found = without_last(values)
     if isinstance(inner, int) and isinstance(heads, int) and heads:
         found["linear_value_head_dim"] = inner // heads
     return found
@@ -63,21 +68,14 @@ def configure(fields: Fields, family: str, ffns: Sequence[Ffn] = (), *, tiled: b
     config = decoder(
         fields,
         family,
-        rope=rope_config(fields, fields.integer("max_position_embeddings"), partial=True),
+        partial_rope=True,
         qkv_bias=fields.flag("attention_bias", False),
         out_bias=fields.flag("attention_bias", False),
         qk_norm="head",
         output_gate=True,
         ffns=ffns,
     )
-    rotated = rotary_dim(fields, config.attention.head_dim)
-    config = config.with_attention(lambda mixer: replace(mixer, rotary_dim=rotated))
-    delta = _delta(fields, tiled)
-    layers = (
-        Layer(delta, layer.ffn) if kind == _DELTA else layer
-        for kind, layer in zip(_kinds(fields), config.layers, strict=True)
-    )
-    return replace(config, layers=tuple(layers))
+    return with_mixer(config, _delta(fields, tiled), [kind == _DELTA for kind in _kinds(fields)])
 
 
 def _kinds(fields: Fields) -> Sequence[str]:
@@ -85,10 +83,8 @@ def _kinds(fields: Fields) -> Sequence[str]:
     count = layer_count(fields)
     every = fields.integer("full_attention_interval", 4)
     kinds = fields.texts("layer_types") or [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(count)]
-    if len(kinds) != count or not set(kinds) <= {_DELTA, _ATTENTION}:
-        raise fields.refuse("layer_types", f"but must say {_DELTA} or {_ATTENTION} for {count} layers")
-    if _ATTENTION not in kinds:
-        raise fields.refuse("layer_types", "but a model without attention in any layer is not supported")
+    check_kinds(fields, kinds, (_DELTA, _ATTENTION), count)
+    check_attention(fields, [kind == _ATTENTION for kind in kinds])
     return kinds
 
 

@@ -10,6 +10,14 @@ def _nothing(values: Mapping[str, object]) -> Mapping[str, object]:
     return {}
 
 
+def without_last(values: Mapping[str, object]) -> dict[str, object]:
+    """The number of layers without those that predict several tokens, which GGUF files count, too."""
+    layers, after_last = values["num_hidden_layers"], values["layers_after_last"]
+    if isinstance(layers, int) and isinstance(after_last, int):
+        return {"num_hidden_layers": layers - after_last}
+    return {}
+
+
 @dataclass(frozen=True)
 class GgufLayout:
     """architecture: its name in GGUF files. also: names of other architectures that are written in the same way.

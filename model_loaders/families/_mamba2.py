@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from polarlm.model_loaders.config import Mamba2
@@ -76,9 +76,3 @@ def mamba2(fields: Fields, keys: Keys, norm_eps: float) -> Mamba2:
         norm_eps=norm_eps,
         conv_bias=fields.flag(keys.conv_bias, True),
     )
-
-
-def check_attention(fields: Fields, key: str, attends: Sequence[bool]) -> None:
-    """Raise LoadError unless some layer has attention. key: where the kinds of layers are."""
-    if not any(attends):
-        raise fields.refuse(key, "but a model without attention in any layer is not supported")

@@ -15,7 +15,7 @@ from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decod
 from polarlm.model_loaders.families._gemma import ACTIVATIONS, NORMS
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.joined_experts import split
+from polarlm.model_loaders.files.joined_experts import DOWN, split_layers
 from polarlm.model_loaders.files.tensor_table import Names, TensorSpec, TensorTable, tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
@@ -179,16 +179,8 @@ def _shared_layers(fields: Fields, windows: Sequence[int | None]) -> int:
 
 
 def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    ffn, size = config.ffn, config.hidden_size
-    if not isinstance(ffn, Experts):
-        return stored
-    found = dict(stored)
-    for layer in range(len(config.layers)):
-        for slot, shape in (("gate_up_proj", (2 * ffn.size, size)), ("down_proj", (size, ffn.size))):
-            prefix = f"model.layers.{layer}.experts."
-            if whole := found.pop(prefix + slot, None):
-                found |= split(whole, f"{prefix}{{}}.{slot}", (ffn.count, *shape))
-    return found
+    """Files have the matrices of all experts in two tensors."""
+    return split_layers(config, stored, "experts.", ("gate_up_proj", ("gate_up_proj",)), (DOWN, (DOWN,)))
 
 
 def _experts(fields: Fields, dense: Ffn | None) -> Experts:

@@ -5,21 +5,14 @@ RoPE rotates half of the channels. The layer that predicts several tokens, after
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from polarlm.model_loaders.config import GatedMLP, ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, decoder, gated_mlp, layer_count
 from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts
-from polarlm.model_loaders.families._gguf import GgufLayout
+from polarlm.model_loaders.families._gguf import GgufLayout, without_last
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
-from polarlm.model_loaders.rope import rope_config, rotary_dim
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
-
-
-def _without(layers: object, after_last: object) -> object:
-    return layers - after_last if isinstance(layers, int) and isinstance(after_last, int) else layers
 
 
 GGUF = GgufLayout(
@@ -31,9 +24,9 @@ GGUF = GgufLayout(
         "routed_scaling_factor": "expert_weights_scale",
         "norm_topk_prob": "expert_weights_norm",
         "rotary_dim": "rope.dimension_count",
-        "layers_after_last": "nextn_predict_layers",  # which the number of layers counts, too
+        "layers_after_last": "nextn_predict_layers",
     },
-    implied=lambda values: {"num_hidden_layers": _without(values["num_hidden_layers"], values["layers_after_last"])},
+    implied=without_last,
 )
 _NAMES = {
     **PRE_NORMS,
@@ -66,17 +59,14 @@ def configure(fields: Fields) -> ModelConfig:
     )
     count, dense = layer_count(fields), fields.integer("first_k_dense_replace", 1, minimum=0)
     ffns = [gated_mlp(fields)] * min(dense, count) + [of_experts] * max(0, count - dense)
-    rope = rope_config(fields, fields.integer("max_position_embeddings"), partial=True)
-    config = decoder(
+    return decoder(
         fields,
         "glm4_moe",
-        rope=rope,
+        partial_rope=True,
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm="head" if fields.flag("use_qk_norm", False) else None,
         ffns=ffns,
     )
-    rotated = rotary_dim(fields, config.attention.head_dim)
-    return config.with_attention(lambda mixer: replace(mixer, rotary_dim=rotated))
 
 
 def tensors(config: ModelConfig) -> TensorTable:

@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from polarlm.model_loaders.config import Experts, Ffn, GatedMLP, Layer, ModelConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, gated_mlp, layer_count
+from polarlm.model_loaders.config import Ffn, GatedMLP, ModelConfig
+from polarlm.model_loaders.families._decoder import (
+    PROJECTIONS,
+    check_attention,
+    check_kinds,
+    decoder,
+    gated_mlp,
+    layer_count,
+    with_mixer,
+)
 from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
-from polarlm.model_loaders.families._mamba2 import Keys, check_attention, mamba2, names
+from polarlm.model_loaders.families._mamba2 import Keys, mamba2, names
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.joined_experts import split, split_halves
+from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
 from polarlm.model_loaders.files.tensor_table import RowParts, TensorSpec, TensorTable, tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
@@ -81,10 +89,9 @@ GGUF = GgufLayout(
 def configure(fields: Fields) -> ModelConfig:
     count = layer_count(fields)
     kinds = fields.texts("layer_types") or [_MAMBA[0]] * count
-    if len(kinds) != count or not set(kinds) <= {*_MAMBA, *_ATTENTION}:
-        raise fields.refuse("layer_types", f"but must say {_MAMBA[0]} or {_ATTENTION[0]} for {count} layers")
+    check_kinds(fields, kinds, (*_MAMBA, *_ATTENTION), count)
     attends = [kind in _ATTENTION for kind in kinds]
-    check_attention(fields, "layer_types", attends)
+    check_attention(fields, attends)
     shared = gated_mlp(fields, size_key="shared_intermediate_size")
     rope = None
     if fields.has("position_embedding_type") and fields.text("position_embedding_type") == "rope":
@@ -100,14 +107,11 @@ def configure(fields: Fields) -> ModelConfig:
         ffns=[_network(fields, shared)] * count,
     )
     eps = config.norm_eps
-    mixer = None if all(attends) else mamba2(_with_head_dim(fields), _KEYS, eps)
-    layers = (
-        layer if attended or mixer is None else Layer(mixer, layer.ffn)
-        for attended, layer in zip(attends, config.layers, strict=True)
-    )
+    if not all(attends):
+        mixer = mamba2(_with_head_dim(fields), _KEYS, eps)
+        config = with_mixer(config, mixer, [not attended for attended in attends])
     return replace(
         config,
-        layers=tuple(layers),
         norm_eps=eps / factor**2,
         embedding_scale=fields.positive("embedding_multiplier", 1.0) / factor,
         logit_scale=1 / fields.positive("logits_scaling", 1.0),
@@ -149,15 +153,5 @@ def _halved(slot: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """Files have the matrices of all experts in two tensors, and the up projection of an expert after its gate."""
-    ffn, size, found = config.ffn, config.hidden_size, dict(stored)
-    if not isinstance(ffn, Experts):
-        return found
-    for layer in range(len(config.layers)):
-        prefix = f"model.layers.{layer}.block_sparse_moe."
-        if whole := found.pop(f"{prefix}input_linear.weight", None):
-            found |= split_halves(
-                whole, (f"{prefix}experts.{{}}.gate_proj", f"{prefix}experts.{{}}.up_proj"), (ffn.count, ffn.size, size)
-            )
-        if whole := found.pop(f"{prefix}output_linear.weight", None):
-            found |= split(whole, f"{prefix}experts.{{}}.down_proj", (ffn.count, size, ffn.size))
-    return found
+    gate_up, down = ("input_linear.weight", (GATE, UP)), ("output_linear.weight", (DOWN,))
+    return split_layers(config, stored, "block_sparse_moe.", gate_up, down, "experts.")

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from polarlm.model_loaders.config import GatedMLP, Layer, ModelConfig, ShortConv
-from polarlm.model_loaders.families._decoder import decoder, layer_count
+from polarlm.model_loaders.config import GatedMLP, ModelConfig, ShortConv
+from polarlm.model_loaders.families._decoder import (
+    PROJECTIONS,
+    check_attention,
+    check_kinds,
+    decoder,
+    layer_count,
+    with_mixer,
+)
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
@@ -18,7 +24,7 @@ NAMES = {
     "attention_norm": (_NORM,),
     "q_norm": (("self_attn.q_layernorm", "attn_q_norm"),),
     "k_norm": (("self_attn.k_layernorm", "attn_k_norm"),),
-    "qkv": (("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v")),
+    "qkv": PROJECTIONS["qkv"],
     "out": (("self_attn.out_proj", "attn_output"),),
     "conv_norm": (_NORM,),
     "conv_in": (("conv.in_proj", "shortconv.in_proj"),),
@@ -62,16 +68,11 @@ def with_convolutions(fields: Fields, config: ModelConfig) -> ModelConfig:
     if not kinds:
         attending = set(fields.integers("full_attn_idxs")) if fields.has("full_attn_idxs") else set(range(count))
         kinds = [_ATTENTION if layer in attending else _CONV for layer in range(count)]
-    if len(kinds) != count or not set(kinds) <= {_CONV, _ATTENTION}:
-        raise fields.refuse("layer_types", f"but must say {_CONV} or {_ATTENTION} for {count} layers")
-    if _ATTENTION not in kinds:
-        raise fields.refuse("layer_types", "but a model without attention in any layer is not supported")
+    check_kinds(fields, kinds, (_CONV, _ATTENTION), count)
+    check_attention(fields, [kind == _ATTENTION for kind in kinds])
     width = fields.integer("conv_L_cache", 3, minimum=2, maximum=16)
     conv = ShortConv(config.hidden_size, width, fields.flag("conv_bias", False))
-    layers = (
-        Layer(conv, layer.ffn) if kind == _CONV else layer for kind, layer in zip(kinds, config.layers, strict=True)
-    )
-    return replace(config, layers=tuple(layers))
+    return with_mixer(config, conv, [kind == _CONV for kind in kinds])
 
 
 def _network(fields: Fields) -> GatedMLP:

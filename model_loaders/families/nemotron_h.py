@@ -12,10 +12,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from polarlm.model_loaders.config import Ffn, Layer, ModelConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, gated_mlp
+from polarlm.model_loaders.families._decoder import PROJECTIONS, check_attention, decoder, gated_mlp
 from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
-from polarlm.model_loaders.families._mamba2 import Keys, check_attention, mamba2, names
+from polarlm.model_loaders.families._mamba2 import Keys, mamba2, names
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
 
@@ -118,7 +118,7 @@ def _kinds(fields: Fields) -> Sequence[str]:
         raise fields.refuse(key, "but a network that does not follow Mamba 2 or attention is not supported")
     if not any(networks):
         raise fields.refuse(key, "but a model without networks is not supported")
-    check_attention(fields, key, [kind == _ATTENTION for kind in given])
+    check_attention(fields, [kind == _ATTENTION for kind in given], key)
     return given
 
 

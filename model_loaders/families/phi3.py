@@ -5,14 +5,12 @@ Phi-4-mini has RoPE on a part of the channels.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
-from polarlm.model_loaders.rope import rope_config, rotary_dim
+from polarlm.model_loaders.rope import rope_config
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 GGUF = GgufLayout(
@@ -36,9 +34,7 @@ def configure(fields: Fields) -> ModelConfig:
     windows: tuple[int | None, ...] = ()
     if fields.number("sliding_window", 0.0):
         windows = (fields.integer("sliding_window"),) * layer_count(fields)
-    config = decoder(fields, "phi3", rope=rope, windows=windows)
-    rotated = rotary_dim(fields, config.attention.head_dim)
-    config = config.with_attention(lambda mixer: replace(mixer, rotary_dim=rotated))
+    config = decoder(fields, "phi3", rope=rope, partial_rope=True, windows=windows)
     pairs = config.attention.rotated // 2
     for key, factors in (("long_factor", rope.divisors), ("short_factor", rope.short_divisors)):
         if rope.kind == "longrope" and len(factors) != pairs:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from polarlm.model_loaders.config import Experts, ModelConfig
+from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import _gated_delta
 from polarlm.model_loaders.families._decoder import gated_mlp
 from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.joined_experts import split, split_halves
+from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
 from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor
 
@@ -45,15 +45,4 @@ def tensors(config: ModelConfig) -> TensorTable:
 
 def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """Files have the matrices of all experts in two tensors, and the up projection of an expert after its gate."""
-    ffn, size = config.ffn, config.hidden_size
-    assert isinstance(ffn, Experts)
-    found = dict(stored)
-    for layer in range(len(config.layers)):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        if whole := found.pop(f"{prefix}gate_up_proj", None):
-            found |= split_halves(
-                whole, (f"{prefix}{{}}.gate_proj", f"{prefix}{{}}.up_proj"), (ffn.count, ffn.size, size)
-            )
-        if whole := found.pop(f"{prefix}down_proj", None):
-            found |= split(whole, f"{prefix}{{}}.down_proj", (ffn.count, size, ffn.size))
-    return found
+    return split_layers(config, stored, "mlp.experts.", ("gate_up_proj", (GATE, UP)), (DOWN, (DOWN,)))

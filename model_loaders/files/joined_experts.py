@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensors import PLAIN, StoredTensor
@@ -113,30 +114,40 @@ def taken_apart(
     return found
 
 
-def split(
-    whole: StoredTensor, name: str, shape: tuple[int, int, int], experts: int | None = None
+GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
+
+
+def split_layers(
+    config: ModelConfig,
+    stored: Mapping[str, StoredTensor],
+    prefix: str,
+    gate_up: tuple[str, tuple[str, ...]],
+    down: tuple[str, tuple[str, ...]],
+    experts: str = "",
 ) -> dict[str, StoredTensor]:
-    """The matrices of experts, which follow each other in `whole`, by the names that `name` makes of their number.
+    """The tensors of a model whose files have the matrices of a layer's experts one after another in two tensors.
 
-    name: with {} for the number. shape: matrices, rows, columns. experts: how many there are; None: as many as
-    matrices. Raises LoadError for a tensor of another shape or type.
+    prefix: what their names have in common after a layer's number. gate_up, down: the rest of the name of a tensor, and
+    the names of the matrices that an expert has there, one after another. experts: what the names of an expert's
+    matrices have between `prefix` and its number. Raises LoadError for a tensor of another shape or type.
     """
-    count, *one = shape
-    experts = count if experts is None else experts
-    _check(whole, (experts, count // experts * one[0], one[1]), PLAIN)
-    size = size_of(whole.dtype, int(np.prod(one)))
-    return {
-        f"{name.format(expert)}.weight": replace(whole, shape=tuple(one), offset=whole.offset + expert * size)
-        for expert in range(count)
-    }
-
-
-def split_halves(whole: StoredTensor, names: tuple[str, str], shape: tuple[int, int, int]) -> dict[str, StoredTensor]:
-    """As `split`, of two matrices of each expert, by the names that `names` make of its number. shape: experts, rows of
-    a matrix, columns."""
-    count, *one = shape
-    halves = split(whole, "{}", (2 * count, one[0], one[1]), count)
-    return {f"{names[number % 2].format(number // 2)}.weight": tensor for number, tensor in enumerate(halves.values())}
+    ffn, size, tensors = config.ffn, config.hidden_size, dict(stored)
+    if not isinstance(ffn, Experts):
+        return tensors
+    for layer in range(len(config.layers)):
+        before = f"model.layers.{layer}.{prefix}"
+        for (label, names), (rows, columns) in ((gate_up, (2 * ffn.size, size)), (down, (size, ffn.size))):
+            whole = tensors.pop(before + label, None)
+            if whole is None:
+                continue
+            _check(whole, (ffn.count, rows, columns), PLAIN)
+            shape = rows // len(names), columns
+            for number in range(ffn.count * len(names)):
+                expert, part = divmod(number, len(names))
+                offset = whole.offset + number * size_of(whole.dtype, shape[0] * columns)
+                name = f"{before}{experts}{expert}.{names[part]}.weight"
+                tensors[name] = replace(whole, shape=shape, offset=offset)
+    return tensors
 
 
 def _columns(whole: StoredTensor, names: tuple[str, ...], kind: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
@@ -33,6 +33,7 @@ from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 
 __all__ = ["PREFIX", "Fits", "HubName", "fetch", "fetch_adapter", "parse", "quantization_of", "sizes"]
 
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Gets the bytes that have arrived, and the bytes of all files."""
 
@@ -55,16 +56,7 @@ def fetch(
     fits: chooses among GGUF files if `name` does not; None takes the best. verbose: gets lines of progress; with it, a
     terminal also shows a progress bar. progress: gets what has arrived of weights. Raises LoadError.
     """
-    client = Client()
-    fetching = _Fetching(client, name, fits or (lambda config, size: True), verbose, progress)
-    try:
-        return fetching.run()
-    except (client.http_error, OSError) as error:
-        raise sentence(client, name, error) from error
-    except KeyboardInterrupt:
-        if client.has_begun(name.repo):
-            fetching.say(RESUMES)
-        raise
+    return _Fetching(name, fits, verbose, progress).told(_Fetching.run)
 
 
 def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -> Path:
@@ -72,21 +64,13 @@ def fetch_adapter(name: HubName, verbose: Callable[[str], None] | None = None) -
 
     Raises LoadError.
     """
-    client = Client()
-    try:
-        return _Fetching(client, name, lambda config, size: True, verbose, of_adapter=True).run()
-    except (client.http_error, OSError) as error:
-        raise sentence(client, name, error) from error
+    return _Fetching(name, verbose=verbose, of_adapter=True).told(_Fetching.run)
 
 
 def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
     """The configuration of a model on the hub, and its files, the best first: (quantization, bytes) for each GGUF file,
     or one ("", bytes) for safetensors. Downloads no weights. Raises LoadError."""
-    client = Client()
-    try:
-        return _Fetching(client, name, lambda config, size: True, None).sizes()
-    except (client.http_error, OSError) as error:
-        raise sentence(client, name, error) from error
+    return _Fetching(name).told(_Fetching.sizes)
 
 
 class _Fetching:
@@ -94,22 +78,32 @@ class _Fetching:
 
     def __init__(
         self,
-        client: Client,
         name: HubName,
-        fits: Fits,
-        verbose: Callable[[str], None] | None,
+        fits: Fits | None = None,
+        verbose: Callable[[str], None] | None = None,
         progress: Progress | None = None,
         *,
         of_adapter: bool = False,
     ) -> None:
-        self._client, self._name, self._fits, self._verbose, self._progress = client, name, fits, verbose, progress
-        self._of_adapter = of_adapter
+        self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
+        self._verbose, self._progress, self._of_adapter = verbose, progress, of_adapter
         self._listing = Listing(name.repo, "", {})
         self._is_cut_off = False  # whether the hub cannot be reached and the listing is that of the cache
 
     def say(self, text: str) -> None:
         if self._verbose is not None:
             self._verbose(text)
+
+    def told(self, work: Callable[[_Fetching], T]) -> T:
+        """What `work` returns, with errors of the hub and of its cache as LoadErrors."""
+        try:
+            return work(self)
+        except (self._client.http_error, OSError) as error:
+            raise sentence(self._client, self._name, error) from error
+        except KeyboardInterrupt:
+            if self._client.has_begun(self._name.repo):
+                self.say(RESUMES)
+            raise
 
     def run(self) -> Path:
         """The path of the model."""

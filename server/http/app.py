@@ -96,7 +96,7 @@ def _blocks(driver: Driver, config: ServerConfig) -> list[Route]:
     engine = driver.engine
     if not config.share_blocks or engine.kept_blocks is None:
         return []
-    return Blocks(engine.kept_blocks, Payloads(engine.cache_shape).most_bytes()).routes()
+    return Blocks(engine.kept_blocks, Payloads(engine.cache_shape).most_object_bytes).routes()
 
 
 def cors(config: ServerConfig) -> list[Middleware]:

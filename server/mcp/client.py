@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, TextIO
 
 import anyio
@@ -35,6 +35,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 from pydantic import ValidationError
 
+from polarlm.children import Parent
 from polarlm.server.mcp import left_behind
 from polarlm.server.mcp.file import McpServer
 
@@ -45,38 +46,11 @@ _PAGES = 20  # of a list of tools
 _GONE = {-32000, -32600}  # codes of errors after which a connection is of no use: closed; the session is not known
 _STDERR = 4096  # characters of a program's messages that are kept
 _ID = re.compile(r'"id"\s*:\s*(\d{1,15})')
+_Said = asyncio.Queue[dict[str, Any] | None]  # what the parent says; None when it is gone
 
 
 class _Trouble(Exception):
     """The server cannot be used; the message is a sentence."""
-
-
-class _Parent:
-    """The other end of the pipes."""
-
-    def __init__(self) -> None:
-        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)  # what else is printed is no line of the protocol
-        threading.Thread(target=self._read, name="parent", daemon=True).start()
-
-    async def hear(self) -> dict[str, Any] | None:
-        """What the parent says next; None when it is gone."""
-        return await self._said.get()
-
-    def tell(self, **said: Any) -> None:
-        with suppress(BrokenPipeError):
-            self._out.write(json.dumps(said) + "\n")
-            self._out.flush()
-
-    def _read(self) -> None:
-        rest = b""
-        while data := os.read(0, 1 << 16):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                self._loop.call_soon_threadsafe(self._said.put_nowait, json.loads(line))
-        self._loop.call_soon_threadsafe(self._said.put_nowait, None)
 
 
 class _Watched:
@@ -143,8 +117,8 @@ class _Session:
 
     _client: Client
 
-    def __init__(self, parent: _Parent, server: McpServer, most: int) -> None:
-        self._parent, self._server, self._most = parent, server, most
+    def __init__(self, parent: Parent, said: _Said, server: McpServer, most: int) -> None:
+        self._parent, self._said, self._server, self._most = parent, said, server, most
         self._messages = _Messages() if server.url is None else None
         self._calls: dict[int, anyio.CancelScope] = {}
         self._stream: _Watched | None = None
@@ -157,14 +131,14 @@ class _Session:
             group.start_soon(self._watch)
             group.start_soon(self._obey, group)
             async with Client(self._transport(), cache=None) as self._client:
-                self._parent.tell(tools=await _tools(self._client))
+                self._parent.tell({"tools": await _tools(self._client)})
                 assert self._stream is not None
                 await self._stream.ended.wait()
                 raise _Trouble("It has ended")
 
     async def _obey(self, group: anyio.abc.TaskGroup) -> None:
         """Make the parent's calls, and end the session when it is gone."""
-        while (said := await self._parent.hear()) is not None:
+        while (said := await self._said.get()) is not None:
             if "cancel" not in said:
                 group.start_soon(self._call, said["call"], said["tool"], said["arguments"])
             elif scope := self._calls.get(said["cancel"]):
@@ -255,7 +229,8 @@ class _Session:
             if len(text.encode()) > self._most:
                 text = f"The tool's answer has {len(text):,} characters, more than a conversation can take up here"
                 is_error = True
-            self._parent.tell(call=number, text=self._without_secrets(text) if is_error else text, is_error=is_error)
+            text = self._without_secrets(text) if is_error else text
+            self._parent.tell({"call": number, "text": text, "is_error": is_error})
 
 
 async def _tools(client: Client) -> list[dict[str, Any]]:
@@ -315,16 +290,22 @@ def _parts(content: list[Any]) -> Iterator[str]:
 
 
 async def _main() -> None:
-    parent = _Parent()
-    first = await parent.hear()
+    said: _Said = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def hear(line: dict[str, Any] | None) -> None:
+        loop.call_soon_threadsafe(said.put_nowait, line)
+
+    parent = Parent(hear, lambda: hear(None))
+    first = await said.get()
     if first is None:
         return
     left_behind.adopt()
-    session = _Session(parent, McpServer(**first["server"]), first["most"])
+    session = _Session(parent, said, McpServer(**first["server"]), first["most"])
     try:
         await session.run()
     except Exception as error:  # whatever it is, the parent tells the user
-        parent.tell(failed=session.trouble(error))
+        parent.tell({"failed": session.trouble(error)})
     finally:
         left_behind.end()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from polarlm.model_loaders.child_python import python
+from polarlm.children import Child, python
 from polarlm.server.mcp.file import McpServer
 from polarlm.server.reading.tools import read_tools
 from polarlm.server.reading.values import BadRequest
@@ -45,8 +45,8 @@ class Session:
         self.trouble: str | None = None  # of a failed one, a sentence
         self.tools: list[Tool] = []
         self._server, self._most = server, most
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._child: Child | None = None
+        self._ended: asyncio.Future[None] | None = None  # done when the child has ended
         self._opening: asyncio.Future[None] | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._last = 0
@@ -68,7 +68,9 @@ class Session:
         self._last += 1
         number, answer = self._last, asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        self._tell(call=number, tool=tool, arguments=arguments)
+        assert self._child is not None
+        child = self._child
+        child.tell({"call": number, "tool": tool, "arguments": arguments})
         try:
             said = await asyncio.wait_for(answer, seconds)
         except asyncio.TimeoutError:
@@ -76,19 +78,18 @@ class Session:
         finally:
             del self._calls[number]
             if answer.cancelled():
-                self._tell(cancel=number)
+                child.tell({"cancel": number})
         return {"text": said["text"], "is_error": said["is_error"]}
 
     async def close(self) -> None:
         """End the session, and the server's process."""
-        if self._process is None:
+        if self._child is None or self._ended is None:
             return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        _, late = await asyncio.wait({asyncio.ensure_future(self._process.wait())}, timeout=_END_SECONDS)
+        self._child.close()
+        _, late = await asyncio.wait([self._ended], timeout=_END_SECONDS)
         if late:
-            self._process.kill()
-            await self._process.wait()
+            self._child.kill()
+            await asyncio.wait([self._ended])
 
     # -- the child -------------------------------------------------------------------------------------------------
 
@@ -100,58 +101,45 @@ class Session:
 
     async def _open(self) -> None:
         self.state, self.trouble = CONNECTING, None
-        if self._reading is not None:
-            await self._reading  # of the last child
-        self._process = await asyncio.create_subprocess_exec(
-            *python("polarlm.server.mcp.client", self.name),  # the name is for lists of processes
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends its children in order
-            limit=_LINE + 6 * self._most,  # JSON writes a character in up to six
+        if self._ended is not None:
+            await asyncio.wait([self._ended])  # the last child is gone
+        loop = asyncio.get_running_loop()
+        ready, ended = loop.create_future(), loop.create_future()
+        child = Child(
+            python("polarlm.server.mcp.client", self.name),  # the name is for lists of processes
+            lambda said: loop.call_soon_threadsafe(self._hear, ready, said),
+            lambda code: loop.call_soon_threadsafe(self._end, ended),
+            most=_LINE + 6 * self._most,  # JSON writes a character in up to six
+            errors=subprocess.DEVNULL,
         )
-        ready = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._read(self._process, ready))
-        self._tell(server=asdict(self._server), most=self._most)
-        try:
-            await asyncio.wait_for(ready, _CONNECT_SECONDS)
-        except asyncio.TimeoutError:
+        self._child, self._ended = child, ended
+        child.tell({"server": asdict(self._server), "most": self._most})
+        await asyncio.wait([ready, ended], timeout=_CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done() and not ended.done():
             await self.close()
-            await self._reading
             self.trouble = f"It has not answered within {_CONNECT_SECONDS:.0f} seconds"
         if self.state != READY:
             raise McpError(f"{self.name}: {self.trouble}")
 
-    async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
-        """Take what the child says until it ends."""
-        assert process.stdout is not None
-        trouble = "It has ended"
-        try:
-            async for line in process.stdout:
-                said = json.loads(line)
-                if "tools" in said:
-                    self.tools = _read_tools(self.name, said["tools"])
-                    self.state = READY
-                    ready.set_result(None)
-                elif "failed" in said:
-                    trouble = said["failed"]
-                elif (answer := self._calls.get(said["call"])) is not None and not answer.done():
-                    answer.set_result(said)
-        except ValueError:  # a longer line than the limit
-            trouble = "It sent more than can be read, and was ended"
-            process.kill()
-        await process.wait()
-        self.state, self.trouble = FAILED, trouble
-        if not ready.done():
+    def _hear(self, ready: asyncio.Future[None], said: dict[str, Any]) -> None:
+        if "tools" in said:
+            self.tools = _read_tools(self.name, said["tools"])
+            self.state = READY
             ready.set_result(None)
+        elif "failed" in said:
+            self.trouble = said["failed"]
+        elif (answer := self._calls.get(said["call"])) is not None and not answer.done():
+            answer.set_result(said)
+
+    def _end(self, ended: asyncio.Future[None]) -> None:
+        assert self._child is not None
+        if self._child.broke_off:
+            self.trouble = "It sent more than can be read, and was ended"
+        self.state, self.trouble = FAILED, self.trouble or "It has ended"
+        ended.set_result(None)
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(McpError(f"{self.name}: {trouble}"))
-
-    def _tell(self, **said: Any) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(said).encode() + b"\n")
+                answer.set_exception(McpError(f"{self.name}: {self.trouble}"))
 
 
 def _read_tools(server: str, tools: Sequence[dict[str, Any]]) -> list[Tool]:

@@ -18,19 +18,18 @@ closed.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import queue
 import signal
 import sys
-import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from polarlm.children import Parent
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.commands import note_in_flags
 from polarlm.engine.cli.flags import in_flags
@@ -50,23 +49,19 @@ _TOLD_SECONDS = 0.2  # between two messages about a download
 _LAST_SECONDS = 10.0  # to end in order when the parent is gone
 
 
-class _Parent:
-    """The other end of the pipes."""
+class _Server:
+    """The server that has started this process."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._told = 0.0
-        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)  # what else is printed is no line of the protocol
-        threading.Thread(target=self._read, name="parent", daemon=True).start()
+        self._parent = Parent(self._lines.put, _end)
 
     def hear(self) -> dict[str, Any]:
         return self._lines.get()
 
     def tell(self, **said: Any) -> None:
-        with suppress(BrokenPipeError):  # `_read` ends this process
-            self._out.write(json.dumps(said) + "\n")
-            self._out.flush()
+        self._parent.tell(said)
 
     def fetching(self, done: int, total: int) -> None:
         """Tell how much of the model has arrived, now and then."""
@@ -74,16 +69,12 @@ class _Parent:
             self._told = time.monotonic()
             self.tell(fetching={"done": done, "total": total})
 
-    def _read(self) -> None:
-        # Not sys.stdin: the interpreter cannot end while a thread waits in it.
-        rest = b""
-        while data := os.read(0, 1 << 16):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                self._lines.put(json.loads(line))
-        os.kill(os.getpid(), signal.SIGTERM)  # as the parent's own way of ending this process
-        time.sleep(_LAST_SECONDS)
-        os._exit(1)
+
+def _end() -> None:
+    """End this process, whose parent is gone, in the parent's own way."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_LAST_SECONDS)
+    os._exit(1)
 
 
 class _FromParent:
@@ -102,7 +93,7 @@ class _FromParent:
 
 def main() -> int:
     """Serves the model until a signal arrives, or until the parent is gone, and returns the exit code."""
-    parent = _Parent()
+    parent = _Server()
     try:
         _run(parent)
         return 0
@@ -113,7 +104,7 @@ def main() -> int:
     return 2
 
 
-def _run(parent: _Parent) -> None:
+def _run(parent: _Server) -> None:
     first = parent.hear()
     model = fetched(EngineConfig(**first["engine"]), _note, parent.fetching)
     parent.tell(fetched={"path": model.weights})
@@ -143,7 +134,7 @@ def _run(parent: _Parent) -> None:
             asyncio.run(ready)
 
 
-def _asked(parent: _Parent, model: EngineConfig) -> EngineConfig:
+def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
     """The settings to load the model with, once the parent says so. Raises EngineError.
 
     Beside other models the KV store may be less than `kv_memory`; on a CPU it is what was told, since another model may

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from polarlm.children import Child, how_ended, python
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.engine.storage import files
-from polarlm.model_loaders.child_python import python
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel
 from polarlm.server.running.refused import Refused
@@ -31,92 +30,79 @@ _STILL_SECONDS = 120.0  # without any sign of work, after which a process that l
 _LOOK_SECONDS = 1.0  # between two looks for such signs
 
 
-@dataclass(eq=False)
 class ModelProcess:
     """A running process. Its methods belong to one event loop."""
 
-    name: str
-    key: str  # that its HTTP server asks for
-    port: int
-    _process: asyncio.subprocess.Process
-    _said: asyncio.Queue[dict[str, Any] | None]
-    fetching: tuple[int, int] | None = None  # bytes that have arrived from the hub, and all
-    _reading: asyncio.Task[None] = field(init=False)
-
-    @classmethod
-    async def start(
-        cls,
-        model: NamedModel,
-        config: ServerConfig | None,
-        ended: Callable[[int], None],
-    ) -> ModelProcess:
+    def __init__(self, model: NamedModel, config: ServerConfig | None, ended: Callable[[int], object]) -> None:
         """Start the process of a model. config: that of its parent; None for a process that only fetches the model.
 
         ended: is called with the exit code.
         """
-        key = secrets.token_urlsafe()
-        process = await asyncio.create_subprocess_exec(
-            *python("polarlm.server.models.child", model.name),  # the name is for lists of processes
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends its children in order
+        self.name = model.name
+        self.key = secrets.token_urlsafe()  # that its HTTP server asks for
+        self.port = 0
+        self.fetching: tuple[int, int] | None = None  # bytes that have arrived from the hub, and all
+        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._code: asyncio.Future[int] = loop.create_future()
+        self._code.add_done_callback(lambda code: ended(code.result()))
+        self._child = Child(
+            python("polarlm.server.models.child", model.name),  # the name is for lists of processes
+            lambda said: loop.call_soon_threadsafe(self._hear, said),
+            lambda code: loop.call_soon_threadsafe(self._end, code),
         )
-        started = cls(model.name, key, 0, process, asyncio.Queue())
-        started._reading = asyncio.create_task(started._read(ended))
-        engine = asdict(model.config)
-        server = None if config is None else asdict(_of_child(config, model.name, key))
-        started._tell(name=model.name, engine=engine, server=server)
-        return started
+        server = None if config is None else asdict(_of_child(config, model.name, self.key))
+        self._child.tell({"name": model.name, "engine": asdict(model.config), "server": server})
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     async def fetched(self) -> Path:
         """The path of the model's files, once they are there. Raises EngineError if that fails, or Refused."""
-        return Path((await self._hear())["fetched"]["path"])
+        return Path((await self._answer())["fetched"]["path"])
 
     async def need(self, reserved: Mapping[str, int], most: int | None) -> Need:
         """What the model needs now, as `need` of `loading.need` says. Raises as `fetched` does."""
-        self._tell(load=False, reserved=reserved, most=most)
-        return Need(**(await self._hear())["fit"])
+        self._child.tell({"load": False, "reserved": reserved, "most": most})
+        return Need(**(await self._answer())["fit"])
 
     async def load(self) -> None:
         """Load the model; return when it takes requests. Raises as `fetched` does."""
-        self._tell(load=True)
-        self.port = (await self._hear())["loaded"]["port"]
+        self._child.tell({"load": True})
+        self.port = (await self._answer())["loaded"]["port"]
 
     async def end(self) -> None:
         """End the process in order; after 40 seconds, at once."""
-        if self._process.returncode is None:
-            self._process.terminate()
-        try:
-            await asyncio.wait_for(asyncio.shield(self._reading), _END_SECONDS)
-        except asyncio.TimeoutError:
+        self._child.terminate()
+        _, late = await asyncio.wait([self._code], timeout=_END_SECONDS)
+        if late:
             await self.end_at_once()
 
     async def end_at_once(self) -> None:
         """Kill the process, and return when it is gone, or after 5 seconds."""
-        self.kill()
-        await asyncio.wait([self._reading], timeout=_KILLED_SECONDS)
-
-    def kill(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
+        self._child.kill()
+        await asyncio.wait([self._code], timeout=_KILLED_SECONDS)
 
     async def ended(self) -> int:
         """The exit code, once the process has ended."""
-        await asyncio.shield(self._reading)
-        return self._process.returncode or 0
+        return await asyncio.shield(self._code)
 
-    def _tell(self, **said: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(said).encode() + b"\n")
+    def _hear(self, said: dict[str, Any]) -> None:
+        if (progress := said.get("fetching")) is not None:
+            self.fetching = (progress["done"], progress["total"])
+        else:
+            self._said.put_nowait(said)
 
-    async def _hear(self) -> dict[str, Any]:
+    def _end(self, code: int) -> None:
+        self._said.put_nowait(None)
+        self._code.set_result(code)
+
+    async def _answer(self) -> dict[str, Any]:
+        """What the process says next but its progress. Raises EngineError if it failed, or Refused."""
         said = await self._said_next()
         if said is None:
-            raise Refused("model_ended", f"The process of {self.name} ended while it loaded, {how(await self.ended())}")
+            raise Refused("model_ended", f"The process of {self.name} {how_ended(await self.ended())} while it loaded")
         if "failed" in said:
             raise EngineError(said["failed"]["message"], said["failed"]["code"])
         return said
@@ -151,23 +137,6 @@ class ModelProcess:
             return self.fetching, read, process.memory_info().rss, process.cpu_times()[:2]
         except psutil.Error:  # it has just ended
             return None
-
-    async def _read(self, ended: Callable[[int], None]) -> None:
-        """Queue what the process says until it ends."""
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            said = json.loads(line)
-            if (progress := said.get("fetching")) is not None:
-                self.fetching = (progress["done"], progress["total"])
-            else:
-                self._said.put_nowait(said)
-        self._said.put_nowait(None)
-        ended(await self._process.wait())
-
-
-def how(code: int) -> str:
-    """How a process ended, in words."""
-    return f"with exit code {code}" if code >= 0 else f"by signal {-code}"
 
 
 def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:

@@ -43,7 +43,7 @@ async def pulled(
 
 
 async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[dict[str, Any], None]:
-    process = await ModelProcess.start(registry.on_hub(str(name)), None, lambda code: None)
+    process = ModelProcess(registry.on_hub(str(name)), None, lambda code: None)
     fetching = asyncio.create_task(process.fetched())
     try:
         while not fetching.done():

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+from polarlm.children import how_ended
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes
-from polarlm.server.models.process import ModelProcess, how
+from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.registry import NamedModel
 from polarlm.server.running.refused import Refused
 
@@ -78,7 +79,7 @@ def ended(name: str, code: int) -> Refused:
     """The error of requests whose model's process has ended."""
     return Refused(
         "model_ended",
-        f"The process of {name} ended {how(code)} while it answered: send the request again, which starts it",
+        f"The process of {name} {how_ended(code)} while it answered: send the request again, which starts it",
     )
 
 

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from polarlm.children import how_ended
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.memory import Memory
-from polarlm.server.models.process import ModelProcess, how
+from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.registry import NamedModel, Registry, listed
 from polarlm.server.models.served import (
     FAILED,
@@ -174,8 +175,8 @@ class Supervisor:
         served.starts += 1
         since, process = time.monotonic(), None
         try:
-            started = ModelProcess.start(served.model, self._config, lambda code: self._ended(served, process, code))
-            served.process = process = await started
+            process = ModelProcess(served.model, self._config, lambda code: self._ended(served, process, code))
+            served.process = process
             await process.fetched()
             await self._take_memory(served, process)
             await process.load()
@@ -255,7 +256,7 @@ class Supervisor:
             served.state, served.process = FAILED, None
             self._memory.set_aside(served, None)
             served.error = ended(served.model.name, code)
-            _note(f"The process of {served.model.name} ended {how(code)}; the next request starts it again")
+            _note(f"The process of {served.model.name} {how_ended(code)}; the next request starts it again")
             served.free.set()
 
     # -- idle models -------------------------------------------------------------------------------------------

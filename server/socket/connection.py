@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from polarlm.children import Lines
 from polarlm.engine import EngineError
 from polarlm.server.reading.adapters import with_adapter
 from polarlm.server.reading.parameters import ParsedRequest, read
@@ -22,7 +23,6 @@ from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import notice_lost_peers
 from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, Refused, busy
 from polarlm.server.running.sessions import read_name, read_saved
-from polarlm.server.socket.lines import Lines
 from polarlm.server.socket.messages import Id, error_of, last_of, likelihood, read_id
 
 SLOW_SECONDS = 10.0  # how long a client may leave more unread than the system and the transport buffer

@@ -28,7 +28,7 @@ def backends() -> dict[str, Callable[[], Any]]:
     """NumPy, and the compiled kernels for each level of this CPU."""
     found: dict[str, Callable[[], Any]] = {"numpy": lambda: NumpyOps(1)}
     try:
-        from polarlm.engine.backends.native.recurrent import DeltaOps
+        from polarlm.engine.backends.native.recurrent_ops import DeltaOps
         from polarlm.engine.jit.compile.target import levels
         from tests.backends.native.launching import launcher
     except ImportError:
@@ -139,7 +139,7 @@ def test_a_step_of_several_sequences_changes_their_slots_alone(name: str, shape:
 @pytest.mark.parametrize("shape", [GatedDelta(1, 1, 8, 8, 2), Mamba2(1, 1, 8, 8, 2)])
 def test_heads_without_room_in_scratch_are_computed_by_numpy(shape: Recurrent) -> None:
     pytest.importorskip("llvmlite")
-    from polarlm.engine.backends.native.recurrent import DeltaOps
+    from polarlm.engine.backends.native.recurrent_ops import DeltaOps
     from polarlm.engine.jit.compile.target import best
     from tests.backends.native.launching import launcher
 

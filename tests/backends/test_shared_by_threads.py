@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.numpy import cores as blas
 from polarlm.engine.jit.compile import library as libraries
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.run import workers as working
@@ -25,9 +24,8 @@ ASKERS = 4
     [
         (libraries, "Library", lambda: libraries.library(best())),
         (working, "Workers", working.workers),
-        (blas, "Cores", blas.cores),
     ],
-    ids=["library", "workers", "cores"],
+    ids=["library", "workers"],
 )
 def test_threads_that_ask_at_the_same_time_get_the_same(
     monkeypatch: pytest.MonkeyPatch, module: Any, kind: str, ask: Callable[[], object]

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.bench.speed import embeddings
 from polarlm.engine import Engine
-from scripts.make_random_encoder import write
+from scripts.make_random_model import write
 
 
 @pytest.mark.slow(keep=1)
@@ -19,7 +20,7 @@ def test_texts_are_measured_in_turn(
     type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, output = tmp_path / "minilm.gguf", tmp_path / "found.json"
-    write(path, type)
+    write(path, "minilm-l6", SHAPES["minilm-l6"], type, None)
     monkeypatch.setattr(embeddings, "_PEER", "tests.bench.embedder")
     flags = ["--tokens", "256", "--rounds", "2", "--output", str(output)]
     assert embeddings.main(["--weights", str(path), *flags]) == 0

@@ -95,8 +95,7 @@ def test_a_program_ends_with_the_measurement_that_runs_it(tmp_path: Path) -> Non
     lasting.chmod(0o755)
     child = Child("polarlm.bench.speed.peers.ik_llama_cpp")
     child.call("start", "model.gguf", 64, 1, "f16", str(lasting))
-    child._process.stdin.write(json.dumps(["prompt_rate", [[5] * 8]]) + "\n")
-    child._process.stdin.flush()
+    child._process.tell(["prompt_rate", [[5] * 8]])
     with pipe.open(encoding="utf-8") as held:  # opens when the program runs
         child.close()
         assert held.read() == "", "its end closes the pipe"

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine.backends.cuda.ops import CudaOps
 from tests.cuda import gpu_sizes
 from tests.cuda.emulated import open_device
 from tests.cuda.test_gpu import Unrecorded
 from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
-from tests.random_weights import RandomWeights
 
 _PASSES = (("Q4_K_M", ("ring4", "ring3.5")), ("bf16", ("polarquant", "turbo4")), ("f16", ("polarpair-m4n4", "f16")))
 _WINDOWED = "qwen2_mixed_windows", ("ring5", "ring4")

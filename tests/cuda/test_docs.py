@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
-from polarlm.bench.gpu.shapes import LLAMA_8B
-from polarlm.bench.gpu.weights import parameters
+from polarlm.bench.gpu.shapes import LLAMA_8B, parameters
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import kernel_source

@@ -20,6 +20,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.attention import layer_format
 from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
 from polarlm.bench.gpu.setup import CupyClock, Sizes
+from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineError, SamplingParams, codecs
 from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.kv.cache import HostTable
@@ -43,7 +44,6 @@ from tests.cuda.gpu_sizes import SIZES
 from tests.cuda.test_model_emulated import model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.pairs import pairs
-from tests.random_weights import RandomWeights
 from tests.shared_data import shared
 
 pytestmark = pytest.mark.skipif(

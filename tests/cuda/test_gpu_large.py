@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from polarlm.bench.gpu.cache import Content
-from polarlm.bench.gpu.model import RandomModel
-from polarlm.bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
-from polarlm.bench.gpu.weights import KINDS, outer_parts, random_matrix, weight_bytes
+from polarlm.bench.gpu.model import FORMATS, RandomModel
+from polarlm.bench.gpu.setup import CupyClock, Gpu, Sizes
+from polarlm.bench.random_weights import RandomMatrix, RandomWeights
 from polarlm.engine.backends.cuda.device import Device
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.sampling.sample import SamplerInput
 from polarlm.engine.weight_formats import Linear
 from tests.cuda import small_pass
@@ -84,10 +85,11 @@ def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.
     return np.array(chosen), model.logits(model.forward(spans, ids))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_replayed_steps_of_a_large_model_equal_launched_steps(kind: str) -> None:
     ops, _ = opened(CudaOps).open()
-    needs(weight_bytes(ops, sizes().config, kind) + _STORED, ops.free_memory())
+    source = RandomWeights.of_kind(sizes().config, FORMATS[kind])
+    needs(weight_bytes(ops, source) + _STORED, ops.free_memory())
     recorded, logits = steps(CudaOps, kind)
     give_back()
     plain, plain_logits = steps(Unrecorded, kind)
@@ -106,13 +108,12 @@ def test_products_with_large_matrices(format: str, name: str, rows: int) -> None
 
     Roundings of x and of weights, each at most 2⁻¹¹ of the value, add up like random numbers.
     """
-    made, rng = sizes(), np.random.default_rng(11)  # not the numbers of the matrix
-    config = made.config
+    config, rng = sizes().config, np.random.default_rng(11)  # not the numbers of the matrix
     e, f = config.hidden_size, config.ffn.size
-    shape = {"head": outer_parts(config, "bf16")[1][1:], "gate_up": (2 * f, e), "down": (e, f)}[name]
-    ops, device = opened(CudaOps).open()
+    shape = {"head": (config.vocab_size, e), "gate_up": (2 * f, e), "down": (e, f)}[name]
+    ops, _ = opened(CudaOps).open()
     needs(4 * shape[0] * shape[1], ops.free_memory())  # at most, with all rows dequantized
-    matrix = random_matrix(ops, Noise(device, CupyClock(), made.noise), format, *shape)
+    (matrix,) = ops.load([RandomMatrix(format, *shape)])
     x = rng.standard_normal((rows, shape[1]), np.float32)
     given = ops.to_host(ops.linear(ops.to_device(x), Linear((matrix,))))
     assert given.shape == (rows, shape[0])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from polarlm.bench.gpu.shapes import LLAMA_8B
+from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.linear import _UPLOAD_BYTES
@@ -32,7 +33,6 @@ from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.fake_memory import MemoryPointer, Pool
 from tests.cuda.test_memory import Counting
 from tests.cuda.test_model_emulated import Rounded, close, model_from, talk
-from tests.random_weights import RandomWeights
 from tests.weights import StoredBytes, read_all
 
 GB = 10**9

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.bench.gpu.shares import Plan, Shares
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import folder, with_readers
 from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from tests.cuda.programs import Program
+from tests.cuda.shares import Plan, Shares
 from tests.pairs import pairs
 
 N, GROUP = 64, 4

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from polarlm.bench.gpu.shapes import llama
+from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine.backends.cuda.device.kernel_source import prelude
 from polarlm.engine.backends.cuda.ops import CudaOps
 from tests.cuda.emulated import EmulatedDevice, _program
 from tests.cuda.test_docs import table
 from tests.cuda.test_model_emulated import Talk, model_from
 from tests.cuda_emulator import Program
-from tests.random_weights import RandomWeights
 
 
 def counted(body: str, arguments: str, *args: np.ndarray, threads: int = 32) -> dict[bool, tuple[int, int, int]]:

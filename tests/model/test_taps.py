@@ -111,19 +111,14 @@ def seen_by(model: Transformer, ids: Sequence[int]) -> tuple[Seen, np.ndarray]:
     return keep.seen, logits
 
 
-def test_taps_get_every_row_of_every_layer_once_whatever_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taps_get_every_row_of_every_layer_once_whatever_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = read_model(FIXTURES / FIXTURE)
-    monkeypatch.setattr(NumpyOps, "split_rows", lambda self, rows, **_: [rows])  # whatever the number of threads
     whole, logits = seen_by(bare_model(config, weights), IDS)
     assert sorted(whole) == sorted((layer, name, 0) for layer in range(len(config.layers)) for name in NAMES)
     model = bare_model(config, weights)
     np.testing.assert_array_equal(feed(model, model.store.new_sequence(), IDS), logits)  # without taps
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
-    model = bare_model(config, weights)
-    monkeypatch.setattr(
-        model.ops, "split_rows", lambda r, **_: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)]
-    )
-    parts, _ = seen_by(model, IDS)
+    parts, _ = seen_by(bare_model(config, weights), IDS)
     for layer in range(len(config.layers)):
         for name in NAMES:
             rows = [(at[2], x) for at, x in parts.items() if at[:2] == (layer, name)]

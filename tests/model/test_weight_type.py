@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
+from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -29,7 +30,6 @@ from tests.compiled import end_of_compilation
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model, read
-from tests.random_weights import RandomWeights
 from tests.weights import random_blocks
 
 FIXTURE = FIXTURES / "llama_gqa_linear"  # rows of 48 values in most matrices, of 64 in `down`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -193,7 +194,7 @@ class TestWhatItCanNotDo:
 
     @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals that say why a process ended")
     @pytest.mark.parametrize(
-        ("name", "reason"), [("SIGPROF", "it needs too much time"), ("SIGKILL", r"its process ended .*\(SIGKILL\)")]
+        ("name", "reason"), [("SIGPROF", "it needs too much time"), ("SIGKILL", r"its process crashed \(SIGKILL\)")]
     )
     def test_the_error_names_the_signal_that_ended_the_worker(
         self, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
@@ -201,7 +202,7 @@ class TestWhatItCanNotDo:
         slow = template("{% for _ in range(10**5) %}{% for _ in range(10**5) %}{% endfor %}{% endfor %}")
         slow._process._start()
         worker = slow._process._worker
-        monkeypatch.setattr(worker.stdin, "flush", lambda: worker.send_signal(getattr(signal, name)))
+        monkeypatch.setattr(worker, "tell", lambda *said: os.kill(worker.pid, getattr(signal, name)))
         with pytest.raises(LoadError, match=rf"failed: {reason}\.$"):
             rendered(slow, HELLO)
 
@@ -216,7 +217,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
         command = [sys.executable, "-c", program, template_worker.__file__]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
             worker.communicate(b'"fine"\n[{}]\n', 60)
-        assert limited_process._reason(worker) == "it needs too much memory"
+        assert limited_process.why_ended(worker.returncode) == "it needs too much memory"
 
     def test_a_worker_that_was_killed_while_idle_is_replaced(self) -> None:
         usable = template("fine")

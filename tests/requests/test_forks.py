@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Engine, EngineError, SamplingParams
-from polarlm.engine.backends.numpy.cores import cores
+from polarlm.engine.backends.numpy import blas
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.forks import cached_property
 from tests.cpu import CpuOps
@@ -124,14 +124,14 @@ def test_a_child_has_cached_properties_of_a_class_that_a_thread_of_the_parent_co
 # -- engines -------------------------------------------------------------------------------------------------------
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-PROMPT = np.random.default_rng(0).integers(5, 96, 120).tolist()  # long enough to be computed in parts
+PROMPT = np.random.default_rng(0).integers(5, 96, 120).tolist()
 
 
 @pytest.fixture
 def two_cores() -> Iterator[None]:
-    before = cores().number
+    before = blas.threads()
     yield
-    cores().use(before)
+    blas.use_threads(before)
 
 
 def load(path: Path) -> Engine:
@@ -141,7 +141,7 @@ def load(path: Path) -> Engine:
 def test_an_engine_answers_in_parent_and_child(tiny_path: Path, two_cores: None) -> None:
     with load(tiny_path) as engine:
         alone = engine.generate(PROMPT, GREEDY).token_ids
-        assert cores().number == 2
+        assert blas.threads() == 2
         child = begun_in_child(lambda: [engine.generate(PROMPT, GREEDY).token_ids for _ in range(3)])
         assert [engine.generate(PROMPT, GREEDY).token_ids for _ in range(3)] == [alone] * 3
         assert child() == [alone] * 3
@@ -231,45 +231,3 @@ def test_a_child_refuses_an_engine_on_a_gpu(tiny_path: Path, monkeypatch: pytest
         forked.set()
         thread.join(PATIENCE)
         assert "GPU" in child()
-
-
-# -- the number of BLAS threads ------------------------------------------------------------------------------------
-
-
-def test_a_child_forked_by_a_thread_that_splits_the_cores_has_all_of_them(two_cores: None) -> None:
-    cores().use(2)
-    reading, writing = os.pipe()
-    inside = cores().one_each()
-    inside.__enter__()
-    child = os.fork()
-    if child == 0:
-        try:
-            inside.__exit__(None, None, None)
-            os.write(writing, str(cores()._now).encode())
-        finally:
-            os._exit(0)
-    inside.__exit__(None, None, None)
-    os.close(writing)
-    os.waitpid(child, 0)
-    with open(reading, "rb") as pipe:
-        assert pipe.read() == b"2"
-    assert (cores().number, cores()._now) == (2, 2)
-
-
-def test_a_child_forked_while_another_thread_splits_the_cores_has_all_of_them(two_cores: None) -> None:
-    cores().use(2)
-    inside, forked = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with cores().one_each():
-            inside.set()
-            assert forked.wait(PATIENCE)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert inside.wait(PATIENCE)
-    child = begun_in_child(lambda: (cores().number, cores()._now))
-    forked.set()
-    thread.join(PATIENCE)
-    assert child() == (2, 2)
-    assert (cores().number, cores()._now) == (2, 2)

@@ -162,7 +162,6 @@ class SumMixer:
     """x += tanh(sum of the inputs so far) / 8."""
 
     Weights = NoWeights
-    in_order = True
 
     def __init__(self, ops: Any, shape: RunningSum, eps: Eps, weights: NoWeights, cache: Any, transform: None):
         self._state, self._layer = cache

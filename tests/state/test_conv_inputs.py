@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.recurrent.conv_inputs import ConvInputs, ConvShape, PromptInputs
+from polarlm.engine.state.recurrent.conv_inputs import ConvInputs, ConvShape
+from polarlm.engine.state.recurrent.slots import PromptRows, add_rows
 from polarlm.engine.state.tables import BlockTable
 
 N, CHANNELS = 4, 2
@@ -39,9 +40,10 @@ class Schedules(RuleBasedStateMachine):
         sums = np.convolve(padded, np.ones(self.width, int), "valid")[-count:]
         return np.outer(sums, [1, 10 * layer]).astype(np.float32)
 
-    def check(self, tokens: list[int], new: list[int], slots: np.ndarray, rows: np.ndarray, layer: int) -> None:
-        found = self.ops.short_conv(self.inputs(new, layer), self.conv, None, slots, rows)
-        np.testing.assert_array_equal(found, self.expected(tokens + new, len(new), layer))
+    def check(self, tokens: list[int], new: list[int], spans: np.ndarray | PromptRows, layer: int) -> None:
+        inputs, ops, slots = self.inputs(new, layer), self.state._ops, self.state.cache(layer)
+        results = add_rows(ops, ops.short_conv, inputs, (self.conv, None), slots, spans)
+        np.testing.assert_array_equal(results, self.expected(tokens + new, len(new), layer))
 
     @rule()
     def begin(self) -> None:
@@ -61,11 +63,7 @@ class Schedules(RuleBasedStateMachine):
             for first in range(0, len(new), unit):
                 part = slice(first, min(first + unit, len(new)))
                 view = self.state.view(layer, table, growth, len(tokens), part, len(tokens) + first)
-                spans = self.state.spans([view])
-                assert isinstance(spans, PromptInputs)
-                memory = spans.memory(self.state._ops)
-                self.check(tokens + new[:first], new[part], memory, spans.rows(self.state._ops), layer)
-                spans.keep(self.state._ops, memory)
+                self.check(tokens + new[:first], new[part], self.state.spans([view]), layer)
             self.state.seal(layer, growth, len(tokens), len(new))
         if aborts:
             self.state.abort(growth)
@@ -83,9 +81,7 @@ class Schedules(RuleBasedStateMachine):
             return
         for layer in self.state.layers:
             view = self.state.view(layer, table, growth, len(tokens), slice(0, len(new)), len(tokens))
-            rows = self.state.spans([view])
-            assert isinstance(rows, np.ndarray)
-            self.check(tokens, new, self.state.cache(layer), rows, layer)
+            self.check(tokens, new, self.state.spans([view]), layer)
         tokens += new[:kept]
         self.state.commit(table, growth, len(tokens))
 

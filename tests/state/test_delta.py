@@ -23,8 +23,8 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.layer_state import BlockArrays
-from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaState, DeltaTable
-from polarlm.engine.state.recurrent.delta_slots import PromptRows, ends_to_keep
+from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaState, DeltaTable, ends_to_keep
+from polarlm.engine.state.recurrent.slots import add_rows
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.recurrence import Weights, make_rows, make_weights, recurrence
 
@@ -54,6 +54,11 @@ class Schedules(RuleBasedStateMachine):
         self.running: list[Running] = []
         self.waiting: list[tuple[Running, BlockArrays]] = []
 
+    def add(self, view: Any, rows: np.ndarray, layer: int) -> np.ndarray:
+        """Add rows to the state, and return the op's results."""
+        spans, slots = self.state.spans([view]), self.state.cache(layer)
+        return add_rows(self.state._ops, self.op, rows, (self.weights[layer],), slots, spans)
+
     def check(self, one: Running, rows: np.ndarray, found: np.ndarray, layer: int, w: Weights) -> None:
         """Whether `found` are the results of the last rows of a sequence."""
         wanted, _ = recurrence(rows[one.base :], w, self.shape, one.start and one.start[layer])
@@ -79,10 +84,9 @@ class Schedules(RuleBasedStateMachine):
             for first in range(0, count, unit):
                 part = slice(first, min(first + unit, count))
                 view = self.state.view(layer, one.table, growth, begin, slice(0, part.stop - first), begin + first)
-                spans = self.state.spans([view])
-                assert isinstance(spans, PromptRows)
-                own = slice(begin + first, begin + part.stop)
-                self.check(one, rows[: own.stop], spans.compute(self.state._ops, self.op, rows[own], w), layer, w)
+                end = begin + part.stop
+                results = self.add(view, rows[begin + first : end], layer)
+                self.check(one, rows[:end], results, layer, w)
             self.state.seal(layer, growth, begin, count)
         if aborts:
             self.state.abort(growth)
@@ -103,9 +107,7 @@ class Schedules(RuleBasedStateMachine):
             return
         for layer, w in self.weights.items():
             view = self.state.view(layer, one.table, growth, begin, slice(0, count), begin)
-            spans = self.state.spans([view])
-            assert isinstance(spans, np.ndarray)
-            self.check(one, rows, self.op(rows[begin:], w, self.state.cache(layer), spans), layer, w)
+            self.check(one, rows, self.add(view, rows[begin:], layer), layer, w)
         one.rows = rows[: begin + min(kept, count)]
         self.state.commit(one.table, growth, len(one.rows))
 

@@ -111,12 +111,8 @@ def test_prompts_and_steps_leave_the_state_of_their_tokens(load: Load, length: i
     assert check(engine, ids) == len(ids) - 1  # the last token was never computed
 
 
-def test_a_prompt_in_chunks_and_parts_has_the_same_state(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks_has_the_same_state(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumpyOps, "prefill_rows", 5)
-    monkeypatch.setattr(
-        NumpyOps, "split_rows", lambda ops, r, **_: [slice(i, min(i + 2, r.stop)) for i in range(r.start, r.stop, 2)]
-    )
-    monkeypatch.setattr(NumpyOps, "map_parts", lambda ops, work, n: [work(i) for i in reversed(range(n))][::-1])
     engine, ids = load(), ids_of(4 * N + 5)
     answer(engine, ids, tokens=1)
     assert check(engine, ids) == len(ids)

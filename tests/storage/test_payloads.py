@@ -105,7 +105,7 @@ def test_a_finer_block_is_checked_for_the_shape_of_its_kind() -> None:
     for kind, found in zip(("block", "finer"), blocks, strict=True):
         own, others = Object({**found.header, "kind": kind}, found.payload), {"block", "finer"} - {kind}
         both.check_block(own)
-        assert both.most_bytes() > len(own.payload)
+        assert both.most_object_bytes > len(own.payload)
         with pytest.raises(DamagedObject):
             both.check_block(Object({**found.header, "kind": others.pop()}, found.payload))
     for of, found in ((alike, blocks[0]), (finest, blocks[1])):
@@ -204,4 +204,4 @@ def test_a_file_is_a_list_of_objects(tmp_path: Path) -> None:
 
 def test_the_largest_object_is_known_beforehand() -> None:
     made = payloads()
-    assert made.most_bytes() >= max(len(block(made)), len(full(made, list(range(8)))))
+    assert made.most_object_bytes >= max(len(block(made)), len(full(made, list(range(8)))))

@@ -412,7 +412,7 @@ def test_blocks_wait_for_requests_within_a_budget(plain_model: Path, written, tm
     """Beyond it a shorter part of the prefix is read; what has been put back, or was never used, is free again."""
     shutil.copytree(written[0], tmp_path / "blocks")
     with load(plain_model, tmp_path / "blocks") as engine:
-        budget = engine._tiers._lookup.budget
+        budget = engine._tiers._budget
         whole = budget._left
         request = engine._request(PROMPT, PARAMS, None, outbox=[], wants_progress=False, constraint=None)
         taken = whole - budget._left
@@ -503,7 +503,7 @@ def test_no_descriptor_and_no_thread_is_left(plain_model: Path, tmp_path: Path) 
 
 
 def memory_of(engine: Engine) -> Callable[[], int]:
-    place = engine._tiers._lookup.tiers[0]._tier
+    place = engine._tiers._tiers[0]._tier
     assert isinstance(place, Memory)
     return lambda: place._held
 

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
-from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.search import find
-from polarlm.engine.storage.tiers.tier_hit import Budget
+from polarlm.engine.storage.tiers.search import Search
+from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
+from polarlm.engine.storage.tiers.trip import Trip
 from polarlm.engine.storage.tiers.writing import Writer
 from polarlm.engine.storage.waiting import WaitingBlocks
 from tests.pairs import each
@@ -59,13 +59,16 @@ class Kept(CachedStore):
         names = Names(b"root", b"weights")
         self.place, payloads = Memory(size), Payloads(self.store.shape)
         self.names = names
-        self.lookup = Lookup(self.store, self.prefixes, payloads, [CircuitBreaker(self.place)], Budget())
+        self.stored, self.trip = Stored(self.store, self.prefixes, payloads), Trip([CircuitBreaker(self.place)])
         waiting = WaitingBlocks(self.store, self.prefixes, payloads)
         self.writer = AtOnce(waiting, [CircuitBreaker(self.place)], lambda: names, NoLock())
 
+    def find(self, ids: Sequence[int]) -> TierHit | None:
+        return Search(self.stored, Budget(), self.names, ids, "").run(self.trip)
+
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence of `ids` after what the store and the place have of it."""
-        found = find(self.lookup, self.names, ids[:-1], "", lambda: True)
+        found = self.find(ids[:-1])
         while found is not None and found.put_back():
             pass
         return CachedSequence(self.store, self.prefixes, ids)
@@ -112,10 +115,10 @@ def test_the_last_block_matches_in_part(length: int, found: int) -> None:
 def test_only_what_the_store_lacks_is_read() -> None:
     kept = Kept("polarquant")
     kept.end(kept.begin(STEM).prompt())
-    assert find(kept.lookup, kept.names, STEM, "", lambda: True) is None
+    assert kept.find(STEM) is None
     group = kept.store.groups[0].quantized
     group.allocate(group.size - 2)  # what was free longest, and all but the last two of the kept blocks
-    found = find(kept.lookup, kept.names, STEM, "", lambda: True)
+    found = kept.find(STEM)
     assert [span[:2] for span in found.spans] == [(24, 32), (32, 40)]
 
 
@@ -129,7 +132,8 @@ def test_what_is_no_longer_wanted_is_not_read(times: int, monkeypatch: pytest.Mo
     answers, asked = iter([True] * times), []
     read = kept.place.read
     monkeypatch.setattr(kept.place, "read", lambda name: [asked.append(name), read(name)][1])
-    found = find(kept.lookup, kept.names, STEM, "", lambda: next(answers, False))
+    monkeypatch.setattr(kept.trip, "is_wanted", lambda: next(answers, False))
+    found = kept.find(STEM)
     assert len(asked) == times
     complete = next((number for number in range(5) if kept.names.block(hashes[number]) not in asked), 5)
     with_tail = complete == 5 and kept.names.tail(hashes[-1]) in asked

@@ -134,14 +134,6 @@ class CudaOps:
         self._matrices.activate(y, x, activation)
         return y
 
-    def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
-        return [rows]
-
-    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        return [work(i) for i in range(count)]
-
-    map_parts = parallel_map
-
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         inputs = [self._moved(x) if isinstance(x, FromCard) else x for x in inputs]
         rows, inputs = inputs[0].shape[0], filled_up(inputs)

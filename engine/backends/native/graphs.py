@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.native.attention.spans import StepTable
+from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Recording
 from polarlm.engine.backends.native.prefetching import add_prefetches
 from polarlm.engine.backends.ops import Result

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.backends.native.attention.heads import HeadOps
-from polarlm.engine.backends.native.attention.steps import AttentionOps
-from polarlm.engine.backends.native.attention.whole import EncoderOps
-from polarlm.engine.backends.native.experts import ExpertOps
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps
+from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
+from polarlm.engine.backends.native.attention_ops.texts import EncoderOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
 from polarlm.engine.backends.native.kernels.linear.tiling import short_prompts
 from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.linear import LinearOps
-from polarlm.engine.backends.native.recurrent import ConvOps, DeltaOps
+from polarlm.engine.backends.native.product_ops.experts import ExpertOps
+from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.backends.native.recurrent_ops import ConvOps, DeltaOps
 from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.backends.native.warm_up import WarmUpLauncher
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.ops import Result, WarmUp
+from polarlm.engine.backends.ops import WarmUp
 from polarlm.engine.jit.run.workers import workers
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import WeightFormat
-
-_PART_ROWS = 256  # most prompt rows per part: as fast as 512, whose arrays take 5 MiB more
 
 
 class NativeOps:
@@ -119,7 +117,6 @@ class NativeOps:
         self.run_graph = Graphs(launch).run
 
         self.pack_sampler_inputs = plain.pack_sampler_inputs
-        self.parallel_map = plain.parallel_map
         self.to_device = plain.to_device
         self.to_host = plain.to_host
         self.wait = plain.wait
@@ -136,18 +133,6 @@ class NativeOps:
 
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)
-
-    def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
-        """Consecutive slices of nearly equal length, at most _PART_ROWS rows each."""
-        if among_experts:
-            return [rows]
-        count = rows.stop - rows.start
-        size = 8 * -(-count // (8 * -(-count // _PART_ROWS)))
-        return [slice(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]
-
-    def map_parts(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """[work(0), …], computed in order: each kernel uses all threads already."""
-        return [work(i) for i in range(count)]
 
     def of_layer(self, layer: int) -> NativeOps:
         return self

@@ -5,8 +5,6 @@ All is float32; BLAS computes products. Loops are over sequences and tiles that 
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +12,9 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
-from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.attention import ScoreRule, attend_alone
-from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.numpy.encoders import EncoderOps
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
@@ -30,9 +27,6 @@ from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
-
-# Products of fewer rows wait for the weights, which BLAS reads once for all cores, and split rows once per part.
-_PARALLEL_ROWS = 32
 
 
 class NumpyOps(ExpertOps, RecurrentOps):
@@ -47,33 +41,20 @@ class NumpyOps(ExpertOps, RecurrentOps):
     cache_experts = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
     fetch_later = None
+    decode_blocks = staticmethod(decode_blocks)
 
     def __init__(self, threads: int = 0):
-        """threads: the number for BLAS and `parallel_map`; 0 keeps BLAS's own."""
-        self._cores = cores()
+        """threads: the number for BLAS; 0 keeps BLAS's own."""
         if threads:
-            self._cores.use(threads)
+            blas.use_threads(threads)
         self._is_set = threads > 0
         self.of_encoders = EncoderOps(self.transform_heads)
-
-    def split_rows(self, rows: slice, *, among_experts: bool = False) -> list[slice]:
-        threads = self._cores.number
-        if threads == 1 or rows.stop - rows.start < _PARALLEL_ROWS:
-            return [rows]
-        edges = np.linspace(rows.start, rows.stop, threads + 1).astype(int).tolist()
-        return list(itertools.starmap(slice, itertools.pairwise(edges)))
-
-    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        return self._cores.parallel_map(work, count)
-
-    map_parts = parallel_map
-    decode_blocks = staticmethod(decode_blocks)
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)
 
     def threads(self) -> Threads:
-        return Threads(self._cores.number, "by the setting threads" if self._is_set else "as BLAS has them")
+        return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")
 
     def of_layer(self, layer: int) -> NumpyOps:
         return self
@@ -297,8 +278,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for layers, blocks, sources in alike(filled):
-            # Keys and values take one core each: the encoder's products are too small for more BLAS threads.
-            (k, mean), (v, _) = self.parallel_map(functools.partial(encode_side, layers, sources), 2)
+            (k, mean), (v, _) = (encode_side(layers, sources, side) for side in (0, 1))
             store_fields(layers, blocks, k, mean, v)
 
     def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:

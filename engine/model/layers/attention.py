@@ -47,7 +47,6 @@ class Attention:
     """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
 
     Weights = AttentionWeights
-    in_order = False
 
     def __init__(
         self,

@@ -20,13 +20,10 @@ from polarlm.model_loaders import config
 
 
 class Mixer(Protocol):
-    """The mixer of one layer. `project` is called for all rows of a span before `mix` is called for any of them."""
+    """The mixer of one layer. `project` is called for the rows of a unit before `mix` is called for them."""
 
     Weights: ClassVar[Any]
     """A class whose `read` reads the slots of a layer."""
-
-    in_order: ClassVar[bool]
-    """Whether the parts of a prompt must be projected one after another; otherwise several threads do it."""
 
     def __init__(self, ops: Ops, shape: Any, eps: Eps, weights: Any, cache: Any, transform: Any):
         """shape: the mixer in the configuration. cache: that of the layer's state. transform: for attention, its

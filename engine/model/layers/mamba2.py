@@ -9,7 +9,7 @@ from polarlm.engine.backends.delta import DeltaSlots, Mamba2Weights
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of, projected
 from polarlm.engine.state.recurrent.delta import DeltaShape
-from polarlm.engine.state.recurrent.delta_slots import PromptRows
+from polarlm.engine.state.recurrent.slots import add_rows
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -48,7 +48,6 @@ class Mamba2:
     """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
 
     Weights = Mamba2LayerWeights
-    in_order = True
 
     def __init__(
         self, ops: Ops, shape: config.Mamba2, eps: Eps, weights: Mamba2LayerWeights, cache: DeltaSlots, transform: None
@@ -75,9 +74,7 @@ class Mamba2:
     ) -> Array:
         """Add the rows x (T, E) to the layer's states, and return the gated results of its heads (T, I)."""
         inputs = projected(self._ops, x, self._weights.inputs, adapters, norm=self._norm, recorded=recorded)
-        if isinstance(spans, PromptRows):
-            return spans.compute(self._ops, self._ops.mamba2, inputs, self._own)
-        return self._ops.mamba2(inputs, self._own, self._slots, spans)
+        return add_rows(self._ops, self._ops.mamba2, inputs, (self._own,), self._slots, spans)
 
     def mix(
         self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None

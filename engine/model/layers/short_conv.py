@@ -7,7 +7,8 @@ from typing import Any
 
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of, projected
-from polarlm.engine.state.recurrent.conv_inputs import ConvShape, PromptInputs
+from polarlm.engine.state.recurrent.conv_inputs import ConvShape
+from polarlm.engine.state.recurrent.slots import add_rows
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -40,7 +41,6 @@ class ShortConv:
     """The mixer of one layer: see `engine.model.layers.kinds.Mixer`."""
 
     Weights = ShortConvWeights
-    in_order = True
 
     def __init__(
         self, ops: Ops, shape: config.ShortConv, eps: Eps, weights: ShortConvWeights, cache: Array, transform: None
@@ -60,12 +60,7 @@ class ShortConv:
         """Return C · conv(B · x) of the rows x (T, E); B · x is kept for later rows."""
         ops, w = self._ops, self._weights
         inputs = projected(ops, x, w.inputs, adapters, norm=self._norm, recorded=recorded)
-        if not isinstance(spans, PromptInputs):
-            return ops.short_conv(inputs, self._conv, w.conv_bias, self._slots, spans)
-        memory = spans.memory(ops)
-        y = ops.short_conv(inputs, self._conv, w.conv_bias, memory, spans.rows(ops))
-        spans.keep(ops, memory)
-        return y
+        return add_rows(ops, ops.short_conv, inputs, (self._conv, w.conv_bias), self._slots, spans)
 
     def mix(
         self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None

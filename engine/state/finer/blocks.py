@@ -9,7 +9,7 @@ only that, so tables, the prefix cache and reference counts know nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.places import Place, Places
-from polarlm.engine.state.kv_blocks import KVBlocks, encode, of_layer
+from polarlm.engine.state.kv_blocks import KVBlocks, OneKind, encode, of_layer
 from polarlm.engine.state.layer_shapes import NEWEST
 from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.shapes import CacheShape
@@ -174,6 +174,13 @@ class FinerBlocks(KVBlocks):
     def _of_kind(self, layer: int, *, is_finer: bool) -> Cache:
         return self._caches[layer].finer if is_finer else self._caches[layer]
 
+    def _by_kind(self, blocks: Sequence[int]) -> Iterator[OneKind]:
+        places = [self.blocks.places[block] for block in blocks]
+        for is_finer in (False, True):
+            if indices := [index for index, place in enumerate(places) if place.is_finer is is_finer]:
+                caches = {layer: self._of_kind(layer, is_finer=is_finer) for layer in self.layers}
+                yield OneKind(caches, [places[index].number for index in indices], indices)
+
     def _move(self, target: Place, source: Place) -> None:
         for layer in self.layers:
             self._of_kind(layer, is_finer=source.is_finer).move(target.number, source.number)
@@ -229,18 +236,6 @@ class FinerBlocks(KVBlocks):
         finer, others = ([place.number for place in at if place.is_finer is kind] for kind in (True, False))
         return replace(own, table=others, finer=finer)
 
-    def _filled(
-        self, layers: Sequence[int], blocks: Sequence[int], sources: Sequence[KVLocation]
-    ) -> list[FilledBlocks]:
-        places = [self.blocks.places[block] for block in blocks]
-        found = []
-        for kind in (False, True):
-            own = [number for number, place in enumerate(places) if place.is_finer is kind]
-            if own:
-                caches = [self._of_kind(layer, is_finer=kind) for layer in layers]
-                found.append(FilledBlocks(caches, [places[i].number for i in own], [sources[i] for i in own]))
-        return found
-
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """As `KVBlocks.round_trip`, with the bits of new blocks while there is room."""
         self._round_trip(self._of_kind(layer, is_finer=True), growth, start, count)
@@ -259,36 +254,22 @@ class FinerBlocks(KVBlocks):
         """Whether a block is of the finer kind."""
         return self.blocks.places[block].is_finer
 
-    def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        """As `KVBlocks.read_blocks`, for blocks of one kind."""
-        (is_finer,) = {self.is_finer(block) for block in blocks}
-        numbers = [self.blocks.places[block].number for block in blocks]
-        return {
-            (layer, name): array
-            for layer in self.layers
-            for name, array in self._ops.read_blocks(self._of_kind(layer, is_finer=is_finer), numbers).items()
-        }
-
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         """As `KVBlocks.write_blocks`, with arrays of blocks that are not finer, which these become."""
         for block in blocks:
             if self.is_finer(block):
                 self.blocks.places.lower(block)
-        numbers = [self.blocks.places[block].number for block in blocks]
-        for layer in self.layers:
-            self._ops.write_blocks(self._caches[layer], numbers, of_layer(arrays, layer))
+        super().write_blocks(blocks, arrays)
 
     def write_finer(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         """Write blocks with arrays of finer ones. Those that are not finer have these coded again."""
-        for kind in (True, False):
-            own = [number for number, block in enumerate(blocks) if self.is_finer(block) is kind]
-            places = [self.blocks.places[blocks[number]].number for number in own]
-            for layer in self.layers if own else ():
-                given = {name: array[own] for name, array in of_layer(arrays, layer).items()}
-                if kind:
-                    self._ops.write_blocks(self._caches[layer].finer, places, given)
+        for caches, numbers, indices in self._by_kind(blocks):
+            for layer, cache in caches.items():
+                layer_arrays = {name: array[list(indices)] for name, array in of_layer(arrays, layer).items()}
+                if cache is self._caches[layer]:
+                    self._code_given(layer, numbers, layer_arrays)
                 else:
-                    self._code_given(layer, places, given)
+                    self._ops.write_blocks(cache, numbers, layer_arrays)
         for block in blocks:
             self.blocks.complete(block)
             if not self.is_by_age:

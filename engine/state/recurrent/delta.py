@@ -1,51 +1,49 @@
 """The state of recurrent layers: a slot for each running sequence, and snapshots at the ends of some blocks.
 
-A slot has the matrices at the start of the current block, and what each of its tokens adds (`backends.delta`), so a
-sequence can be cut anywhere in its current block, and rows that are not kept leave nothing behind. When a block is
-complete, its slot advances to the next one. A snapshot is a quantized block: it stands for all tokens before its end.
+A slot has the matrices at the start of the current block, and what each of its tokens adds (`backends.delta`). When a
+block is complete, its slot advances to the next one. A snapshot is a quantized block: it stands for all tokens before
+its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, FetchStates
-from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
-from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
+from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.layer_shapes import ArraySpec
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
-from polarlm.engine.state.recurrent.delta_slots import (
+from polarlm.engine.state.recurrent.slots import (
+    F32,
     PromptRows,
-    View,
-    copy_slot,
-    ends_to_keep,
+    RecurrentShape,
+    RecurrentState,
+    RowsOp,
+    Slot,
+    assign_each,
     first_tokens,
-    new_prompts,
-    new_slots,
-    one_slot,
 )
 from polarlm.engine.state.tables import BlockTable, Growth
 from polarlm.model_loaders.config import Recurrent
 
-_F32 = np.dtype(np.float32)
 _SNAPSHOTS = 2  # for each slot
+_STEP = 4  # factor between the distances, in blocks, from the end of a prompt to the snapshots before it
 
 
 @dataclass(frozen=True)
-class DeltaShape:
+class DeltaShape(RecurrentShape):
     """How one layer stores its state. codes: how snapshots keep its matrices. snapshots: their number; None: two for
     each slot."""
 
     mixer: Recurrent
     codes: SnapshotCodes = EIGHT_BITS
     snapshots: int | None = None
-    window: None = None
-    values: int = 0  # of K/V
     is_sparse: ClassVar[bool] = True
 
     @property
@@ -65,12 +63,6 @@ class DeltaShape:
     def more_blocks(self, full_slots: int, more: int) -> int:
         return _SNAPSHOTS * self.slots(full_slots + more, 0) if self.snapshots is None else self.snapshots
 
-    def quantized_bytes(self, block_size: int) -> int:
-        return _bytes(self.block_arrays(block_size, ""))
-
-    def full_bytes(self, block_size: int) -> int:
-        return _bytes(self.full_arrays(block_size))
-
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         one = self.mixer
         fields = self.codes.fields(one.key_dim, one.value_dim).items()
@@ -88,14 +80,10 @@ class DeltaShape:
             decays=(one.value_heads, tokens),
             inputs=(one.width - 1 + tokens, one.channels),
         )
-        return [ArraySpec(name, shape, _F32) for name, shape in shapes._asdict().items()]
+        return [ArraySpec(name, shape, F32) for name, shape in shapes._asdict().items()]
 
     def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> DeltaState:
         return DeltaState(ops, self, block_size, layers, blocks)
-
-
-def _bytes(arrays: Sequence[ArraySpec]) -> int:
-    return sum(int(np.prod(one.shape)) * one.dtype.itemsize for one in arrays)
 
 
 @dataclass
@@ -110,35 +98,58 @@ class DeltaTable(BlockTable):
     def block(self, number: int) -> int | None:
         return self.snapshots.get(number)
 
+    @property
+    def held(self) -> tuple[int, int]:
+        return len(self.snapshots), int(self.current is not None)
 
-class DeltaState:
+    @property
+    def newest_first(self) -> list[int]:
+        """The snapshots, the newest one first."""
+        return [block for _, block in sorted(self.snapshots.items(), reverse=True)]
+
+
+class _Prompt(NamedTuple):
+    """The buffer of a prompt's growth on a card, for the layer that is being computed.
+
+    ends: the states to keep, with the numbers of their blocks in the sequence. kept: the snapshots of the layers before
+    it, of all cards.
+    """
+
+    block_size: int
+    slot: DeltaSlots  # one
+    ends: DeltaEnds
+    kept: dict[int, FetchStates]
+
+    def add(self, ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], position: int) -> Array:
+        number, place = divmod(position, self.block_size)
+        spans = np.array([DeltaSpan(0, 0, len(inputs), place)], np.int32)
+        ends = self.ends._replace(numbers=[end - number for end in self.ends.numbers])
+        return op(inputs, *weights, self.slot, spans, ends)
+
+
+class DeltaState(RecurrentState):
     """A `LayerState`."""
 
     is_sparse = True
-    can_cut = True
 
     def __init__(
         self, ops: Ops, shape: DeltaShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
     ) -> None:
-        self.layers, self.block_size = layers, block_size
-        self.quantized, self.full = map(BlockAllocator, blocks)
-        self._ops, self._shape = ops, shape
-        quantized, full = blocks
-        arrays = shape.full_arrays(block_size)
-        self._slots = {layer: new_slots(ops.of_layer(layer), arrays, full) for layer in layers}
+        super().__init__(ops, shape, block_size, layers, blocks)
+        self._shape = shape
         self._of_cards: dict[Ops, list[DeltaSlots]] = {}
-        for layer, slots in self._slots.items():
-            self._of_cards.setdefault(ops.of_layer(layer), []).append(slots)
+        for layer in layers:
+            self._of_cards.setdefault(ops.of_layer(layer), []).append(self.cache(layer))
         self._snapshots = {
             layer: {
-                name: np.zeros((quantized, *shape), dtype) for name, shape, dtype in shape.block_arrays(block_size, "")
+                name: np.zeros((blocks[0], *shape), dtype) for name, shape, dtype in shape.block_arrays(block_size, "")
             }
             for layer in layers
         }
 
     def cache(self, layer: int) -> DeltaSlots:
         """Return the slots of one layer."""
-        return self._slots[layer]
+        return DeltaSlots(*self._slots[layer])
 
     def new_table(self) -> DeltaTable:
         return DeltaTable()
@@ -149,19 +160,32 @@ class DeltaState:
         """Reserve a slot, and snapshots where there is room for them; as in steps, none in an answer."""
         assert isinstance(table, DeltaTable)
         n, end = self.block_size, start + count
-        own = table.current if end // n == start // n else None
-        new = [] if own is not None else self.full.allocate()
-        growth = Growth({end // n: new[0] if own is None else own}, {}, new)
+        current = table.current if end // n == start // n else None
+        new = [] if current is not None else self.full.allocate()
+        growth = Growth({end // n: new[0] if current is None else current}, {}, new)
         try:
             numbers = [] if as_steps else ends_to_keep(start // n, end // n, table.branch)
             numbers = numbers[max(0, len(numbers) - self.quantized.free) :]
             growth.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
-            slot, ends = self._shape.full_arrays(n), self._shape.full_arrays(0)
-            growth.buffer = new_prompts(self._of_cards, slot, ends, numbers)
+            growth.buffer = self._prompts(numbers)
         except BaseException:  # there is no memory for the buffer
             self.abort(growth)
             raise
         return growth
+
+    def _prompts(self, numbers: Sequence[int]) -> dict[Ops, _Prompt]:
+        """Return the buffers of a prompt on each card, which keeps the states at the ends of blocks `numbers`."""
+        kept: dict[int, FetchStates] = {}
+        ends = {spec.name: (len(numbers), *spec.shape) for spec in self._specs(0)}
+        return {
+            ops: _Prompt(
+                self.block_size,
+                DeltaSlots(*(ops.empty((1, *spec.shape)) for spec in self._specs(self.block_size))),
+                DeltaEnds(numbers, ops.empty(ends["matrices"]), ops.empty(ends["inputs"])),
+                kept,
+            )
+            for ops in self._of_cards
+        }
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
         """Reserve a slot, if the sequence has none yet; it then begins with the snapshot that the sequence has."""
@@ -169,55 +193,53 @@ class DeltaState:
         if table.current is not None:
             return Growth({start // self.block_size: table.current}, {}, [])
         new = self.full.allocate()
-        for layer, slots in self._slots.items():
-            self._begin(layer, table, start, one_slot(slots, new[0]))
+        for layer in self.layers:
+            self._begin(layer, table, start, self._slot(layer, new[0], 0))
         return Growth({start // self.block_size: new[0]}, {}, new)
 
-    def _begin(self, layer: int, table: BlockTable, start: int, slot: DeltaSlots) -> None:
-        """Write what a sequence begins with, that has no slot: nothing, or the snapshot at `start`."""
-        ops, inputs = self._ops.of_layer(layer), slot.inputs[0, : self._shape.mixer.width - 1]
+    def _begin(self, layer: int, table: BlockTable, start: int, slot: Slot) -> None:
+        """Write what a sequence without a slot begins with to a slot without tokens: zeros, or its snapshot."""
+        ops, (matrices, *_, inputs) = self._ops.of_layer(layer), slot
         if start == 0:
-            ops.assign(slot.matrices[0], 0)
+            ops.assign(matrices, 0)
             ops.assign(inputs, 0)
             return
         block = table.block(start // self.block_size - 1)
         assert block is not None
         kept = {name: array[block] for name, array in self._snapshots[layer].items()}
-        ops.assign(slot.matrices[0], ops.restore_states(kept, self._shape.codes))
+        ops.assign(matrices, ops.restore_states(kept, self._shape.codes))
         ops.assign(inputs, ops.to_device(kept["inputs"]))
 
-    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> View:
-        return View(growth.buffer, next(iter(growth.slots.values())), rows, position)
-
-    def spans(self, views: Sequence[View]) -> np.ndarray | PromptRows:
-        if views and views[0].prompts is not None:
-            return PromptRows(views, self.block_size)
-        spans = [
-            DeltaSpan(view.slot, view.rows.start, view.rows.stop - view.rows.start, view.position % self.block_size)
-            for view in views
-        ]
-        return np.array(spans, np.int32).reshape(-1, len(DeltaSpan._fields))
+    def view(
+        self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int
+    ) -> PromptRows | np.ndarray:
+        if growth.buffer is not None:
+            return PromptRows(growth.buffer, position)
+        (slot,) = growth.slots.values()
+        span = DeltaSpan(slot, rows.start, rows.stop - rows.start, position % self.block_size)
+        return np.array([span], np.int32)
 
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
             return
-        ops = self._ops.of_layer(layer)
+        ops, place = self._ops.of_layer(layer), start % self.block_size
+        slot = first_tokens(growth.buffer[ops].slot, 0, self._specs(place))
         if table.current is None:
-            self._begin(layer, table, start, growth.buffer[ops].slot)
+            self._begin(layer, table, start, slot)
         else:
-            current = one_slot(self._slots[layer], table.current)
-            copy_slot(ops, growth.buffer[ops].slot, current, start % self.block_size)
+            assign_each(ops, slot, self._slot(layer, table.current, place))
 
     def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Copy the state after a prompt to the growth's slot, and begin to copy its snapshots to the host."""
         if growth.buffer is None:
             return
-        ops = self._ops.of_layer(layer)
-        slot, ends, kept = growth.buffer[ops]
+        ops, place = self._ops.of_layer(layer), (start + count) % self.block_size
+        prompt: _Prompt = growth.buffer[ops]
         (target,) = growth.slots.values()
-        copy_slot(ops, one_slot(self._slots[layer], target), slot, (start + count) % self.block_size)
+        computed = first_tokens(prompt.slot, 0, self._specs(place))
+        assign_each(ops, self._slot(layer, target, place), computed)
         if growth.quantized:
-            kept[layer] = ops.keep_states(ends, self._shape.codes)
+            prompt.kept[layer] = ops.keep_states(prompt.ends, self._shape.codes)
 
     def _write(self, kept: Mapping[int, FetchStates], blocks: Collection[int]) -> None:
         """Write snapshots of all layers, in the order of `blocks`."""
@@ -225,12 +247,6 @@ class DeltaState:
             arrays = fetch()
             for name, snapshots in self._snapshots[layer].items():
                 snapshots[list(blocks)] = arrays[name]
-
-    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
-        """Nothing: what the next tokens read is exact."""
-
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> tuple[()]:
-        return ()
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
         """Take the growth's slot, which advances if a step has completed its block, and its snapshots."""
@@ -244,26 +260,13 @@ class DeltaState:
         if table.current not in (None, slot):
             self.full.release(table.current)
         table.current = slot
-        self._release_snapshots(table)
+        self._release(table.newest_first, ())
         table.snapshots = growth.quantized
-
-    def abort(self, growth: Growth) -> None:
-        for block in growth.quantized.values():
-            self.quantized.release(block)
-        for slot in growth.new_slots:
-            self.full.release(slot)
 
     def release(self, table: BlockTable) -> None:
         assert isinstance(table, DeltaTable)
-        self._release_snapshots(table)
-        if table.current is not None:
-            self.full.release(table.current)
-            table.current = None
-
-    def _release_snapshots(self, table: DeltaTable) -> None:
-        for _, block in sorted(table.snapshots.items(), reverse=True):
-            self.quantized.release(block)
-        table.snapshots = {}
+        self._release(table.newest_first, [] if table.current is None else [table.current])
+        table.current, table.snapshots = None, {}
 
     # -- prefixes ----------------------------------------------------------------------------------------------
 
@@ -287,18 +290,14 @@ class DeltaState:
                 (block,) = self.quantized.allocate()
             except OutOfBlocks:
                 return None
-            before, kept = self._shape.mixer.width - 1, {}
-            for layer, slots in self._slots.items():
-                own = one_slot(slots, table.current)
-                ends = DeltaEnds([number], own.matrices, own.inputs[:, :before])
+            kept, slot = {}, slice(table.current, table.current + 1)
+            for layer in self.layers:
+                slots = self.cache(layer)
+                ends = DeltaEnds([number], slots.matrices[slot], slots.inputs[slot, : self._before])
                 kept[layer] = self._ops.of_layer(layer).keep_states(ends, self._shape.codes)
             self._write(kept, [block])
             table.snapshots[number] = block
         return table.block(number)
-
-    def copy_full(self, target: int, source: int, tokens: int) -> None:
-        for layer, slots in self._slots.items():
-            copy_slot(self._ops.of_layer(layer), one_slot(slots, target), one_slot(slots, source), tokens)
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 
@@ -311,19 +310,6 @@ class DeltaState:
             for name, array in own.items():
                 array[list(blocks)] = arrays[layer, name]
 
-    def read_full(self, slot: int, tokens: int) -> BlockArrays:
-        return {
-            (layer, name): self._ops.of_layer(layer).to_host(array[0])
-            for layer, slots in self._slots.items()
-            for name, array in first_tokens(one_slot(slots, slot), tokens)._asdict().items()
-        }
-
-    def write_full(self, slot: int, arrays: BlockArrays) -> None:
-        for layer, slots in self._slots.items():
-            ops, tokens = self._ops.of_layer(layer), arrays[layer, "decays"].shape[1]
-            for name, array in first_tokens(one_slot(slots, slot), tokens)._asdict().items():
-                ops.assign(array[0], ops.to_device(arrays[layer, name]))
-
     def reserve_table(self, length: int, dropped: int, with_sink: bool) -> DeltaTable:
         complete = length // self.block_size
         has_snapshot = max(0, complete - 1) > dropped
@@ -333,7 +319,19 @@ class DeltaState:
             return DeltaTable(snapshots={complete - 1: self.quantized.allocate()[0]})
         return DeltaTable(current=self.full.allocate()[0] if length else None)
 
-    def bytes(self, table: BlockTable) -> int:
-        assert isinstance(table, DeltaTable)
-        full = (table.current is not None) * self._shape.full_bytes(self.block_size)
-        return len(self.layers) * (full + len(table.snapshots) * self._shape.quantized_bytes(self.block_size))
+
+def ends_to_keep(first: int, complete: int, branch: int | None) -> list[int]:
+    """Return the blocks with a snapshot at their end, of a prompt's complete blocks first … complete − 1.
+
+    These are the last block, the blocks 4, 16, 64, … before it, and the block `branch`, at whose end another prompt has
+    left this one. Ascending, without block 0: it is computed again in less time than reading its state takes.
+
+    >>> ends_to_keep(0, 30, None)
+    [13, 25, 29]
+    """
+    distances, distance = [0], _STEP
+    while distance < complete:
+        distances.append(distance)
+        distance *= _STEP
+    wanted = {complete - 1 - distance for distance in distances} | ({branch} if branch is not None else set())
+    return sorted(number for number in wanted if max(1, first) <= number < complete)

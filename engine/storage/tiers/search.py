@@ -1,103 +1,85 @@
-"""Finds the blocks of a prompt in tiers. Needs no lock, as `lookup`."""
+"""Finds the blocks of a prompt in tiers.
+
+Needs no lock: what it reads of the store may be out of date, and is read again when blocks are copied there.
+"""
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import groupby
-from threading import Event, Thread, current_thread
+from threading import Lock, Thread
 from typing import Any
 
 from polarlm.engine.state.blocks import Blocks
 from polarlm.engine.storage.objects import DamagedObject, Object
-from polarlm.engine.storage.tiers.adopting import FoundBlock, Run
-from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.tier_hit import TierHit
+from polarlm.engine.storage.tiers.tier_hit import Budget, Claim, FoundBlock, Run, Stored, TierHit
+from polarlm.engine.storage.tiers.trip import ReadObject, Trip
 
 _READERS = 3  # threads that read blocks while a search reads what follows them
 _RUN_BYTES = 8 << 20  # most bytes that are copied to the store in one unit of work, unless one block has more
 
 
-def find(lookup: Lookup, names: Names, ids: Sequence[int], salt: str, wanted: Callable[[], bool]) -> TierHit | None:
-    """Return the blocks of the longest prefix of `ids` that tiers hold and the store lacks; None if none.
+class Search:
+    """The search for the blocks of one prompt."""
 
-    wanted: called before each read; once it returns False, nothing more is read.
-    """
-    root, hashes = lookup.prefixes.hashes(ids, salt)
-    return _Search(lookup, names, ids, root, hashes, wanted).run()
-
-
-@dataclass
-class _Tail:
-    """A block with fewer than N tokens after the complete ones. common: how many of its first tokens the prompt has."""
-
-    block: Object
-    ids: Sequence[int]
-    common: int
-    label: str
-
-
-@dataclass
-class _Search:
-    """The search for the blocks of one prompt. root: the hash that its chain, `hashes`, starts from."""
-
-    lookup: Lookup
-    names: Names
-    ids: Sequence[int]
-    root: bytes
-    hashes: Sequence[bytes]
-    wanted: Callable[[], bool]
-    taken: list[int] = field(default_factory=list)  # bytes of the budget
-    unread: set[int] = field(default_factory=set)  # counts of blocks after which a snapshot could not be read
-    begun: set[int] = field(default_factory=set)  # complete blocks that are being read, or have been
-    read: dict[int, tuple[Object, str]] = field(default_factory=dict)  # complete blocks that have been read
-    beyond: dict[int, tuple[Object, str]] = field(default_factory=dict)  # those for which the budget had no bytes left
-    readers: list[Thread] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._store, self._prefixes = self.lookup.store, self.lookup.prefixes
+    def __init__(self, stored: Stored, budget: Budget, names: Names, ids: Sequence[int], salt: str):
+        self._stored, self._names, self._ids = stored, names, ids
+        self._store, self._prefixes, self._payloads = stored
         self._n, self._sparse = self._store.shape.block_size, self._store.sparse_groups
+        self._root, self._hashes = self._prefixes.hashes(ids, salt)
+        self._claim = Claim(budget)
+        self._unread: set[int] = set()  # counts of blocks after which a snapshot could not be read
+        self._begun: set[int] = set()  # complete blocks that are being read, or have been
+        self._read: dict[int, ReadObject] = {}  # complete blocks that have been read
+        self._readers: list[Thread] = []
 
-    def run(self) -> TierHit | None:
-        state: tuple[Object, str] | None = None
+    def lacking(self) -> int:
+        """Return how many tokens of the prompt are in no block that the store has."""
+        stored = self._n * sum(self._has_dense(self._known(number)) for number in range(len(self._hashes)))
+        rest = self._ids[len(self._hashes) * self._n :]
+        common = self._prefixes.common(self._hashes[-1], rest) if self._hashes and rest else 0
+        return len(self._ids) - stored - common
+
+    def run(self, trip: Trip) -> TierHit | None:
+        """Return the blocks of the longest prefix that tiers hold and the store lacks; None if none."""
+        self._trip = trip
         while True:
-            count, tail, length = self._longest()
+            (count, tail, length), state = self._longest(), None
             if length % self._n or not count or self._stores_state(count):
                 break
-            state = self._state(count) if self.wanted() else None
-            if state is not None and self._claim(state[0]):
+            state = self._state(count)
+            if state is not None and self._claim.take(len(state.block.payload)):
                 break
-            self.unread.add(count)
-        found = TierHit(self._store, self._prefixes, self.lookup.payloads, self.root, self.hashes[:count])
-        budget, taken = self.lookup.budget, self.taken
-        found.give_back = weakref.finalize(found, lambda: budget.give_back(sum(taken)))
+            self._unread.add(count)
         self._read_blocks(count, length)
-        for reader in self.readers:
+        for reader in self._readers:
             reader.join()
-        held: list[tuple[int, Object, str]] = []
+        held: list[tuple[int, ReadObject]] = []
         for number in range(count):
             if not self._lacks(number, length):
                 continue
-            self._claim_instead_of_later(number)
-            read, needed = self.read.get(number), self._needed(number, length)
-            if read is None or read[0].groups & needed != needed:
+            read, needed = self._read.get(number), self._needed(number, length)
+            if read is None or read.block.groups & needed != needed:
                 count, tail, state, length = number, None, None, number * self._n  # later blocks are of no use
                 break
-            held.append((number, *read))
-        self._add_blocks(found, held, length)
+            held.append((number, read))
+        n, spans = self._n, []
+        for number, (_, label) in held:
+            spans.append((number * n if number > self._first(length) else 0, (number + 1) * n, label))
+        parts = self._runs_of(held, length)
         if state is not None:
-            found.parts.append(Run([self._found(count - 1, state[0])], state[0].groups))
-        if tail is not None and self._claim(tail.block):
-            found.parts.append(Run([FoundBlock(self.hashes[count - 1], None, tail.ids, tail.block)], tail.block.groups))
-            found.spans.append((count * self._n, count * self._n + len(tail.ids), tail.label))
-        return found if found.parts else None
+            parts.append(Run([self._found(count - 1, state.block)], state.block.groups))
+        if tail is not None and self._claim.take(len(tail.block.payload)):
+            block = tail.block
+            parts.append(Run([FoundBlock(self._hashes[count - 1], None, block.ids, block)], block.groups))
+            spans.append((count * n, count * n + len(block.ids), tail.label))
+        return TierHit(self._stored, self._claim, self._root, self._hashes[:count], parts, spans) if parts else None
 
     # -- how long it is ----------------------------------------------------------------------------------------
 
-    def _longest(self) -> tuple[int, _Tail | None, int]:
+    def _longest(self) -> tuple[int, ReadObject | None, int]:
         """Return how many complete blocks the store and tiers may hold together, the tail after them, and all tokens.
 
         No missing block is visible to the next token. (A longer tail may move one out of every window.)
@@ -118,23 +100,11 @@ class _Search:
         """Whether the store or a tier has the snapshots at the end of the first `count` blocks, if there are such."""
         if self._stores_state(count):
             return True
-        return count not in self.unread and self.lookup.has(self.names.state(self.hashes[count - 1]))
+        return count not in self._unread and self._trip.has(self._names.state(self._hashes[count - 1]))
 
     def _stores_state(self, count: int) -> bool:
         """Whether nothing has to be read for sparse groups to continue after `count` blocks."""
-        if not count or not self._sparse:
-            return True
-        return not self._store_lacks(count - 1, self._sparse)
-
-    def _state(self, count: int) -> tuple[Object, str] | None:
-        """Return the object of the snapshots after `count` blocks, and its tier's label; None if no tier has it."""
-
-        def check(found: Object) -> None:
-            self.lookup.payloads.check_block(found)
-            if found.groups != self._sparse:
-                raise DamagedObject("it is another object")
-
-        return self.lookup.read(self.names.state(self.hashes[count - 1]), check)
+        return not count or not self._sparse or not self._store_lacks(count - 1, self._sparse)
 
     def _runs(self) -> list[int]:
         """Return, as [i], the length of the run of blocks in the store or in tiers that ends with block i − 1.
@@ -143,21 +113,28 @@ class _Search:
         requests; a block before it that is missing after all ends it when it is read. Blocks that have left all
         windows may be missing: then each is looked up.
         """
-        if self._first(len(self.ids)) > 0:
+        if self._first(len(self._ids)) > 0:
             runs = [0]
-            for number in range(len(self.hashes)):
+            for number in range(len(self._hashes)):
                 runs.append(runs[-1] + 1 if self._is_there(number) else 0)
             return runs
-        end = bisect_left(range(len(self.hashes)), True, key=lambda number: not self._is_there(number))
+        end = bisect_left(range(len(self._hashes)), True, key=lambda number: not self._is_there(number))
         return list(range(end + 1))
 
     def _is_there(self, number: int) -> bool:
         """Whether the store or a tier has complete block `number`."""
-        known = self.lookup.has_dense(self._known(number))
-        return known or self.lookup.has(self.names.block(self.hashes[number]))
+        return self._has_dense(self._known(number)) or self._trip.has(self._names.block(self._hashes[number]))
+
+    def _has_dense(self, blocks: Blocks) -> bool:
+        """Whether a block is stored in all groups of layers but sparse ones."""
+        groups = self._store.groups
+        return all(block is not None or group.is_sparse for block, group in zip(blocks, groups, strict=True))
 
     def _known(self, number: int) -> Blocks:
-        return self.lookup.known(self.root, self.hashes, self.ids, number)
+        """Return the store's blocks of complete block `number`: for each group of layers its id, or None."""
+        if number:
+            return self._prefixes.quantized(self._hashes[number])
+        return self._prefixes.full(self._root, self._ids[: self._n])
 
     def _store_lacks(self, number: int, needed: int) -> bool:
         return any(block is None and needed >> index & 1 for index, block in enumerate(self._known(number)))
@@ -167,115 +144,104 @@ class _Search:
         groups = enumerate(self._store.groups)
         return sum(1 << i for i, group in groups if number >= group.first_visible(length) and not group.is_sparse)
 
+    def _lacks(self, number: int, length: int) -> bool:
+        """Whether the token after `length` tokens sees block `number` in groups, but sparse ones, that lack it."""
+        needed = self._needed(number, length)
+        return bool(needed) and self._store_lacks(number, needed)
+
     def _first(self, length: int) -> int:
         """Return the number of the first block that the token after `length` tokens sees, in groups that have all."""
         return min(group.first_visible(length) for group in self._store.groups if not group.is_sparse)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def _claim(self, block: Object) -> bool:
-        """Take a block's bytes from the budget; False if they are not left."""
-        size = len(block.payload)
-        if not self.lookup.budget.take(size):
-            return False
-        self.taken.append(size)
-        return True
-
-    def _claim_instead_of_later(self, number: int) -> None:
-        """If the budget had no bytes left for block `number`, take those of later blocks, which were read before it."""
-        if number not in self.beyond:
-            return
-        found = self.beyond.pop(number)
-        while not self._claim(found[0]):
-            last = max(self.read, default=-1)
-            if last < number:
-                return
-            size = len(self.read.pop(last)[0].payload)
-            self.taken.remove(size)
-            self.lookup.budget.give_back(size)
-        self.read[number] = found
-
     def _read_blocks(self, count: int, length: int) -> None:
-        """Begin to read those of the first `count` blocks that the store lacks and a token after `length` tokens sees.
+        """Begin to read the blocks among the first `count` that the store lacks and a token after `length` tokens sees.
 
-        Most of the time goes to waiting for an answer, and to checksums, which need no lock of Python.
+        Each takes the most bytes that a block can have from the budget, in order, until it has been read. Most of the
+        time goes to waiting for an answer, and to checksums, which need no lock of Python.
         """
-        numbers = [number for number in range(count) if number not in self.begun and self._lacks(number, length)]
-        self.begun.update(numbers)
-        left, search, ended = iter(numbers), current_thread(), Event()
+        numbers = [number for number in range(count) if number not in self._begun and self._lacks(number, length)]
+        self._begun.update(numbers)
+        left, order, most = list(reversed(numbers)), Lock(), self._payloads.most_bytes
 
-        def read() -> None:
-            with self.lookup.asking(search):
-                for number in left:  # a thread takes a number that no other one takes
-                    found = self._block(number) if self.wanted() and not ended.is_set() else None
-                    if found is not None and self._claim(found[0]):
-                        self.read[number] = found
-                        continue
-                    if found is not None:
-                        self.beyond[number] = found
-                    ended.set()  # later blocks are of no use
-                    return
+        def read_next() -> bool:
+            with order:
+                if not left or not self._claim.take(most):
+                    return False
+                number = left.pop()
+            read = self._block(number)
+            self._claim.replace(most, 0 if read is None else len(read.block.payload))
+            if read is not None:
+                self._read[number] = read
+            return read is not None
 
-        readers = [Thread(target=read, name="tiers reading", daemon=True) for _ in numbers[:_READERS]]
+        def read_all() -> None:
+            while read_next():
+                pass
+            left.clear()  # later blocks are of no use
+
+        readers = [Thread(target=read_all, name="tiers reading", daemon=True) for _ in numbers[:_READERS]]
         for reader in readers:
             reader.start()
-        self.readers += readers
+        self._readers += readers
 
-    def _lacks(self, number: int, length: int) -> bool:
-        """Whether the token after `length` tokens sees block `number` in groups, but sparse ones, that lack it."""
-        needed = self._needed(number, length)
-        return bool(needed) and self._store_lacks(number, needed)
+    def _block(self, number: int) -> ReadObject | None:
+        """Return the object of a complete block; None if no tier has it."""
 
-    def _block(self, number: int) -> tuple[Object, str] | None:
-        """Return the object of a complete block, and the label of its tier; None if no tier has it."""
-        payloads = self.lookup.payloads
-
-        def check(found: Object) -> None:
+        def check(block: Object) -> None:
             if number:
-                payloads.check_block(found)
-            elif payloads.check_full(found) != tuple(self.ids[: self._n]):
+                self._payloads.check_block(block)
+            elif self._payloads.check_full(block) != tuple(self._ids[: self._n]):
                 raise DamagedObject("it has other tokens")
 
-        return self.lookup.read(self.names.block(self.hashes[number]), check)
+        return self._trip.read(self._names.block(self._hashes[number]), check)
 
-    def _tail(self, count: int) -> tuple[_Tail | None, int]:
+    def _state(self, count: int) -> ReadObject | None:
+        """Return the object of the snapshots after `count` blocks; None if no tier has it."""
+
+        def check(block: Object) -> None:
+            self._payloads.check_block(block)
+            if block.groups != self._sparse:
+                raise DamagedObject("it is another object")
+
+        return self._trip.read(self._names.state(self._hashes[count - 1]), check)
+
+    def _tail(self, count: int) -> tuple[ReadObject | None, int]:
         """Return the incomplete block after `count` complete ones, and how many of its first tokens are the prompt's.
 
         The block is None if no tier has one, or if the store has one, whose tokens are then counted.
         """
-        rest = self.ids[count * self._n : (count + 1) * self._n]
+        rest = self._ids[count * self._n : (count + 1) * self._n]
         if not count or not rest:
             return None, 0
-        before = self.hashes[count - 1]
+        before = self._hashes[count - 1]
         if common := self._prefixes.common(before, rest):
             return None, common
-        name, payloads = self.names.tail(before), self.lookup.payloads
-        read = self.lookup.read(name, payloads.check_full) if self.wanted() else None
-        if read is None or read[0].groups != payloads.every_group:
+        read = self._trip.read(self._names.tail(before), self._payloads.check_full)
+        if read is None or read.block.groups != self._payloads.every_group:
             return None, 0
-        own = read[0].ids
-        both = zip(own, rest, strict=False)
-        common = next((i for i, (a, b) in enumerate(both) if a != b), min(len(own), len(rest)))
-        is_of_use = common == len(own) or all(group.can_cut for group in self._store.groups)
-        return (_Tail(read[0], own, common, read[1]), common) if common and is_of_use else (None, 0)
+        ids = read.block.ids
+        common = next((i for i, (a, b) in enumerate(zip(ids, rest, strict=False)) if a != b), min(len(ids), len(rest)))
+        is_of_use = common == len(ids) or all(group.can_cut for group in self._store.groups)
+        return (read, common) if common and is_of_use else (None, 0)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _add_blocks(self, found: TierHit, held: Sequence[tuple[int, Object, str]], length: int) -> None:
-        """Add the complete blocks that were read to `found`. Consecutive blocks of one format are one part."""
-        n = self._n
-        for number, _, label in held:
-            found.spans.append((number * n if number > self._first(length) else 0, (number + 1) * n, label))
+    def _runs_of(self, held: Sequence[tuple[int, ReadObject]], length: int) -> list[Run]:
+        """Return the complete blocks that were read. Consecutive blocks of one format are one run."""
 
-        def kind(one: tuple[int, tuple[int, Object, str]]) -> tuple[Any, ...]:
-            index, (number, block, _) = one
+        def kind(member: tuple[int, tuple[int, ReadObject]]) -> tuple[Any, ...]:
+            index, (number, (block, _)) = member
             most = max(1, _RUN_BYTES // len(block.payload))
             return self._needed(number, length) & block.groups, number - index, block.header, index // most
 
-        for (needed, *_), members in groupby(enumerate(held), kind):
-            if needed:
-                found.parts.append(Run([self._found(number, block) for _, (number, block, _) in members], needed))
+        return [
+            Run([self._found(number, read.block) for _, (number, read) in members], needed)
+            for (needed, *_), members in groupby(enumerate(held), kind)
+            if needed
+        ]
 
     def _found(self, number: int, block: Object) -> FoundBlock:
-        before = self.hashes[number - 1] if number else self.root
-        return FoundBlock(before, self.hashes[number], self.ids[number * self._n : (number + 1) * self._n], block)
+        before = self._hashes[number - 1] if number else self._root
+        return FoundBlock(before, self._hashes[number], self._ids[number * self._n : (number + 1) * self._n], block)

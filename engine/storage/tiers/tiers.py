@@ -19,13 +19,13 @@ from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
-from polarlm.engine.storage.tiers.lookup import Lookup
 from polarlm.engine.storage.tiers.names import Names, digest, known_digest
 from polarlm.engine.storage.tiers.opening import remembering
 from polarlm.engine.storage.tiers.patience import Patience
-from polarlm.engine.storage.tiers.search import find
-from polarlm.engine.storage.tiers.tier_hit import Budget, TierHit
+from polarlm.engine.storage.tiers.search import Search
+from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
 from polarlm.engine.storage.tiers.tier_store import TierStore
+from polarlm.engine.storage.tiers.trip import Trip
 from polarlm.engine.storage.tiers.writing import Lock, Writer
 from polarlm.engine.storage.waiting import WaitingBlocks
 from polarlm.model_loaders.forks import renew_in_children
@@ -49,11 +49,10 @@ class Tiers:
         lock: Lock,
     ):
         """weights: the files of the model's weights. lock: the engine's."""
-        self._payloads = Payloads(store.shape)
-        guarded = [CircuitBreaker(tier) for tier in tiers]
-        self._lookup = Lookup(store, prefixes, self._payloads, guarded, Budget())
-        waiting = WaitingBlocks(store, prefixes, self._payloads)
-        self._writer = Writer(waiting, guarded, self._named_soon, lock)
+        payloads, self._block_size = Payloads(store.shape), store.shape.block_size
+        self._tiers, self._budget = [CircuitBreaker(tier) for tier in tiers], Budget()
+        self._stored = Stored(store, prefixes, payloads)
+        self._writer = Writer(WaitingBlocks(store, prefixes, payloads), self._tiers, self._named_soon, lock)
         self._patience = Patience()
         self.computed = self._patience.computed  # for the runner, under the engine's lock
         self._root = prefixes.hashes(())[0]
@@ -91,56 +90,45 @@ class Tiers:
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return the status of every tier, the fastest first. Waits for none."""
-        return tuple(tier.status() for tier in self._lookup.tiers)
+        return tuple(tier.status() for tier in self._tiers)
 
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int], salt: str) -> TierHit | None:
         """Return the longest prefix of `ids` that tiers have and the store lacks; None on a miss or a timeout."""
-        if len(ids) < self._payloads.shape.block_size or (names := self._named_soon(_FOR_NAMES)) is None:
+        if len(ids) < self._block_size or (names := self._named_soon(_FOR_NAMES)) is None:
             return None
-        seconds = self._patience.seconds(self._lookup.lacking(ids, salt))
-        return self._in_time(seconds, lambda wanted: find(self._lookup, names, ids, salt, wanted))
+        search = Search(self._stored, self._budget, names, ids, salt)
+        return self._in_time(self._patience.seconds(search.lacking()), search.run)
 
     def recall(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
         """Return the ids of the answers that tiers have, by the digests of their conversations."""
         if not keys or (names := self._named_soon(_FOR_NAMES)) is None:
             return {}
-        at_stake = len(keys) * self._payloads.shape.block_size  # about so many tokens are computed if ids are missing
+        at_stake = len(keys) * self._block_size  # about so many tokens are computed if ids are missing
 
-        def read(wanted: Callable[[], bool]) -> dict[bytes, Sequence[int]]:
-            known: dict[bytes, Sequence[int]] = {}
-            for key in keys:
-                found = self._lookup.read(names.answer(key), lambda one: one.ids) if wanted() else None
-                if found is not None:
-                    known[key] = found[0].ids
-            return known
+        def read(trip: Trip) -> dict[bytes, Sequence[int]]:
+            answers = {key: trip.read(names.answer(key), lambda answer: answer.ids) for key in keys}
+            return {key: answer.block.ids for key, answer in answers.items() if answer is not None}
 
         return self._in_time(self._patience.seconds(at_stake), read) or {}
 
-    def _in_time(self, seconds: float, work: Callable[[Callable[[], bool]], T]) -> T | None:
+    def _in_time(self, seconds: float, work: Callable[[Trip], T]) -> T | None:
         """Return the result of `work`, which runs in a thread; None if it is late, or an earlier one still runs."""
         if self._late is not None and self._late.is_alive():
             return None
-        results: list[T] = []
-        left = threading.Event()
-
-        def run() -> None:
-            with self._lookup.asking():
-                results.append(work(lambda: not left.is_set()))
-
-        thread = threading.Thread(target=run, name="tiers reading", daemon=True)
+        trip, results = Trip(self._tiers), list[T]()
+        thread = threading.Thread(target=lambda: results.append(work(trip)), name="tiers reading", daemon=True)
         with self._writer.resting():
             thread.start()
             thread.join(seconds)
-        if thread.is_alive():
-            left.set()
-            self._late = thread
-            tier = self._lookup.asked_by(thread)
-            tier.timeouts += 1
-            sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
-            _LOG.warning(sentence, tier.label, seconds)
-        return results[0] if results and not thread.is_alive() else None
+        if not thread.is_alive():
+            return results[0] if results else None
+        self._late, tier = thread, trip.end()
+        tier.timeouts += 1
+        sentence = "kept blocks on %s were not read within %.1f s: the prompt is computed without them"
+        _LOG.warning(sentence, tier.label, seconds)
+        return None
 
     # -- keeping -----------------------------------------------------------------------------------------------
 
@@ -163,4 +151,4 @@ class Tiers:
         self._named_soon(_LAST_PATIENCE)
         if not self._writer.close(_LAST_PATIENCE):
             _LOG.warning("not all blocks were kept: a tier does not accept them")
-        del self._lookup.store, self._lookup.prefixes  # so that they can be freed
+        del self._stored  # so that the store can be freed

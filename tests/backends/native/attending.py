@@ -15,8 +15,8 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import centre
 from tests.backends.native.launching import launcher
 
-from polarlm.engine.backends.native.attention.steps import AttentionOps  # isort: skip
-from polarlm.engine.backends.native.attention.heads import PreparedTransform
+from polarlm.engine.backends.native.attention_ops.steps import AttentionOps  # isort: skip
+from polarlm.engine.backends.native.attention_ops.heads import PreparedTransform
 from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.jit.isa.levels import Level
 

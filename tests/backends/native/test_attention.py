@@ -26,9 +26,9 @@ from tests.jit.levels import every_level, name_of
 from tests.pairs import each
 
 from polarlm.engine.backends.native import codecs  # isort: skip
-from polarlm.engine.backends.native.attention.heads import HeadOps
-from polarlm.engine.backends.native.attention.spans import StepTable
-from polarlm.engine.backends.native.attention.steps import AttentionOps
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps
+from polarlm.engine.backends.native.attention_ops.step_table import StepTable
+from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.attention.steps import Attention, attend
 from polarlm.engine.backends.native.launch import CannotRecord

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native.recurrent import ConvOps
+from polarlm.engine.backends.native.recurrent_ops import ConvOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.isa.levels import Level
 from tests.backends.native.launching import launcher

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.backends.native.expert_cache import CachedTiles, Stacked
+from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles, Stacked
 from polarlm.engine.backends.ops import ExpertCache
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.errors import LoadError

@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native.experts import ExpertOps
-from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product
+from polarlm.engine.backends.native.kernels.linear.product import Product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
-from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.experts import ExpertOps
+from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, with_rows
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Routing
 from polarlm.engine.errors import EngineError
@@ -189,12 +190,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Product, np.ndarray]]:
     """The products that `experts` launches, and for which experts: entries of `ExpertRows` that have rows."""
     found = []
 
-    def product(self: ExpertOps, spec: Product, y: Any, x: Any, chosen: np.ndarray, stack: Any) -> None:
-        found.append((spec, chosen[chosen[:, ExpertRows._fields.index("rows")] > 0]))
-        launch(self, spec, y, x, chosen, stack)
+    def product(self: Multiplication, spec: Product, *rest: Any) -> None:
+        found.append((spec, with_rows(rest[-1])))
+        launch(self, spec, *rest)
 
-    launch = ExpertOps._product
-    monkeypatch.setattr(ExpertOps, "_product", product)
+    launch = Multiplication._product
+    monkeypatch.setattr(Multiplication, "_product", product)
     return found
 
 

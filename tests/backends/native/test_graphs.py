@@ -9,7 +9,7 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.weight_formats import Linear
 from tests import weights
 

@@ -17,7 +17,7 @@ from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_s
 from tests.backends.native.launching import launcher
 from tests.jit.levels import every_level
 
-from polarlm.engine.backends.native.attention.heads import HeadOps  # isort: skip
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 

@@ -19,7 +19,7 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends import select as selection
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native import self_test
-from polarlm.engine.backends.native.attention.prompts import PromptOps
+from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
@@ -352,7 +352,7 @@ def test_a_model_loads_with_numpy_where_its_kernels_fail(tiny_path: Path, monkey
         raise KernelError("The kernel product_x cannot be compiled for this CPU: no registers")
 
     self_test.choose()
-    monkeypatch.setattr("polarlm.engine.backends.native.linear.LinearOps.load", load)
+    monkeypatch.setattr("polarlm.engine.backends.native.product_ops.linear.LinearOps.load", load)
     said: list[str] = []
     with Engine.load(tiny_path, device="cpu", block_size=8, threads=1, verbose=said.append) as engine:
         answer = engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))

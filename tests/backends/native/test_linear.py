@@ -11,7 +11,7 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.numpy.rows import rms_norm

@@ -12,16 +12,16 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
+from polarlm.bench.gpu.shapes import llama
 from polarlm.engine.jit.compile import images
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts.make_random_model import write
-from scripts.random_models.shapes import Shape
 from tests.random_model import tokenizer_file
 from tests.test_bare_python import ROOT
 
 pytestmark = pytest.mark.skipif(not images.AVAILABLE, reason="LLVM, which is loaded elsewhere, takes more memory")
 
-SHAPE = Shape("llama", 5, 1024, 4096, 16, 4, 262, 512)
+SHAPE = llama(5, 1024, 4096, 16, 4, 64, 262, 512, 10_000.0)
 MATRIX = 2 * 4096 * 1024 * 34 // 32  # bytes of the largest, gate and up together
 MIB = 1 << 20
 

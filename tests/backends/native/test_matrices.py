@@ -17,7 +17,7 @@ from polarlm.engine.backends.native.kernels.linear.matrix_sums import together  
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
-from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.compiler import assembly
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level

@@ -11,7 +11,7 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native import loading
 from polarlm.engine.backends.native.kernels.linear import packing
-from polarlm.engine.backends.native.linear import LinearOps
+from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.weight_formats import WeightFormat, available, get

@@ -16,8 +16,8 @@ from tests.backends.native.test_product import quantized, stored
 from tests.jit.levels import run
 from tests.pairs import pairs
 
-from polarlm.engine.backends.native.attention.steps import AttentionOps  # isort: skip
-from polarlm.engine.backends.native.attention.spans import NO_WINDOW, StepTable
+from polarlm.engine.backends.native.attention_ops.steps import AttentionOps  # isort: skip
+from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels import prefetch
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.product import (
@@ -35,8 +35,8 @@ from polarlm.engine.backends.native.kernels.prefetch import (
     Prefetch,
     list_pieces,
 )
-from polarlm.engine.backends.native.linear import LinearOps
 from polarlm.engine.backends.native.prefetching import add_prefetches
+from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang.values import I8, Value
 

@@ -20,13 +20,13 @@ from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.jit.levels import every_level
 
-from polarlm.engine.backends.native.attention import prompts  # isort: skip
+from polarlm.engine.backends.native.attention_ops import prompts  # isort: skip
 from polarlm.engine.backends.native.kv.cache import CacheOps  # isort: skip
-from polarlm.engine.backends.native.attention.heads import HeadOps  # isort: skip
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort: skip
 from polarlm.engine.backends.native.kernels.attention.unit import Prompt  # isort: skip
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel  # isort: skip
 from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
-from polarlm.engine.backends.native.attention.prompts import PromptOps  # isort: skip
+from polarlm.engine.backends.native.attention_ops.prompts import PromptOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 

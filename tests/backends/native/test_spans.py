@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.kv import KVLocation, SpanView
-from polarlm.engine.backends.native.attention.spans import SpanHeader, StepTable, is_step
+from polarlm.engine.backends.native.attention_ops.step_table import SpanHeader, StepTable, is_step
 
 
 def view(first: int, rows: int, position: int, blocks: int, following: tuple[int, ...] = (), n: int = 16) -> SpanView:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine import Engine, SamplingParams
-from polarlm.engine.backends.native import thread_count as counting
-from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.native.thread_count import thread_count
-from polarlm.engine.backends.numpy.cores import cores
 from polarlm.engine.backends.select import select
 from polarlm.engine.chat import session
 from polarlm.engine.jit.compile.target import best
@@ -93,14 +89,3 @@ def test_weights_that_stay_packed_are_as_stored(tiny_path: Path) -> None:
         assert "F16 weights as stored," in engine.fit_line()
     with Engine.load(tiny_path, device="cpu", block_size=16, calibration=False, weight_type="bf16") as engine:
         assert "F16 weights converted to bf16," in engine.fit_line()
-
-
-def test_work_in_numpy_takes_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, with BLAS on all threads, the statistics of a calibration take many times as long."""
-    monkeypatch.setattr(counting, "allowed_cpus", lambda: {0, 1})
-    monkeypatch.setattr(counting, "cpu_quota", lambda root: None)
-    before, meeting = cores().number, threading.Barrier(2)
-    try:
-        assert sorted(NativeOps(2).parallel_map(lambda i: meeting.wait(120), 2)) == [0, 1]
-    finally:
-        cores().use(before)

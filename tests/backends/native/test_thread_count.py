@@ -17,8 +17,7 @@ from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.native import thread_count as counting
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.native.thread_count import VARIABLES, allowed_cpus, core_count, cpu_quota, thread_count
-from polarlm.engine.backends.numpy import host_memory
-from polarlm.engine.backends.numpy.cores import cores
+from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.jit.run import workers as working
 from polarlm.engine.jit.run.workers import Workers
 from polarlm.engine.outputs import Threads
@@ -186,9 +185,9 @@ def wide(monkeypatch: pytest.MonkeyPatch):
     """A machine with four CPUs; BLAS has its threads again afterwards."""
     monkeypatch.setattr(counting, "allowed_cpus", lambda: {0, 1, 2, 3})
     monkeypatch.setattr(counting, "cpu_quota", lambda root: None)
-    before = cores().number
+    before = blas.threads()
     yield
-    cores().use(before)
+    blas.use_threads(before)
 
 
 def test_the_workers_of_an_engine_are_as_many_as_it_says(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +212,14 @@ def test_a_system_that_starts_no_more_threads_is_named(wide: None, monkeypatch: 
 
 
 def test_an_engine_says_that_it_has_fewer_threads_than_asked_for(tiny_path: Path) -> None:
-    before, cpus = cores().number, len(allowed_cpus())
+    before, cpus = blas.threads(), len(allowed_cpus())
     try:
         with Engine.load(tiny_path, device="cpu", threads=cpus + 6, calibration=False) as engine:
             engine.generate([7, 8], SamplingParams(max_tokens=2))
-            threads, blas = engine.status().threads, cores().number
+            threads, of_blas = engine.status().threads, blas.threads()
     finally:
-        cores().use(before)
-    assert 1 <= threads.number == blas <= cpus
+        blas.use_threads(before)
+    assert 1 <= threads.number == of_blas <= cpus
     assert f"by the setting threads {cpus + 6}, but this process may use {threads.number} CPU" in threads.why
 
 

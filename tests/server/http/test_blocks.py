@@ -94,7 +94,7 @@ def test_a_block_that_is_larger_than_any_of_the_model_is_refused(server: Serving
 
 
 def most_bytes(server: Serving) -> int:
-    return Payloads(server.engine.cache_shape).most_bytes()
+    return Payloads(server.engine.cache_shape).most_object_bytes
 
 
 @contextmanager

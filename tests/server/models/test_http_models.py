@@ -189,7 +189,7 @@ def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(runnin
         *_, last = lines
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["code"] == "model_ended"
-    assert error["message"].startswith("The process of big ended by signal 9 while it answered")
+    assert error["message"].startswith("The process of big crashed (SIGKILL) while it answered")
     assert (running.state("big"), running.state("small")) == (FAILED, READY)
     assert running.http.get("/v1/models/big").json()["status"]["failed"] is True
     assert said(running.ask("small"))

@@ -76,10 +76,7 @@ def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: 
         async def end_at_once(self) -> None:
             running.remove(self.name)
 
-    async def start(model: Any, config: None, ended: Any) -> Download:
-        return Download(model)
-
-    monkeypatch.setattr(pulling.ModelProcess, "start", start)
+    monkeypatch.setattr(pulling, "ModelProcess", lambda model, config, ended: Download(model))
     monkeypatch.setattr(pulling, "_TOLD_SECONDS", 0.001)
 
     async def main() -> None:

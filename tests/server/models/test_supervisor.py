@@ -104,9 +104,6 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 (tmp_path / f"{name}.gguf").touch()
             machine = Machine()
 
-            async def start(model: Any, config: Any, ended: Any) -> FakeProcess:
-                return FakeProcess(machine, model.name, ended)
-
             async def main() -> None:
                 config = ServerConfig(models=str(tmp_path), **settings)
                 supervisor = Supervisor(Registry(common(), tmp_path, (), config.pin), config)
@@ -115,7 +112,7 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 assert not machine.running
                 assert not [one.model.name for one in supervisor.all() if one.active or one.waiting]
 
-            monkeypatch.setattr(module.ModelProcess, "start", start)
+            monkeypatch.setattr(module, "ModelProcess", lambda model, _, ended: FakeProcess(machine, model.name, ended))
             monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
             asyncio.run(main())
 
@@ -245,7 +242,7 @@ async def test_a_crash_is_that_of_one_model_and_the_next_request_starts_it_again
     served, other = await use(supervisor, "a"), await use(supervisor, "b")
     machine.running[0].kill()
     assert (served.state, other.state) == (FAILED, READY)
-    assert "signal 9" in str(served.error)
+    assert "SIGKILL" in str(served.error)
     await use(supervisor, "a")
     assert (served.state, served.error, served.starts) == (READY, None, 2)
 

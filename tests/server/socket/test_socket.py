@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
+from polarlm.children import Lines
 from polarlm.engine import Engine, SamplingParams
 from polarlm.server.running.listening import ListenError, tcp_socket, unix_socket
 from polarlm.server.socket import connection
-from polarlm.server.socket.lines import Lines
 from tests.pairs import each
 from tests.server.conftest import Running
 from tests.server.http_server import Gate

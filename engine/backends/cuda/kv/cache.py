@@ -12,10 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device
-from polarlm.engine.backends.kv import CacheFormat, SpanView
+from polarlm.engine.backends.kv import CacheFormat, SpanView, table_width
 from polarlm.engine.records import Layout
-
-_LEAST_IDS = 16
 
 Layouts = tuple[Layout, Layout]  # of keys and of values
 
@@ -177,11 +175,6 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
     y = np.zeros((rows, *x.shape[1:]), x.dtype)
     y[: len(x)] = x
     return y
-
-
-def table_width(blocks: int) -> int:
-    """W for `blocks` block ids: a power of two, since every width needs its own recording."""
-    return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
 
 
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:

@@ -12,9 +12,7 @@ from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, sizes_of
 from polarlm.model_loaders.config import Recurrent
 
 _FLOAT = 4
-_STEP = (
-    4  # of the distances between ends of blocks whose states are kept: see `state.recurrent.delta_slots.ends_to_keep`
-)
+_STEP = 4  # of the distances between ends of blocks whose states are kept: see `state.recurrent.delta.ends_to_keep`
 
 
 def heads_width(mixer: Recurrent) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.attention.spans import RowPlace
+from polarlm.engine.backends.native.kernels.attention.step_records import RowPlace
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.backends.native.kernels.rotation import rotate, rotate_dense
 from polarlm.engine.backends.native.kernels.rows import inverse_rms

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.attention.spans import FullBlock, SpanHeader
+from polarlm.engine.backends.native.kernels.attention.step_records import FullBlock, SpanHeader
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer, read, words

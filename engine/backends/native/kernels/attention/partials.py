@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.attention.spans import SpanHeader
+from polarlm.engine.backends.native.kernels.attention.step_records import SpanHeader
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.backends.native.kernels.rotation import rotate
 from polarlm.engine.jit.compile.compiler import Kernel

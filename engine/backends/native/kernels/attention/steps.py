@@ -1,7 +1,7 @@
 """Attention of a step's rows directly over codes, by online softmax over blocks.
 
-The blocks of a sequence are cut into chunks (`engine.backends.native.attention.spans`). Each chunk gives a partial
-result (`engine.backends.native.kernels.attention.partials`).
+The blocks of a sequence are cut into chunks (`engine.backends.native.attention_ops.step_table`). Each chunk gives a
+partial result (`engine.backends.native.kernels.attention.partials`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.attention.spans import FULL, FullBlock, SpanHeader, Unit
 from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.attention import full_blocks
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, WEIGHTED, padded, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.softmax import Query, cap_scores, mask, softmax
+from polarlm.engine.backends.native.kernels.attention.step_records import FullBlock, SpanHeader, Unit
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
@@ -291,7 +291,7 @@ class _Body:
 
     def _full(self, sequence: Value) -> Value:
         """The address of the list of the sequence's full-precision blocks."""
-        return self.args.full + sequence * self.args.most_full * (8 * FULL)
+        return self.args.full + sequence * self.args.most_full * (8 * len(FullBlock._fields))
 
     def _offset(self, slot: Value, head: Value) -> Value:
         """The offset in bytes of a head's keys, or values, in a slot."""

@@ -1,0 +1,223 @@
+"""The ops for QK-norm, RoPE, scale and rotation of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polarlm.engine.backends.hadamard import hadamard_signs
+from polarlm.engine.backends.kv import HeadTransform, KVLocation, SpanView
+from polarlm.engine.backends.native.attention_ops.step_table import StepTable
+from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
+
+Rope = tuple[np.ndarray, np.ndarray]  # cos and sin
+Norms = tuple[np.ndarray, np.ndarray, float] | None  # weights for queries and for keys, eps
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """A rotation as kernels apply it.
+
+    order 0: a product with memory (D, D). order 1: no rotation. order ≥ 2: x · before (D,), then D/order Hadamard
+    matrices, then · memory (D,): the signs after them, divided by √order.
+    """
+
+    order: int
+    memory: np.ndarray
+    before: np.ndarray | None = None
+
+
+NO_ROTATION = Rotation(1, np.zeros(1, np.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedTransform(HeadTransform):
+    """A `HeadTransform`, and what its kernels read. back: the inverse of the rotation `values`.
+
+    key_factor (H + K or 1, D), value_factor (K or 1, D): the scale times the signs before a Hadamard matrix, with one
+    row if all heads share it; None without scale and signs.
+    """
+
+    keys: Rotation = NO_ROTATION
+    values: Rotation = NO_ROTATION
+    back: Rotation = NO_ROTATION
+    key_factor: np.ndarray | None = None
+    value_factor: np.ndarray | None = None
+
+
+class HeadOps:
+    """The ops `prepare`, `transform_heads`, `place_kv` and `copy_full`."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+
+    def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
+        made: dict[tuple[int, bool], Rotation] = {}
+
+        def rotation(matrix: np.ndarray | None, inverse: bool = False) -> Rotation:
+            if matrix is None:
+                return NO_ROTATION
+            key = id(matrix), inverse
+            if key not in made:
+                made[key] = _rotation(matrix.T if inverse else matrix)
+            return made[key]
+
+        return [
+            _prepared(
+                given,
+                rotation(given.key_rotation),
+                rotation(given.value_rotation),
+                rotation(given.value_rotation, inverse=True),
+            )
+            for given in transforms
+        ]
+
+    def transform_heads(
+        self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rows, _, dim = qkv.shape
+        k, v = (self._launch.empty((rows, transform.kv_heads, dim)) for _ in range(2))
+        strides = k.strides[0], k.strides[1]
+        return self._transform(qkv, rope, transform, norms, (k, v), strides), k, v
+
+    def place_kv(
+        self,
+        qkv: np.ndarray,
+        rope: Rope,
+        transform: PreparedTransform,
+        cache: LayerCache,
+        spans: StepTable | Sequence[SpanView],
+        norms: Norms = None,
+    ) -> np.ndarray:
+        if spans[0].current.buffer is None:
+            table = spans if isinstance(spans, StepTable) else StepTable(spans, cache.format.block_size)
+            full = cache.full_k, cache.full_v
+            return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], table.arrays.places)
+        (span,) = spans
+        first = span.position - span.current_start
+        full = cache.full(span.current)
+        if full[0].dtype == np.float16:  # tokens that are recomputed exactly as steps have computed them
+            q, k, v = self.transform_heads(qkv, rope, transform, norms)
+            cache.store(span.current, (k.swapaxes(0, 1), v.swapaxes(0, 1)), first)
+            return q
+        k, v = (side[:, first:] for side in full)
+        return self.transform_into(qkv, rope, transform, norms, (k, v))
+
+    def transform_into(
+        self,
+        qkv: np.ndarray,
+        rope: Rope,
+        transform: PreparedTransform,
+        norms: Norms,
+        targets: tuple[np.ndarray, np.ndarray],
+    ) -> np.ndarray:
+        """`transform_heads`, whose keys and values go to `targets` (K, at least T, D) float32 → the queries."""
+        return self._transform(qkv, rope, transform, norms, targets, (4 * qkv.shape[2], targets[0].strides[0]))
+
+    def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
+        """By NumPy, except where a prompt's float32 is rounded into a slot: NumPy is many times slower at that."""
+        (k, v), (to_k, to_v) = cache.full(source), cache.full(target)
+        if k.dtype == to_k.dtype or to_k.dtype != np.float16:
+            cache.store(target, (k[:, :tokens], v[:, :tokens]))
+            return
+        strides = {"from_stride": k.strides[0], "to_stride": to_k.strides[0]}
+        arguments = SlotArguments(from_k=k, from_v=v, to_k=to_k, to_v=to_v, tokens=tokens, **strides)
+        self._launch(to_slot(cache.format.head_dim), len(k), arguments)
+
+    def _transform(
+        self,
+        qkv: np.ndarray,
+        rope: Rope,
+        prepared: PreparedTransform,
+        norms: Norms,
+        targets: tuple[np.ndarray, np.ndarray],
+        strides: tuple[int, ...],
+        places: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Returns the queries (T, H, D); keys and values are written to `targets`.
+
+        strides: row_stride and head_stride of the kernel. places: where each row goes if the targets are slots.
+        """
+        rows, heads, dim = qkv.shape
+        kv_heads = prepared.kv_heads
+        queries = heads - 2 * kv_heads
+        alone = kv_heads == 0
+        q = self._launch.empty((rows, queries, dim))
+        factors = prepared.key_factor, prepared.value_factor
+        spec = Heads(
+            dim,
+            norms is not None,
+            (factors[0] is not None, prepared.keys.order),
+            (factors[1] is not None, prepared.values.order),
+            places is not None,
+            prepared.value_eps is not None,
+            alone,
+        )
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        (cos, sin), (k, v), (row_stride, head_stride) = rope, targets, strides
+        steps = [0 if factor is None or len(factor) == 1 else factor.strides[0] for factor in factors]
+        arguments = HeadArguments(
+            qkv=qkv,
+            cos=cos,
+            sin=sin,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            key_factor=prepared.key_factor,
+            value_factor=prepared.value_factor,
+            key_rotation=prepared.keys.memory,
+            value_rotation=prepared.values.memory,
+            q=q,
+            k=k,
+            v=v,
+            places=places,
+            group=queries if alone else queries // kv_heads,
+            kv_heads=1 if alone else kv_heads,
+            row_stride=row_stride,
+            head_stride=head_stride,
+            key_factor_stride=steps[0],
+            value_factor_stride=steps[1],
+            eps=eps,
+            value_eps=prepared.value_eps or 0.0,
+        )
+        self._launch(transform(spec), rows if alone else rows * kv_heads, arguments)
+        return q
+
+
+def _rotation(matrix: np.ndarray) -> Rotation:
+    """The rotation by matrix (D, D) float32: signs where it is a signed Hadamard matrix, else the dense matrix."""
+    signs = hadamard_signs(matrix)
+    if signs is None:
+        return Rotation(0, np.ascontiguousarray(matrix, np.float32))
+    return Rotation(signs.order, signs.after / np.sqrt(np.float32(signs.order)), signs.before)
+
+
+def _prepared(given: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
+    split = None if given.scale is None else len(given.scale) - given.kv_heads
+    scales = (None, None) if given.scale is None else (given.scale[:split], given.scale[split:])
+    key_factor, value_factor = (
+        _factor(scale, rotation.before) for scale, rotation in zip(scales, (keys, values), strict=True)
+    )
+    return PreparedTransform(
+        given.kv_heads,
+        given.scale,
+        given.key_rotation,
+        given.value_rotation,
+        given.scale_back,
+        given.value_eps,
+        keys,
+        values,
+        back,
+        key_factor,
+        value_factor,
+    )
+
+
+def _factor(scale: np.ndarray | None, signs: np.ndarray | None) -> np.ndarray | None:
+    """scale (heads, D) times signs (D,), where None counts as ones; None if both are."""
+    if scale is None:
+        return None if signs is None else signs[None]
+    return np.ascontiguousarray(scale if signs is None else scale * signs, np.float32)

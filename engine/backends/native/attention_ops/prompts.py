@@ -1,0 +1,220 @@
+"""Attention of prompts, whose quantized blocks are decoded to float32 first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from polarlm.engine.backends.kv import KVLocation, SpanView
+from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW
+from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments, Decoding, decode
+from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments, Segment, attend
+from polarlm.engine.backends.native.kernels.attention.texts import TextArguments, attend_to_texts
+from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt
+from polarlm.engine.backends.native.kv.cache import TileCache
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.numpy.attention import ScoreRule, blocks_of
+from polarlm.engine.errors import KernelError
+from polarlm.engine.jit.lang.records import words
+from polarlm.engine.jit.run.buffers import MOST
+
+_LEAST_QUERIES = 48  # units are not halved below this number of queries
+_UNITS = 4  # least units per thread, as long as units stay that large
+_DECODED = 4096  # most tokens of quantized blocks that are decoded to float32 at a time
+
+
+class PromptOps:
+    """Attention of prompts over a `TileCache`."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: TileCache,
+        spans: Sequence[SpanView],
+        scale: float,
+        window: int | None,
+        transform: PreparedTransform | None = None,
+        *,
+        softcap: float | None = None,
+        sink_scores: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """See `Ops.attention`. Raises KernelError if a group of query heads is larger than a unit has room for."""
+        if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
+            raise KernelError(f"No kernel attends with {group} query heads for each KV head")
+        out, rule = np.empty(q.shape, np.float32), ScoreRule(window, softcap, sink_scores)
+        for span in spans:
+            self._attend(q[span.rows], out[span.rows], cache, span, scale, rule, transform)
+        return out
+
+    def _attend(
+        self,
+        q: np.ndarray,
+        out: np.ndarray,
+        cache: TileCache,
+        span: SpanView,
+        scale: float,
+        rule: ScoreRule,
+        transform: PreparedTransform | None,
+    ) -> None:
+        """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
+        window = rule.window or NO_WINDOW
+        oldest = max(0, span.position - window + 1)
+        segments = list(_full(cache, span, oldest, span.position + len(q)))
+        parts = _parts(cache, span, oldest)
+        attend_to = self._launcher(q, out, cache.format.kv_heads, span.position, scale, rule, transform)
+        for number, (stored, start, ids) in enumerate(parts):
+            is_last = number == len(parts) - 1
+            decoded = _segment(self.decoded(stored, ids), start, len(ids) * cache.format.block_size)
+            attend_to([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
+        if not parts:
+            attend_to(segments, is_first=True, is_last=True)
+
+    def attend_to_texts(
+        self,
+        q: np.ndarray,
+        sides: tuple[np.ndarray, np.ndarray],
+        lengths: Sequence[int],
+        scale: float,
+        window: int | None = None,
+    ) -> np.ndarray:
+        """Attention of q (T, H, D) to the keys and values of the same text that are at most window // 2 away → (T, H,
+        D), all float32. sides: k and v (K, T, D), with the same strides. lengths: of the texts, whose sum is T."""
+        (rows, heads, dim), (k, v), kv_heads = q.shape, sides, len(sides[0])
+        out, group = self._launch.empty(q.shape), heads // kv_heads
+        texts = _text_rows(lengths, self._tile(rows, group, kv_heads))
+        arguments = TextArguments(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            texts=texts,
+            q_stride=q.strides[0],
+            row_stride=k.strides[1],
+            head_stride=k.strides[0],
+            group=group,
+            kv_heads=kv_heads,
+            reach=max(lengths) if window is None else window // 2,
+            scale=scale,
+        )
+        self._launch(attend_to_texts(dim), len(texts) * kv_heads, arguments, grain=1)
+        return out
+
+    def _launcher(
+        self,
+        q: np.ndarray,
+        out: np.ndarray,
+        kv_heads: int,
+        position: int,
+        scale: float,
+        rule: ScoreRule,
+        transform: PreparedTransform | None,
+    ) -> Callable[..., None]:
+        """A function that lets the rows of q (T, H, D), from `position` on, attend to segments."""
+        (rows, heads, dim), window = q.shape, rule.window or NO_WINDOW
+        group = heads // kv_heads
+        tile = self._tile(rows, group, kv_heads)
+        back = NO_ROTATION if transform is None else transform.back
+        scale_back = None if transform is None else transform.scale_back
+        kernel = attend(
+            Prompt(dim, scale_back is not None, back.order, rule.softcap is not None, rule.sink_scores is not None)
+        )
+        row_max, row_sum = np.empty((2, rows, heads), np.float32)
+
+        def launch(segments: Sequence[Segment], *, is_first: bool, is_last: bool) -> None:
+            arguments = PromptArguments(
+                q=q,
+                out=out,
+                segments=np.array([words(segment) for segment in segments]),
+                row_max=row_max,
+                row_sum=row_sum,
+                sink_scores=rule.sink_scores,
+                scale_back=scale_back,
+                before=back.before,
+                rotation=back.memory,
+                rows=rows,
+                group=group,
+                kv_heads=kv_heads,
+                tile=tile,
+                position=position,
+                count=len(segments),
+                window=window,
+                is_first=is_first,
+                is_last=is_last,
+                scale=scale,
+                softcap=rule.softcap or 0.0,
+            )
+            self._launch(kernel, -(-rows // tile) * kv_heads, arguments, grain=1)
+
+        return launch
+
+    def decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
+        format = cache.format
+        kernel = decode(
+            Decoding(cache.key_tiles, cache.value_tiles, format.mean_bits, format.block_size, format.head_dim)
+        )
+        k, v = self._launch.empty((2, format.kv_heads, len(ids) * format.block_size, format.head_dim))
+        keys, values = cache.memory
+        arguments = DecodeArguments(
+            keys=keys,
+            values=values,
+            mean=cache.mean.get("mean"),
+            mean_scale=cache.mean.get("mean_scale"),
+            ids=ids,
+            k=k,
+            v=v,
+            count=len(ids),
+            **cache.strides,
+        )
+        self._launch(kernel, format.kv_heads * len(ids), arguments)
+        return k, v
+
+    def _tile(self, rows: int, group: int, kv_heads: int) -> int:
+        """The number of rows of a unit. Results do not depend on it."""
+        tile = MOST_QUERIES // group
+        while -(-rows // tile) * kv_heads < _UNITS * self._launch.threads and tile * group >= 2 * _LEAST_QUERIES:
+            tile //= 2
+        return tile
+
+
+def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[TileCache, int, np.ndarray]]:
+    """The quantized blocks from position `oldest` on, in parts: their cache, position of the first token, block ids."""
+    format, size = cache.format, cache.format.block_size
+    kept = MOST // (8 * format.kv_heads * format.head_dim)  # tokens whose memory still fits the buffer pool
+    # A power of two is a multiple of the kernel's tile, so results are those of a single part.
+    block_tile = max(1, min(_DECODED, 1 << (kept.bit_length() - 1)) // size)
+    skipped = max(0, oldest - span.table_start) // size
+    return [
+        (stored, span.table_start + first * size, ids[first : first + block_tile].astype(np.int64))
+        for stored, ids in blocks_of(cache, span)
+        for first in range(skipped, len(ids), block_tile)
+    ]
+
+
+def _text_rows(lengths: Sequence[int], most: int) -> np.ndarray:
+    """The `TextRows` of texts, each of up to `most` rows: int64 (n, 4)."""
+    of_texts = np.asarray(lengths, np.int64)
+    counts = -(-of_texts // most)
+    part = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    first, length = np.repeat(of_texts.cumsum() - of_texts, counts), np.repeat(of_texts, counts)
+    return np.stack([first + part * most, np.minimum(length - part * most, most), first, length], axis=1)
+
+
+def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
+    """The segment of k, v (K, at least `tokens`, D) float32, whose first token has position `start`."""
+    k, v = sides
+    return Segment(k=k, v=v, head_stride=k.strides[0], start=start, tokens=tokens)
+
+
+def _full(cache: TileCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
+    """The segments in full precision with positions from `oldest` up to `end`: sink block and current block."""
+    size = cache.format.block_size
+    if span.sink is not None and oldest < size:
+        yield _segment([side.astype(np.float32) for side in cache.full(KVLocation(None, span.sink))], 0, size)
+    sides = [side.astype(np.float32, copy=False) for side in cache.full(span.current)]
+    yield _segment(sides, span.current_start, min(end - span.current_start, sides[0].shape[1]))

@@ -1,0 +1,199 @@
+"""The spans of a step as kernels read them: tables at fixed addresses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.kv import SpanView, table_width
+from polarlm.engine.backends.native.kernels.attention.step_records import FullBlock, RowPlace, SpanHeader, Unit
+from polarlm.engine.backends.ops import STEP_ROWS
+from polarlm.engine.jit.run.buffers import aligned
+from polarlm.model_loaders.forks import cached_property
+
+NO_WINDOW = 1 << 40  # the window of layers without one, in tokens
+CHUNK_TOKENS = 512  # least tokens of a chunk of quantized blocks
+MOST_CHUNKS = 64  # most chunks of the quantized blocks of a sequence
+
+
+HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, FullBlock, Unit, RowPlace))  # in int64
+
+
+class KindOfBlocks(NamedTuple):
+    """What attention over one kind of quantized blocks reads: arrays of `Arrays`. number: of the kind."""
+
+    number: int
+    headers: np.ndarray
+    units: np.ndarray
+
+
+class StepTable:
+    """The spans of a step's B sequences, and the arrays that kernels read.
+
+    unit_counts: chunks of all sequences, for each kind of blocks. With two kinds, the finer blocks of a sequence are
+    its first chunks after chunk 0, and its others the next ones. A kernel for one kind is given the chunks of that
+    kind, and a header in which the blocks of the table end with that kind's.
+    """
+
+    def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
+        """views: as for `engine.backends.ops.Ops.spans`; all of their new tokens go to full-precision slots."""
+        self.views = views
+        self._block_size = n = block_size
+        self.rows = views[-1].rows.stop - views[0].rows.start
+        self.most_rows = max(view.rows.stop - view.rows.start for view in views)
+        kinds = 1 if views[0].finer is None else 2
+        cuts = [_cut(view, n) for view in views]
+        width = table_width(max(cut.ends[-1] for cut in cuts))
+        self.key = n, len(views), self.rows, self.most_rows, width, kinds
+        """Tables with equal keys have the same shapes: `copy_from` works between them."""
+        most_full = FULL * _most_full(n)
+        headers: list[list[int]] = [[] for _ in range(kinds)]
+        units: list[list[int]] = [[] for _ in range(kinds)]
+        ids: list[int] = []
+        full: list[int] = []
+        sequences: list[int] = []
+        places: list[int] = []
+        for number, (view, cut) in enumerate(zip(views, cuts, strict=True)):
+            rows, chunks = view.rows.stop - view.rows.start, 1 + -(-cut.ends[-1] // cut.chunk_blocks)
+            slots = [view.current.block, *view.following]
+            own_full = [] if view.sink is None else [view.sink, 0]
+            for i, slot in enumerate(slots):
+                own_full += slot, view.current_start + n * i
+            first_chunk = 1
+            for kind, end in enumerate(cut.ends):
+                own = view.position, end, view.table_start, cut.chunk_blocks, chunks, len(own_full) // FULL
+                headers[kind] += SpanHeader(len(sequences), rows, *own)
+                after = 1 + -(-end // cut.chunk_blocks)
+                for chunk in range(first_chunk, after):
+                    units[kind] += number, chunk
+                first_chunk = max(first_chunk, after)
+            ids += cut.ids
+            ids += [0] * (width - len(cut.ids))
+            full += own_full
+            full += [0] * (most_full - len(own_full))
+            sequences += [number] * rows
+            first = view.position - view.current_start
+            for i in range(first, first + rows):
+                places += slots[i // n], i % n
+        # The short units, those of chunk 0, come last: whatever starts last decides how long other threads wait.
+        for number in range(len(views)):
+            units[0] += number, 0
+        self.unit_counts = [len(one) // UNIT for one in units]
+        words = [ids, full, sequences, places, *headers]
+        for one in units[:-1]:
+            words += one, [0] * (len(views) * most_chunks(n, width, kinds) * UNIT - len(one))
+        self._words = array("q", itertools.chain(*words, units[-1]))
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The arrays, allocated on first use: `copy_from` another table needs only that table's contents."""
+        arrays = Arrays.of_key(*self.key)
+        arrays.memory[: len(self._words)] = self._words
+        return arrays
+
+    def copy_from(self, other: StepTable) -> None:
+        """Overwrite this table with the contents of another that has the same `key`."""
+        assert self.key == other.key
+        self.arrays.memory[: len(other._words)] = other._words
+        self.unit_counts, self.views = other.unit_counts, other.views
+
+    @cached_property
+    def kinds(self) -> list[KindOfBlocks]:
+        """What attention over each kind of blocks reads; the finer one comes first."""
+        pairs = zip(self.arrays.headers, self.arrays.units, strict=True)
+        return [KindOfBlocks(number, *pair) for number, pair in enumerate(pairs)]
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __iter__(self) -> Iterator[SpanView]:
+        return iter(self.views)
+
+    def __getitem__(self, number: int) -> SpanView:
+        return self.views[number]
+
+
+class _Cut(NamedTuple):
+    """The quantized blocks of a sequence, cut into chunks of `chunk_blocks`.
+
+    ids: of the blocks. The first kind is filled up with zeros, so that chunks have blocks of one kind. ends: the index
+    after the last block of each kind.
+    """
+
+    ids: Sequence[int]
+    ends: list[int]
+    chunk_blocks: int
+
+
+def _cut(view: SpanView, block_size: int) -> _Cut:
+    finer = view.finer or ()
+    chunk_blocks = max(_least_blocks(block_size), -(-(len(finer) + len(view.table)) // MOST_CHUNKS))
+    if view.finer is None:
+        return _Cut(view.table, [len(view.table)], chunk_blocks)
+    filled = [*finer, *[0] * (-len(finer) % chunk_blocks * bool(view.table))]
+    return _Cut([*filled, *view.table], [len(finer), len(filled) + len(view.table)], chunk_blocks)
+
+
+class Arrays(NamedTuple):
+    """The arrays of B sequences with T rows, int64: views of `memory`.
+
+    table (B, W): the block table, ids of quantized blocks. full (B, F, FULL): the full-precision blocks, in order of
+    position. row_sequences (T,): the sequence of each row. places (T, PLACE): a `RowPlace` each. headers (kinds of
+    blocks, B, HEADER): a `SpanHeader` each. units (kinds, B · most_chunks, UNIT): a `Unit` for each chunk of all
+    sequences, then zeros.
+    """
+
+    memory: np.ndarray
+    table: np.ndarray
+    full: np.ndarray
+    row_sequences: np.ndarray
+    places: np.ndarray
+    headers: np.ndarray
+    units: np.ndarray
+
+    @property
+    def most_chunks(self) -> int:
+        """The most chunks of a sequence."""
+        return self.units.shape[1] // self.headers.shape[1]
+
+    @staticmethod
+    def of_key(block_size: int, count: int, rows: int, _most_rows: int, width: int, kinds: int) -> Arrays:
+        """Zeros for a `StepTable.key`: `count` sequences, `rows` rows in all, up to `width` quantized blocks each."""
+        shapes: tuple[tuple[int, ...], ...] = (
+            (count, width),
+            (count, _most_full(block_size), FULL),
+            (rows,),
+            (rows, PLACE),
+            (kinds, count, HEADER),
+            (kinds, count * most_chunks(block_size, width, kinds), UNIT),
+        )
+        sizes = [math.prod(shape) for shape in shapes]
+        memory = aligned(8 * sum(sizes)).view(np.int64)
+        ends = itertools.accumulate(sizes)
+        parts = [memory[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
+        return Arrays(memory, *parts)
+
+
+def most_chunks(block_size: int, width: int, kinds: int) -> int:
+    """The most chunks of a sequence of `width` quantized blocks: chunk 0, and one more where the second kind begins."""
+    return kinds + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
+
+
+def _most_full(block_size: int) -> int:
+    """F: the most full-precision blocks that a sequence has in a step."""
+    return 2 + (STEP_ROWS + block_size - 2) // block_size
+
+
+def is_step(views: Sequence[SpanView]) -> bool:
+    """Whether the new tokens of all spans go to full-precision slots."""
+    return all(view.current.buffer is None for view in views)
+
+
+def _least_blocks(block_size: int) -> int:
+    """The least number of quantized blocks of a chunk."""
+    return max(1, CHUNK_TOKENS // block_size)

@@ -1,0 +1,128 @@
+"""The attention op: of steps here, of prompts in `prompts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from polarlm.engine.backends.kv import SpanView
+from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
+from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
+from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable, is_step
+from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
+from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
+from polarlm.engine.backends.native.kv.cache import TileCache
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.numpy.attention import ScoreRule
+from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.weight_formats import Linear
+
+
+class AttentionOps:
+    """The ops `attention` and `spans`. Layers whose cache is not a `TileCache` are computed by NumPy."""
+
+    def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
+        self._launch, self._plain = launch, plain
+        self._in_numpy = launch.unrecorded(plain.attention)
+        self._prompts = PromptOps(launch)
+
+    def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
+        return StepTable(spans, block_size) if is_step(spans) else self._plain.spans(spans, block_size)
+
+    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
+        if isinstance(cache, TileCache):
+            return self._prompts.decoded(cache, np.asarray(blocks, np.int64))
+        return self._plain.decode_blocks(cache, blocks)
+
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: LayerCache,
+        spans: StepTable | Sequence[SpanView],
+        scale: float,
+        window: int | None,
+        transform: PreparedTransform | None = None,
+        then: Linear | None = None,
+        *,
+        softcap: float | None = None,
+        sink_scores: np.ndarray | None = None,
+    ) -> np.ndarray:
+        if not isinstance(cache, TileCache):
+            if isinstance(spans, StepTable):
+                spans = self._plain.spans(spans.views, cache.format.block_size)
+            return self._in_numpy(q, cache, spans, scale, window, transform, softcap=softcap, sink_scores=sink_scores)
+        if isinstance(spans, StepTable):
+            return self._step(q, cache, spans, scale, ScoreRule(window, softcap, sink_scores), transform)
+        return self._prompts.attention(
+            q, cache, spans, scale, window, transform, softcap=softcap, sink_scores=sink_scores
+        )
+
+    def _step(
+        self,
+        q: np.ndarray,
+        cache: TileCache,
+        table: StepTable,
+        scale: float,
+        rule: ScoreRule,
+        transform: PreparedTransform | None,
+    ) -> np.ndarray:
+        """Attention of q (T, H, D) → (T, H, D) float32: partial results of chunks of blocks, then their merge."""
+        (rows, heads, dim), format, arrays = q.shape, cache.format, table.arrays
+        parts = self._launch.empty((rows * heads * arrays.most_chunks * partial_bytes(dim),), np.uint8)
+        group = heads // format.kv_heads
+        sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
+        is_capped = rule.softcap is not None
+        # The first kind comes last, since it has the short units, those of chunk 0. The launches overlap.
+        for stored, kind in reversed(list(zip(cache.kinds, table.kinds, strict=True))):
+            keys, values = stored.memory
+            arguments = AttendArguments(
+                q=q,
+                parts=parts,
+                keys=keys,
+                values=values,
+                mean=stored.mean.get("mean"),
+                mean_scale=stored.mean.get("mean_scale"),
+                full_k=cache.full_k,
+                full_v=cache.full_v,
+                headers=kind.headers,
+                table=arrays.table,
+                full=arrays.full,
+                units=kind.units,
+                kv_heads=format.kv_heads,
+                width=arrays.table.shape[1],
+                most_full=arrays.full.shape[1],
+                most_chunks=arrays.most_chunks,
+                window=rule.window or NO_WINDOW,
+                scale=scale,
+                softcap=rule.softcap or 0.0,
+                **stored.strides,
+            )
+            kernel = attend(Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped))
+            units = partial(_units, table, kind.number, format.kv_heads)
+            self._launch(kernel, units, arguments, grain=1, overlaps=kind.number > 0)
+
+        out = np.empty(q.shape, np.float32)
+        back = NO_ROTATION if transform is None else transform.back
+        scale_back = None if transform is None else transform.scale_back
+        merging = MergeArguments(
+            parts=parts,
+            headers=arrays.headers,
+            row_sequences=arrays.row_sequences,
+            scale_back=scale_back,
+            sink_scores=rule.sink_scores,
+            before=back.before,
+            memory=back.memory,
+            out=out,
+            heads=heads,
+            most_chunks=arrays.most_chunks,
+        )
+        merged = merge(dim, back.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None)
+        self._launch(merged, rows * heads, merging)
+        return out
+
+
+def _units(table: StepTable, kind: int, kv_heads: int) -> int:
+    return table.unit_counts[kind] * kv_heads

@@ -1,0 +1,1 @@
+"""Ops on weights: loading, products, and mixtures of experts."""

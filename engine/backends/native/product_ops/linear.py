@@ -1,0 +1,113 @@
+"""The ops on matrices and on rows of activations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs
+from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
+from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling, tiling
+from polarlm.engine.backends.native.kernels.rows import (
+    ROW_PIECE,
+    NormArguments,
+    ScaleArguments,
+    SoftcapArguments,
+    gate,
+    gate_arguments,
+    norm_rows,
+    scale_rows,
+    softcap_rows,
+)
+from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
+from polarlm.engine.backends.native.product_ops.loading import LoadOps
+from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, activate_halves, compiled_tiling
+from polarlm.engine.weight_formats import Linear, Matrix
+
+
+class LinearOps(LoadOps):
+    """The ops on matrices and on rows of activations."""
+
+    def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
+        parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
+        first, out = 0, []
+        start, stop, _ = rows.indices(matrix.shape[0])
+        for part in parts:
+            own = np.arange(max(start, first), min(stop, first + part.shape[0])) - first
+            if isinstance(part.data, CachedTiles):
+                own = part.data.rows(own)
+            first += part.shape[0]
+            values = np.empty((len(own), part.shape[1]), np.float32)
+            out.append(self._dequantize(part, own.astype(np.int32), 1.0, values))
+        return out[0] if len(out) == 1 else np.concatenate(out)
+
+    def embed(self, table: Matrix, ids: np.ndarray, scale: float = 1.0) -> np.ndarray:
+        return self._dequantize(table, ids, scale, self._launch.empty((len(ids), table.shape[1])))
+
+    def _dequantize(self, matrix: Matrix, ids: np.ndarray, factor: float, out: np.ndarray) -> np.ndarray:
+        """Rows `ids` (n,) int32 of a matrix times `factor` → `out` (n, in) float32, which is returned."""
+        columns, memory = matrix.shape[1], matrix.data.memory
+        arguments = DequantizeArguments(
+            weights=memory,
+            ids=ids,
+            y=out,
+            blocks=columns // matrix.format.values,
+            tile_bytes=memory.shape[1],
+            columns=columns,
+            factor=factor,
+        )
+        self._launch(dequantize_rows(matrix.format), len(ids), arguments)
+        return out
+
+    def rms_norm(self, x: np.ndarray, norm: tuple[np.ndarray, float], residual: np.ndarray | None = None) -> None:
+        target = x if residual is None else residual
+        weight, eps = norm
+        arguments = NormArguments(
+            x=x,
+            weight=weight,
+            target=target,
+            columns=x.shape[1],
+            x_stride=x.strides[0],
+            stride=target.strides[0],
+            eps=eps,
+        )
+        self._launch(norm_rows(adds=residual is not None), len(x), arguments)
+
+    def softcap(self, x: np.ndarray, cap: float) -> None:
+        rows, columns = x.shape
+        pieces = -(-columns // ROW_PIECE)
+        arguments = SoftcapArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, cap=cap)
+        self._launch(softcap_rows(), rows * pieces, arguments)
+
+    def activate(self, x: np.ndarray, up: np.ndarray, activation: str) -> None:
+        self._launch(gate(activation), len(x), gate_arguments(x, up, x))
+
+    def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
+        rows, columns = x.shape
+        pieces = -(-columns // ROW_PIECE)
+        arguments = ScaleArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, factor=factor)
+        self._launch(scale_rows(), rows * pieces, arguments)
+
+    def linear(
+        self,
+        x: np.ndarray,
+        w: Linear,
+        *,
+        norm: tuple[np.ndarray, float] | None = None,
+        residual: np.ndarray | None = None,
+        activation: str | None = None,
+        then: Linear | None = None,
+        recorded: bool = False,
+    ) -> np.ndarray:
+        rows, level, adds = len(x), self._launch.level, residual is not None
+        multiplication = Multiplication(self._launch, w, rows, norm, activation, adds=adds, recorded=recorded)
+        shared = Inputs.shared(multiplication.inputs)
+        sizes = tiling(rows, level, shared)
+        if rows > 1:
+            most = largest_tiling(level, shared)
+            sizes = compiled_tiling(self._launch, sizes, most, multiplication.kernels, recorded=recorded)
+        y = self._launch.empty((rows, multiplication.width)) if residual is None else residual
+        multiplication.launch(x, y, sizes)
+        return y if activation is None or multiplication.activation else self.activate_halves(y, activation)
+
+    def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:
+        return activate_halves(self._launch, x, activation)

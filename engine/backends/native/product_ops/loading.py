@@ -1,0 +1,170 @@
+"""Loading of weights: they are packed into tiles (`engine.backends.native.tiles`) as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from polarlm.engine.backends.native import tiles
+from polarlm.engine.backends.native.kernels.linear.packing import PackArguments, pack
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
+from polarlm.engine.backends.ops import ExpertCache, KeptTiles
+from polarlm.engine.errors import EngineError
+from polarlm.engine.weight_formats import Matrix, RereadMatrix, StoredMatrix, WeightFormat
+
+AnyMatrix = TypeVar("AnyMatrix", bound=StoredMatrix)
+_SLAB_BYTES = 8 << 20  # bytes of the file that a launch packs: enough for all threads, little compared with the weights
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A matrix in tiles: uint8 (tiles, bytes of a tile)."""
+
+    memory: np.ndarray
+
+
+class LoadOps:
+    """The ops that load matrices. Matrices that are packed as one are a group: consecutive, of the same format, all but
+    the last with whole tiles."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+
+    def matrix_bytes(self, format: WeightFormat, count: int) -> int:
+        if format.unpack is None:
+            return count * format.nbytes
+        return count // format.values * tiles.block_bytes(format) // tiles.ROWS
+
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+        """Consecutive matrices of the same format become one."""
+        return self.load_experts([matrices], kept)
+
+    def load_experts(
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+    ) -> tuple[Matrix, ...]:
+        """As `load`; those of an expert begin with a tile."""
+        return tuple(self._load(groups, kept) for groups in _groups(matrices))
+
+    def cache_experts(self, matrices: Sequence[Sequence[RereadMatrix]], cache: ExpertCache) -> tuple[Matrix, ...]:
+        """As `load_experts`, but reads an expert when it is chosen; the data is `CachedTiles`."""
+        parts = []
+        for groups in _groups(matrices):
+            format, rows, columns = _size(groups[0])
+            of_expert, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
+            memory = self._launch.arena.take(cache.experts * of_expert * tile_bytes).reshape(-1, tile_bytes)
+            data = CachedTiles(memory, cache.experts, groups, self._pack_group, cache)
+            parts.append(Matrix(format, data, (len(groups) * rows, columns)))
+        return tuple(parts)
+
+    def load_shapes(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+        """As `load`, but reads nothing and allocates nothing: for warm-up ops, which compute nothing."""
+        return self.load_expert_shapes([matrices], kept)
+
+    def load_expert_shapes(
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+    ) -> tuple[Matrix, ...]:
+        """As `load_experts`, but like `load_shapes`."""
+        loaded = []
+        for groups in _groups(matrices):
+            format, rows, columns = _size(groups[0])
+            self._launch.library.expect([pack(format)])
+            shape = len(groups) * -(-rows // tiles.ROWS), _tile_bytes(groups[0])
+            loaded.append(Matrix(format, Tiles(np.broadcast_to(np.uint8(0), shape)), (len(groups) * rows, columns)))
+        return tuple(loaded)
+
+    def _load(self, groups: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None) -> Matrix:
+        """Groups of equal sizes, one after another."""
+        format, rows, columns = _size(groups[0])
+        of_group, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
+        nbytes = len(groups) * of_group * tile_bytes
+        found = None if kept is None else kept.take(nbytes, partial(self._packed, groups))
+        memory = (self._launch.arena.take(nbytes) if found is None else found).reshape(-1, tile_bytes)
+        if found is None:
+            for number, group in enumerate(groups):
+                self._pack_group(group, memory[number * of_group :])
+        return Matrix(format, Tiles(memory), (len(groups) * rows, columns))
+
+    def _pack_group(self, group: Sequence[StoredMatrix], target: np.ndarray) -> None:
+        """Pack matrices that are packed as one into the first tiles of `target`."""
+        for first, raw in _slabs(group):
+            self._pack(raw, group[0].format, target[first:])
+
+    def _packed(self, groups: Sequence[Sequence[StoredMatrix]]) -> Iterator[np.ndarray]:
+        """The tiles of groups of equal sizes, slab by slab."""
+        format, tile_bytes = groups[0][0].format, _tile_bytes(groups[0])
+        for group in groups:
+            for _, raw in _slabs(group):
+                memory = self._launch.empty((-(-len(raw) // tiles.ROWS), tile_bytes), np.uint8)
+                self._pack(raw, format, memory)
+                yield memory.reshape(-1)
+
+    def _pack(self, raw: np.ndarray, format: WeightFormat, target: np.ndarray) -> None:
+        """Pack raw (rows, bytes of a row) uint8, as in the file, into the first tiles of `target`."""
+        whole = len(raw) // tiles.ROWS
+        parts = [(raw, target, whole)]
+        if rest := len(raw) % tiles.ROWS:
+            last = np.zeros((tiles.ROWS, raw.shape[1]), np.uint8)
+            last[:rest] = raw[whole * tiles.ROWS :]
+            parts.append((last, target[whole:], 1))
+        for rows, memory, count in parts:
+            arguments = PackArguments(
+                raw=rows,
+                tiles=memory,
+                row_bytes=raw.shape[1],
+                blocks=raw.shape[1] // format.nbytes,
+                tile_bytes=target.shape[1],
+            )
+            self._launch(pack(format), count, arguments)
+
+
+def _groups(matrices: Sequence[Sequence[AnyMatrix]]) -> list[list[Sequence[AnyMatrix]]]:
+    """For each group of an expert's matrices, that group of every expert.
+
+    Raises EngineError if their formats differ.
+    """
+    of_experts = [_joined(expert) for expert in matrices]
+    for groups in of_experts:
+        if [_size(group) for group in groups] != [_size(group) for group in of_experts[0]]:
+            raise EngineError(
+                "The experts of a layer are stored in different formats, which is not supported; use another copy of "
+                "the model, or set weight_type (--weight-type q8_0) to convert them."
+            )
+    return [list(group) for group in zip(*of_experts, strict=True)]
+
+
+def _joined(matrices: Sequence[AnyMatrix]) -> list[list[AnyMatrix]]:
+    """The groups of matrices."""
+    together: list[list[AnyMatrix]] = []
+    for matrix in matrices:
+        last = together[-1][-1] if together else None
+        if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:
+            together.append([])
+        together[-1].append(matrix)
+    return together
+
+
+def _slabs(matrices: Sequence[StoredMatrix]) -> Iterator[tuple[int, np.ndarray]]:
+    """The first tile and the rows, uint8 (rows, bytes of a row), of every slab of matrices that are packed as one."""
+    format, _, columns = _size(matrices)
+    row_size = format.size(columns)
+    step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
+    first = 0
+    for matrix in matrices:
+        for slab, raw in matrix.slabs(step * row_size):
+            yield (first + slab.start) // tiles.ROWS, raw
+        first += matrix.shape[0]
+
+
+def _tile_bytes(matrices: Sequence[StoredMatrix]) -> int:
+    format, _, columns = _size(matrices)
+    return tiles.tile_bytes(format, tiles.ROWS, columns)
+
+
+def _size(matrices: Sequence[StoredMatrix]) -> tuple[WeightFormat, int, int]:
+    """Format, rows and columns of matrices that are packed as one."""
+    return matrices[0].format, sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]

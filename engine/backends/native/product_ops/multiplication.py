@@ -1,0 +1,225 @@
+"""Products of rows with weights in tiles: with one matrix, or with the matrices of each row's experts.
+
+Letters: T rows, P places of rows in panels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from polarlm.engine.backends.native import tiles
+from polarlm.engine.backends.native.kernels.linear.activations import (
+    Inputs,
+    RowArguments,
+    are_matrices,
+    inputs_for,
+    interleave_rows,
+    panel_bytes,
+    quantize_rows,
+)
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
+from polarlm.engine.backends.native.kernels.linear.product import (
+    ExpertRows,
+    Product,
+    ProductArguments,
+    prefetched_pieces,
+    product,
+    units,
+)
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling
+from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
+from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
+from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
+from polarlm.model_loaders.config import is_gated
+
+Norm = tuple[np.ndarray, float] | None
+
+_EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
+
+
+class Multiplication:
+    """The product of rows with one matrix, or of each row with those of its experts.
+
+    inputs: how the product with each part of the weights reads its inputs. activation: the gated one that the product's
+    kernel applies, if any. width: outputs of a row.
+    """
+
+    def __init__(
+        self,
+        launch: Launcher,
+        w: Linear | ExpertLinear,
+        rows: int,
+        norm: Norm,
+        activation: str | None,
+        *,
+        adds: bool = False,
+        recorded: bool,
+    ) -> None:
+        """rows: how many there are. adds: the product is added to the result. The rest is as in `Ops.linear`."""
+        self._launch, self._w, self._rows, self._norm, self._adds = launch, w, rows, norm, adds
+        self._is_stack = isinstance(w, ExpertLinear)
+        self._count = w.count if isinstance(w, ExpertLinear) else 1
+        # One kernel multiplies by gate and up together if both halves of the outputs are whole tiles.
+        has_halves = len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0
+        self.activation = activation if activation is not None and is_gated(activation) and has_halves else None
+        self.width = w.shape[0] // (1 if self.activation is None else 2)
+        waits = recorded or rows == 1
+        self.inputs = [inputs_for(part.format, part.shape[1], launch.level, waits=waits) for part in w.parts]
+
+    def kernels(self, sizes: Tiling) -> list[Kernel]:
+        """All kernels for a tiling."""
+        panels = [self._panel_kernel(sizes, kind) for kind in dict.fromkeys(self.inputs)]
+        parts = zip(self._w.parts, self.inputs, strict=True)
+        return [*panels, *(product(self._spec(part, sizes, kind)) for part, kind in parts)]
+
+    def launch(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        sizes: Tiling,
+        chosen: np.ndarray | None = None,
+        sources: np.ndarray | None = None,
+    ) -> None:
+        """Write the products of x (T, in) to y (T or P, width).
+
+        With experts, chosen (n, fields of `ExpertRows`) are theirs, and sources (P,) int32 the row of x of each place.
+        """
+        panels: dict[Inputs, np.ndarray] = {}
+        first = 0
+        for part, kind in zip(self._w.parts, self.inputs, strict=True):
+            if kind not in panels:
+                panels[kind] = self._panels(x, sizes, kind, sources)
+            spec, shape, data = self._spec(part, sizes, kind), (part.shape[0] // self._count, part.shape[1]), part.data
+            bias, target = None if self._w.bias is None else self._w.bias[..., first:], y[:, first:]
+            if isinstance(data, CachedTiles):
+                work = partial(self._product_of_cached, spec, shape, bias, data)
+                self._launch.call(work, panels[kind], target, chosen)
+            else:
+                self._product(spec, shape, bias, data.memory, self._count, panels[kind], target, chosen)
+            first += shape[0]
+
+    def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
+        has_bias = self._w.bias is not None
+        return Product(part.format, sizes, self._adds, has_bias, self.activation, self._is_stack, kind)
+
+    def _panel_kernel(self, sizes: Tiling, kind: Inputs) -> Kernel[RowArguments]:
+        is_normed = self._norm is not None
+        if kind is Inputs.FLOATS:
+            return interleave_rows(is_normed, sizes.rows, picks=self._is_stack)
+        return quantize_rows(is_normed, sizes.rows, inputs=kind, picks=self._is_stack)
+
+    def _panels(self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None) -> np.ndarray:
+        """The rows of x, after their norm: (panels, bytes of a panel) uint8, or x itself if that is the same."""
+        columns, row_tile, rows = x.shape[1], sizes.rows, len(x) if sources is None else len(sources)
+        is_same = not kind.are_words and self._norm is None and row_tile == 1 and sources is None
+        if is_same and x.flags.c_contiguous:
+            return x
+        nbytes = panel_bytes(columns, row_tile, self._launch.level, kind) if kind.are_words else 4 * columns * row_tile
+        out = self._launch.empty((-(-rows // row_tile), nbytes), np.uint8)
+        weight, eps = self._norm or (None, 0.0)
+        arguments = RowArguments(
+            x=x, weight=weight, out=out, sources=sources, columns=columns, stride=x.strides[0], eps=eps
+        )
+        self._launch(self._panel_kernel(sizes, kind), rows, arguments)
+        return out
+
+    def _product(
+        self,
+        spec: Product,
+        shape: tuple[int, int],
+        bias: np.ndarray | None,
+        memory: np.ndarray,
+        count: int,
+        x: np.ndarray,
+        y: np.ndarray,
+        chosen: np.ndarray | None,
+    ) -> None:
+        """Write the products of panels x with a part of the weights. memory: `count` matrices (out, in) of this shape,
+        in tiles one after another. bias (out,); with experts (count, out)."""
+        (outputs, columns), level, half = shape, self._launch.level, 1 if spec.activation is None else 2
+        of_one = len(memory) // count
+        blocks, number = columns // spec.block_inputs, units(spec, of_one // half)
+        arguments = ProductArguments(
+            weights=memory,
+            x=x,
+            y=y,
+            bias=bias,
+            hint=NO_HINT,
+            chosen=chosen,
+            blocks=blocks,
+            tile_bytes=memory.shape[1],
+            x_stride=x.strides[0],
+            y_stride=y.strides[0],
+            rows=self._rows,
+            outputs=outputs // half,
+            tiles=of_one // half,
+            expert_bytes=of_one * memory.shape[1],
+            bias_bytes=0 if bias is None else bias.strides[0],
+        )
+        if chosen is not None:
+            self._launch(product(spec), len(chosen) * number, arguments)
+            return
+        at_once = are_matrices(level, spec.row_tile, spec.inputs)
+        grain = together(number, half, self._launch.threads) if at_once else 0
+        spare = prefetched_pieces(spec, level, number, blocks, self._rows)
+        self._launch(product(spec), number, arguments, grain, spare)
+
+    def _product_of_cached(
+        self,
+        spec: Product,
+        shape: tuple[int, int],
+        bias: np.ndarray | None,
+        data: CachedTiles,
+        x: np.ndarray,
+        y: np.ndarray,
+        chosen: np.ndarray,
+    ) -> None:
+        """As `_product`, with as many experts at a time as there are slots, and with slots in place of experts."""
+        entries, experts = with_rows(chosen), experts_of(chosen)
+        for batch in data.batches(experts):
+            of_slots, slot_bias = entries[batch], None
+            of_slots[:, _EXPERT] = slots = data.take([experts[index] for index in batch])
+            if bias is not None:
+                slot_bias = self._launch.empty((data.slots, bias.shape[1]))
+                slot_bias[slots] = bias[entries[batch, _EXPERT]]
+            self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, of_slots)
+
+
+def compiled_tiling(
+    launch: Launcher, sizes: Tiling, most: Tiling, kernels: Callable[[Tiling], list[Kernel]], *, recorded: bool
+) -> Tiling:
+    """The tiling to compute with: `sizes`, which kernels are specialized by. Until these are compiled, `most`, which is
+    for many rows; if they cannot be compiled, that for one row. Results are equal."""
+    can_choose = not recorded and sizes not in (SINGLE, most) and launch.has_loaded(kernels(most))
+    if can_choose and not launch.has_loaded(kernels(sizes)):
+        launch.library.expect(kernels(sizes))
+        sizes = most
+    return sizes if sizes == SINGLE or launch.can_run(kernels(sizes)) else SINGLE
+
+
+def activate_halves(launch: Launcher, x: np.ndarray, activation: str) -> np.ndarray:
+    """See `Ops.activate_halves`."""
+    if not is_gated(activation):
+        launch(gate(activation), len(x), gate_arguments(x, x, x))
+        return x
+    rows, half = len(x), x.shape[1] // 2
+    out = launch.empty((rows, half))
+    launch(gate(activation), rows, gate_arguments(x[:, :half], x[:, half:], out))
+    return out
+
+
+def with_rows(chosen: np.ndarray) -> np.ndarray:
+    """The entries (n, fields of `ExpertRows`) of experts that have rows."""
+    return chosen[chosen[:, _ROWS] > 0]
+
+
+def experts_of(chosen: np.ndarray) -> list[int]:
+    """The experts that have rows."""
+    experts: list[int] = with_rows(chosen)[:, _EXPERT].tolist()
+    return experts

@@ -1,0 +1,147 @@
+"""What states of recurrent layers share: slots for running sequences, and the rows of prompts.
+
+A slot has the state at the start of a sequence's current block, and what each token of the block adds to it. So a
+sequence can be cut anywhere in its current block, and rows that are not kept leave nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.state.layer_shapes import ArraySpec
+from polarlm.engine.state.layer_state import BlockArrays
+from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
+
+F32 = np.dtype(np.float32)
+Slot = Sequence[Array]  # the arrays of one slot, as in `RecurrentShape.full_arrays`
+RowsOp = Callable[..., Array]  # `short_conv`, `gated_delta` or `mamba2` of a layer's ops
+
+
+class RecurrentShape:
+    """How one layer stores its state. Its arrays have the inputs of a convolution, called "inputs", last.
+
+    The first `tokens` tokens of a slot's arrays are at the beginning of each axis.
+    """
+
+    window: None = None  # a later token sees everything before it
+    values: int = 0  # of K/V
+
+    def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
+        raise NotImplementedError
+
+    def full_arrays(self, tokens: int) -> list[ArraySpec]:
+        raise NotImplementedError
+
+    @property
+    def group(self) -> Hashable:
+        return self
+
+    def quantized_bytes(self, block_size: int) -> int:
+        return _bytes(self.block_arrays(block_size, ""))
+
+    def full_bytes(self, block_size: int) -> int:
+        return _bytes(self.full_arrays(block_size))
+
+
+def _bytes(arrays: Sequence[ArraySpec]) -> int:
+    return sum(int(np.prod(array.shape)) * array.dtype.itemsize for array in arrays)
+
+
+class Prompt(Protocol):
+    """The buffer of a prompt's growth on a card, for the layer that is being computed."""
+
+    def add(self, ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], position: int) -> Array:
+        """Add rows from `position` on, and return what the layer's op returns for them."""
+
+
+class PromptRows(NamedTuple):
+    """Rows of a prompt from `position` on. prompts: by the ops of the card."""
+
+    prompts: Mapping[Ops, Prompt]
+    position: int
+
+
+def add_rows(ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], slots: Any, spans: Any) -> Array:
+    """Add rows to a layer's state with its op, one of `ops`, and return what the op returns.
+
+    spans: as `RecurrentState.spans` returns them, those of a step on the device.
+    """
+    if isinstance(spans, PromptRows):
+        return spans.prompts[ops].add(ops, op, inputs, weights, spans.position)
+    return op(inputs, *weights, slots, spans)
+
+
+def first_tokens(arrays: Slot, slot: int, specs: Sequence[ArraySpec]) -> list[Array]:
+    """Return one of the slots in `arrays`, cut to the shapes of `specs`, as views."""
+    return [array[slot][tuple(map(slice, spec.shape))] for array, spec in zip(arrays, specs, strict=True)]
+
+
+def assign_each(ops: Ops, targets: Slot, sources: Slot) -> None:
+    """Copy arrays to others."""
+    for target, source in zip(targets, sources, strict=True):
+        ops.assign(target, source)
+
+
+class RecurrentState(TableGroup):
+    """The part of a `LayerState` that concerns its slots."""
+
+    can_cut = True
+
+    def __init__(
+        self, ops: Ops, shape: RecurrentShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
+    ) -> None:
+        super().__init__(block_size, None, *blocks)
+        self.layers = layers
+        self._ops = ops
+        self._specs, self._bytes = shape.full_arrays, (shape.quantized_bytes(block_size), shape.full_bytes(block_size))
+        self._before = shape.full_arrays(0)[-1].shape[0]  # inputs of the convolution before the block
+        self._slots: dict[int, Slot] = {
+            layer: [
+                ops.of_layer(layer).to_device(np.zeros((blocks[1], *spec.shape), spec.dtype))
+                for spec in shape.full_arrays(block_size)
+            ]
+            for layer in layers
+        }
+
+    def _slot(self, layer: int, slot: int, tokens: int) -> Slot:
+        """Return what a slot has of the first `tokens` tokens of its block, as views."""
+        return first_tokens(self._slots[layer], slot, self._specs(tokens))
+
+    def spans(self, views: Sequence[Any]) -> np.ndarray | PromptRows:
+        """Return the rows of a prompt, or those of a step: int32 (…, 4), as the layers' op takes them."""
+        if views and isinstance(views[0], PromptRows):
+            (rows,) = views
+            return rows
+        return np.concatenate([np.empty((0, 4), np.int32), *views])
+
+    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+        """Nothing: what the next tokens read is exact."""
+
+    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> tuple[()]:
+        return ()
+
+    def copy_full(self, target: int, source: int, tokens: int) -> None:
+        for layer in self.layers:
+            copied = self._slot(layer, source, tokens)
+            assign_each(self._ops.of_layer(layer), self._slot(layer, target, tokens), copied)
+
+    def read_full(self, slot: int, tokens: int) -> BlockArrays:
+        return {
+            (layer, spec.name): self._ops.of_layer(layer).to_host(array)
+            for layer in self.layers
+            for spec, array in zip(self._specs(tokens), self._slot(layer, slot, tokens), strict=True)
+        }
+
+    def write_full(self, slot: int, arrays: BlockArrays) -> None:
+        for layer in self.layers:
+            ops, tokens = self._ops.of_layer(layer), len(arrays[layer, "inputs"]) - self._before
+            given = [ops.to_device(arrays[layer, spec.name]) for spec in self._specs(tokens)]
+            assign_each(ops, self._slot(layer, slot, tokens), given)
+
+    def bytes(self, table: BlockTable) -> int:
+        quantized, full = table.held
+        return len(self.layers) * (quantized * self._bytes[0] + full * self._bytes[1])
