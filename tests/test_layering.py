@@ -116,7 +116,9 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
     "storage.objects",
     "storage.tiers",
 }
+ROOMS["loading.parts"] = ROOMS["loading.placement"] | {"loading.placement", "storage.tiers"}
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
+    "loading.parts",
     "backends.select",
     "loading.placement",
     "loading.fitting",

@@ -11,7 +11,8 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import cache_shape, store_plan
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted
+from polarlm.engine.loading.sizes import cache_shape
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.encode import decode_centred, encode_centred
 from polarlm.engine.state.store import KVStore
@@ -108,5 +109,5 @@ def whole_store(coded: Transformer, settings: Mapping[str, Any]) -> KVStore:
     config = settle(None, None, {**settings, "block_size": -(-settings["ctx_size"] // 4) * 4})
     ops, layers = coded.ops, len(coded.config.layers)
     shape = cache_shape(config, WHOLE, ops, coded.config)
-    plan = store_plan(config, ops, coded.config, shape, ops.room_beside(0))
+    plan = Wanted(config, coded.config, Sizes(0)).plan(ops, shape, ops.room_beside(0))
     return KVStore(ops, plan, coded.store.conditioning, [(None, None)] * layers)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine import codecs
 from polarlm.engine.backends.ops import ExpertCache, Load, Ops, WarmUp
 from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
@@ -20,14 +18,13 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
-from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan
+from polarlm.engine.loading.parts import Parts, fit_line
+from polarlm.engine.loading.placement.draft import draft_bytes, draft_config
 from polarlm.engine.loading.placement.place import Placement, place
 from polarlm.engine.loading.placement.wanted import fits_beside, wanted_of_source
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     check_layers,
-    draft_bytes,
-    draft_config,
     give_back_freed_memory,
     is_calibrated,
     no_memory,
@@ -39,62 +36,19 @@ from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
 from polarlm.engine.model.adapters import Adapters, read_adapters
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.weights import file_bytes, in_words, kept, left_out, load_weights
+from polarlm.engine.model.weights import file_bytes, left_out, load_weights
 from polarlm.engine.sampling.sample import NOT_FINITE
-from polarlm.engine.state import cache_types
-from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
+from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.tiers.opening import open_tiers
-from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+__all__ = ["Parts", "assemble", "fit_line", "with_cache"]
+
 Say = Callable[[str], None]
-
-
-@dataclass
-class Parts:
-    """The parts of an engine. source: the model as it was loaded from its files. model: its forward pass."""
-
-    config: EngineConfig
-    source: model_loaders.Model
-    placement: Placement
-    model: Transformer
-    adapters: Adapters = field(default_factory=Adapters)
-    tiers: Sequence[TierStore] = ()
-    draft: Parts | None = None  # the parts of the draft model
-    is_mapped: bool = False  # whether the weights are mapped from the tile cache
-    rehearsal: threading.Timer | None = None  # warms up for later turns and for several requests
-
-    @property
-    def plan(self) -> StorePlan:
-        """The plan of the KV store."""
-        return self.placement.store_plan
-
-    @property
-    def experts(self) -> ExpertPlan | CpuExperts | None:
-        """Where experts are, if not all are in the device's memory."""
-        return self.placement.experts or self.placement.on_host
-
-    @property
-    def draft_model(self) -> Transformer | None:
-        return None if self.draft is None else self.draft.model
-
-    @property
-    def disk(self) -> Folder | None:
-        """The tier on the disk; None if there is none."""
-        folders = (tier for tier in self.tiers if isinstance(tier, Folder))
-        return next((folder for folder in folders if folder.label == "disk"), None)
-
-    def close(self) -> None:
-        """Close the weights' files, and begin no rehearsal."""
-        if self.rehearsal is not None:
-            self.rehearsal.cancel()
-        self.source.weights.close()
-        if self.draft is not None:
-            self.draft.close()
 
 
 def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE, ops: Ops | None = None) -> Parts:
@@ -371,27 +325,3 @@ def _store(
     with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
         found = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
         return KVStore(ops, plan, *found)
-
-
-def fit_line(parts: Parts) -> str:
-    """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
-    plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
-    types = cache_types.in_words(parts.config)
-    weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
-    where = ", mapped from the tile cache" if parts.is_mapped else ""
-    if parts.experts is not None:
-        where += f" ({parts.experts})"
-    if model.config.is_encoder:
-        what = f"embedding model: vectors of {model.config.vector_size}, texts of up to {plan.tokens:,} tokens"
-        if model.config.scores_pairs:
-            what = f"reranker: queries and documents of up to {plan.tokens:,} tokens together"
-        return f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; {what}"
-    snapshots = plan.snapshot_bytes if shape.has_host else 0
-    beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
-    line = (
-        f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
-        f"KV store {format_bytes(plan.bytes)}{beside}, "
-        f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
-        f"({shape.bits_per_value:.2f} bits/value): {plan.capacity:,} tokens fit"
-    )
-    return line if types == codecs.FULL else f"{line} (with an f16 cache: {f16_tokens(plan):,})"

@@ -14,9 +14,9 @@ from polarlm.engine.backends.select import cards_of, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.placement.draft import draft_bytes
 from polarlm.engine.loading.placement.place import Placement, place
 from polarlm.engine.loading.placement.wanted import fits_beside, wanted_of_source
-from polarlm.engine.loading.sizes import draft_bytes
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.model_loaders import hub
@@ -90,7 +90,7 @@ def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> 
     try:
         model = model.for_context(config.ctx_size)
         wanted = wanted_of_source(config, ops, model, source, read_adapters(config, model, source).all)
-        limits = {"more": draft_bytes(config, ops), "reserved": reserved, "most": most, "caches_experts": False}
-        return place(replace(wanted, **limits), ops)
+        more = draft_bytes(config, ops)
+        return place(replace(wanted, more=more, reserved=reserved, most=most, caches_experts=False), ops)
     finally:
         source.close()

@@ -13,7 +13,6 @@ from polarlm.engine.backends.select import cards_of, on_cards
 from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.wanted import LayerSizes, Wanted, nothing
-from polarlm.engine.loading.sizes import work_bytes
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens, smallest
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
@@ -91,7 +90,7 @@ class Split:
         fits = []
         for share, room in zip(self.shares, self.rooms(), strict=True):
             store = plan.bytes_of(share.layers)
-            work = work_bytes(wanted.config, share.card, wanted.model, plan.shape)(plan.tokens)
+            work = wanted.work(share.card, plan.shape, plan.tokens)
             ends = share.layers[0], share.layers[-1]
             free, name = share.card.free_memory(), share.card.name
             fits.append(CardFit(name, free, ends, share.weights, store, work, room - store - work))
@@ -182,7 +181,7 @@ def _by_memory(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: L
     best, cuts = np.full(count + 1, np.inf), []
     best[0] = 0.0
     for number, card in enumerate(cards):
-        room = max(1, card.room_beside(0) - work_bytes(config, card, wanted.model, shape)(tokens))
+        room = max(1, card.room_beside(0) - wanted.work(card, shape, tokens))
         more = sizes.adapters + sizes.before * (number == 0) + sizes.head * (number == len(cards) - 1)
         parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + more) / room)
         parts[attentions[:, None] <= attentions[None, :]] = np.inf  # every card has a layer with attention

@@ -12,7 +12,6 @@ from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.placement.cards import CardFit, Split, split_model
 from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan, cpu_experts, expert_plan
 from polarlm.engine.loading.placement.wanted import Wanted, nothing
-from polarlm.engine.loading.sizes import work_bytes
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 
@@ -62,12 +61,11 @@ class Placement:
     def lacks(self, tokens: int, parallel: int) -> int:
         """Return the bytes that are lacking for a store of `tokens`, and for the work on a prompt of as many, with this
         many requests at a time."""
-        config = replace(self.wanted.config, parallel=parallel)
-        plan = plan_for_tokens(self.shape, tokens, config.parallel + config.kept_sequences)
+        wanted = self.wanted.changed(parallel=parallel)
+        plan = plan_for_tokens(self.shape, tokens, parallel + wanted.config.kept_sequences)
         if self.split is not None and not self.lacking:
-            return sum(max(0, -card.left) for card in self.split.cards(self.wanted.changed(parallel=parallel), plan))
-        work = work_bytes(config, self.ops, self.wanted.model, self.shape)(tokens)
-        return self.lacking + plan.bytes + work - self.room
+            return sum(max(0, -card.left) for card in self.split.cards(wanted, plan))
+        return self.lacking + plan.bytes + wanted.work(self.ops, self.shape, tokens) - self.room
 
     def cards(self) -> tuple[CardFit, ...]:
         """Return what each of several GPUs has; nothing of one device."""
@@ -92,7 +90,7 @@ def place(wanted: Wanted, ops: Ops, say: Callable[[str], None] = lambda sentence
     """
     shape = wanted.shape(ops)
     placement = Placement(wanted, ops, shape, wanted.sizes.weights)
-    for step in (_among_cards, _experts_on_host, _experts_in_cache, _store):
+    for step in (_among_cards, _experts_on_host, _experts_in_cache, _beside_weights, _store):
         try:
             placement = step(placement, say)
         except EngineError as error:
@@ -108,8 +106,7 @@ def _among_cards(placement: Placement, say: Callable[[str], None]) -> Placement:
     split = split_model(wanted, placement.ops, placement.shape, say)
     if split is None:
         return placement
-    placement = replace(placement, ops=split.ops, weights=split.weights, split=split)
-    return replace(placement, room=sum(split.rooms()))
+    return replace(placement, ops=split.ops, weights=split.weights, split=split)
 
 
 def _experts_on_host(placement: Placement, say: Callable[[str], None]) -> Placement:
@@ -127,8 +124,15 @@ def _experts_in_cache(placement: Placement, say: Callable[[str], None]) -> Place
     return replace(placement, experts=experts, weights=placement.weights - experts.saved, room=experts.room)
 
 
+def _beside_weights(placement: Placement, say: Callable[[str], None]) -> Placement:
+    """Find what the weights leave."""
+    if placement.experts is not None:
+        return placement
+    if placement.split is not None:
+        return replace(placement, room=sum(placement.split.rooms()))
+    return replace(placement, room=placement.wanted.room(placement.ops, placement.weights))
+
+
 def _store(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Plan the KV store in what the weights leave."""
-    if placement.split is None and placement.experts is None:
-        placement = replace(placement, room=placement.wanted.room(placement.ops, placement.weights))
+    """Plan the KV store."""
     return replace(placement, plan=placement.store(placement.wanted.config))

@@ -6,22 +6,31 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.sizes import cache_shape, loaded_bytes, store_plan, weight_format, work_bytes
+from polarlm.engine.loading.sizes import cache_shape, loaded_bytes, weight_format
 from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.weights import EXPERT_SLOTS, bytes_of_layers, expert_bytes, weight_bytes
-from polarlm.engine.state.plan import StorePlan
+from polarlm.engine.state.plan import (
+    StorePlan,
+    parse_size,
+    plan_for_memory,
+    plan_for_tokens,
+    with_kept,
+    with_more_tokens,
+)
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.weights import WeightSource
 
 CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
+_TOKENS_OF_KEPT = 2048  # assumed length of a kept conversation, if memory exceeds one context
+_SHARE_OF_KEPT = 8  # the part of a store that is added for conversations that are kept
 
 More = Callable[[int], int]  # tokens of a context → bytes
 
@@ -80,7 +89,7 @@ class Wanted:
         """The tokens that have to fit: those that are asked for, or the model's own, up to 16,384."""
         return self.config.ctx_size or min(self.model.max_context, CONTEXT_TO_CHOOSE_BY)
 
-    def changed(self, **settings: object) -> Wanted:
+    def changed(self, **settings: Any) -> Wanted:
         """Return the same model with other settings."""
         return replace(self, config=replace(self.config, **settings))
 
@@ -96,13 +105,42 @@ class Wanted:
         room = ops.room_beside(weights + self.reserved)
         return room if self.most is None else min(room, self.most - weights)
 
-    def plan(self, ops: Ops, shape: CacheShape, room: int) -> StorePlan:
-        """Return the plan of a KV store in `room` bytes. Raises EngineError ("out_of_memory")."""
-        return store_plan(self.config, ops, self.model, shape, room, self.more)
+    def work(self, ops: Ops, shape: CacheShape, tokens: int) -> int:
+        """Return the bytes that a prompt of `tokens` needs in addition to the KV store."""
+        if self.model.is_encoder:
+            return 0  # texts are computed a few at a time
+        return ops.work_bytes(Load(self.model, shape.widest, tokens, self.config.parallel))
 
     def taken(self, ops: Ops, plan: StorePlan) -> int:
         """Return the bytes of a store, of the work on its longest prompt, and of what else is left room for."""
-        return plan.bytes + work_bytes(self.config, ops, self.model, plan.shape)(plan.tokens) + self.more(plan.tokens)
+        return plan.bytes + self.work(ops, plan.shape, plan.tokens) + self.more(plan.tokens)
+
+    def plan(self, ops: Ops, shape: CacheShape, room: int) -> StorePlan:
+        """Return the plan of the KV store: for kv_memory, all of which it takes, or else for the context.
+
+        If the context does not fit into `room` bytes, together with the work on a prompt of its length and with `more`,
+        the plan is for the longest one that does. Raises EngineError ("out_of_memory") if nothing fits.
+        """
+
+        def other_bytes(tokens: int) -> int:
+            return self.work(ops, shape, tokens) + self.more(tokens)
+
+        config, tokens = self.config, self.config.ctx_size or self.model.max_context
+        sequences = config.kept_sequences + config.parallel
+        if config.kv_memory is not None:
+            memory = parse_size(config.kv_memory)
+            plan = plan_for_memory(shape, memory, tokens, sequences)
+            if config.kept_sequences and plan.tokens == tokens:
+                plan = with_kept(plan, min(memory, room - other_bytes(tokens)), _TOKENS_OF_KEPT)
+            return plan
+        plan, other = plan_for_tokens(shape, tokens, sequences), other_bytes(tokens)
+        if plan.bytes + other > room:
+            return plan_for_memory(shape, room, tokens, sequences, other_bytes)
+        if config.kept_sequences:
+            plan = with_kept(plan, min(plan.bytes + plan.bytes // _SHARE_OF_KEPT, room - other), 0)
+        if shape.has_two_kinds and not shape.is_by_age:  # the memory of a store whose blocks have the most bits
+            plan = with_more_tokens(plan, self.plan(ops, shape.finest, room).bytes)
+        return plan
 
     def is_met(self, ops: Ops, plan: StorePlan, weights: int, room: int) -> bool:
         """Return whether a store beside `weights` bytes has what was asked for: all of `kv_memory`, which on a CPU may
@@ -110,7 +148,8 @@ class Wanted:
         if self.config.kv_memory is None:
             return plan.tokens >= self.context
         if ops.name == "cpu":
-            room = min(ops.free_memory() - self.reserved, math.inf if self.most is None else self.most) - weights
+            free = ops.free_memory() - self.reserved
+            room = (free if self.most is None else min(free, self.most)) - weights
         return self.taken(ops, plan) <= room
 
     def fits(self, ops: Ops, shape: CacheShape, weights: int, context: int) -> bool:
