@@ -41,7 +41,7 @@ class CardFit:
     weights: int  # bytes, as all that follows
     store: int
     work: int  # on a prompt of the longest context
-    left: int
+    left: int  # less than 0 if there is too little
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Split:
     def cards(self, wanted: Wanted, plan: StorePlan) -> tuple[CardFit, ...]:
         """Return what every card has, with a store of `plan`."""
         fits = []
-        for share, room in zip(self.shares, self.rooms(), strict=True):
+        for share in self.shares:
+            room = share.card.room_beside(0) - share.weights
             store = plan.bytes_of(share.layers)
             work = wanted.work(share.card, plan.shape, plan.tokens)
             ends = share.layers[0], share.layers[-1]

@@ -63,7 +63,7 @@ class Placement:
         many requests at a time."""
         wanted = self.wanted.changed(parallel=parallel)
         plan = plan_for_tokens(self.shape, tokens, parallel + wanted.config.kept_sequences)
-        if self.split is not None and not self.lacking:
+        if self.split is not None:
             return sum(max(0, -card.left) for card in self.split.cards(wanted, plan))
         return self.lacking + plan.bytes + wanted.work(self.ops, self.shape, tokens) - self.room
 
