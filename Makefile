@@ -13,7 +13,7 @@ comma := ,
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary llvmlite --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench gpu-hour compile-all soak readme clean
+.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench compile-all soak readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -53,8 +53,11 @@ $(VENV)/.installed-ray: $(VENV)/.installed
 	@$(INSTALL) '.[serve,ray$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@
 
+# Ray's controller looks once a second whether all is well, not ten times: the replicas have the same cores.
+ray: export RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 1
 ray: $(VENV)/.installed-ray  ## serve two replicas with Ray Serve (CONFIG=FILE takes another configuration)
-	@$(PY) -m examples.ray_serve $(if $(CONFIG),"$(CONFIG)")
+	@$(if $(CONFIG),,$(PY) -m scripts.fetch_demo)
+	@$(PY) -m ray.serve.scripts run "$(or $(CONFIG),examples/ray_serve/replicas.yaml)"
 
 # One process for each core and one more (tests/conftest.py), with one BLAS thread: two threads each on two cores are many
 # times slower than one.
@@ -85,7 +88,7 @@ bench: $(VENV)/.installed-dev  ## speed on this machine (ARGS="…" adds flags)
 	@$(PY) -m polarlm speed $(ARGS)
 
 quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=FILE, ARGS="…" adds flags)
-	@$(PY) -m bench.quality $(if $(TEXT),--text "$(TEXT)") $(ARGS)
+	@$(PY) -m polarlm quality $(if $(TEXT),"$(TEXT)") $(ARGS)
 
 # On a machine whose own Python has all that is needed: make gpu-test PY=python3
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-dev)
@@ -101,9 +104,6 @@ gpu-bench: $(READY)  ## kernels and steps on the GPU that is there, beside PyTor
 	    echo "The speed of a whole model was not measured: pass one as WEIGHTS=PATH." >&2; \
 	fi
 
-gpu-hour: $(READY)  ## a GPU's first hour: tests, times, counters and sanitizers, with a table at the end (ARGS="--minutes 60")
-	@$(PY) -m scripts.gpu_hour $(ARGS)
-
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all
 
@@ -114,7 +114,6 @@ readme: $(VENV)/.installed  ## write the generated parts of the documents anew
 	@$(PY) -m scripts.docs
 	@$(PY) -m scripts.make_quality_table
 	@$(PY) -m scripts.make_speed_table
-	@$(PY) -m scripts.make_pressure_table
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -46,13 +46,13 @@ class CacheType:
         if names in TWO_KINDS:
             return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
         key, _, value = "/".join(PRESETS.get(names, (names,))).partition("/")
-        found = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
-        for name in found.names() if by_layer else (found.key, found.value):
+        parsed = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
+        for name in parsed.names() if by_layer else (parsed.key, parsed.value):
             try:
                 codecs.get(name)
             except ValueError as error:
                 raise FlagError(f"--types {text}: {str(error).rstrip('.')}") from None
-        return found
+        return parsed
 
     @property
     def pair(self) -> str:

@@ -87,7 +87,7 @@ def _innermost(lines: list[str], jump: str) -> list[tuple[int, int]]:
     """The first and the last line of each loop that has no other in it: a jump back, to a label."""
     labels = {line[:-1]: number for number, line in enumerate(lines) if line.endswith(":")}
     jumps = ((re.match(jump, line), number) for number, line in enumerate(lines))
-    loops = [(labels[found[1]], number) for found, number in jumps if found and labels.get(found[1], number) < number]
+    loops = [(labels[match[1]], number) for match, number in jumps if match and labels.get(match[1], number) < number]
     return [loop for loop in loops if not any(_is_in(other, loop) for other in loops)]
 
 
@@ -112,10 +112,10 @@ def scores_kernel(tiles: KeyTiles, n: int, heads: int) -> Kernel:
 
     def emit(e: Emitter, args: ScoresArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as block:
-            own = [args.queries + head * tiles.query_bytes for head in range(heads)]
+            queries = [args.queries + head * tiles.query_bytes for head in range(heads)]
             targets = [args.out + (block * heads + head) * (4 * n) for head in range(heads)]
             at = args.blocks + block * tiles.nbytes
-            tiles.emit_scores(e, at, at, own, targets)
+            tiles.emit_scores(e, at, at, queries, targets)
 
     return Kernel(f"scores_{tiles.name}_{heads}", emit, ScoresArguments)
 
@@ -133,13 +133,13 @@ def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
 
     def emit(e: Emitter, args: MixArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as block:
-            own = [scratch + head * (4 * n) for head in range(heads)]
-            for head, target in enumerate(own):
+            weights = [scratch + head * (4 * n) for head in range(heads)]
+            for head, target in enumerate(weights):
                 for first in range(0, 4 * n, 64):
                     weight = e.load(args.weights + (block * heads + head) * (4 * n), vector(F32, 16), first)
                     e.store(weight, target, first)
             targets = [args.sums + head * (4 * -(-d // 16) * 16) for head in range(heads)]
             at = args.blocks + block * tiles.nbytes
-            tiles.emit_values(e, at, at, own, targets)
+            tiles.emit_values(e, at, at, weights, targets)
 
     return Kernel(f"mix_{tiles.name}_{heads}", emit, MixArguments)

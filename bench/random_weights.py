@@ -1,4 +1,4 @@
-"""Random weights of models of every family, in every weight format: what is not the text is as in a real model.
+"""Random weights of models of every family, in every weight format, to test and to time engines.
 
 Values of a matrix (out, in) have a mean near 0 and a variance of 1/in, so that activations neither grow nor vanish. All
 matrices of a format take their blocks from one piece of random blocks, from different places on, so that a model of any
@@ -29,9 +29,9 @@ SCALES = {
     **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
 }
 BLOCKS = tuple(SCALES)  # names of the formats that have blocks
-# Kind of a model's weights → the format of most matrices, and of those that matter most.
+# Kind of a model's weights → the format of most matrices, and of the matrices that matter most.
 KINDS = {
-    "q4_0": ("q4_0", "q6_k"),  # the latter of the output alone, as in files that llama-quantize makes
+    "q4_0": ("q4_0", "q6_k"),  # q6_k for the output alone, as in files that llama-quantize makes
     "q4_k": ("q4_k", "q6_k"),  # the mixture Q4_K_M
     "q6_k": ("q6_k", "q6_k"),
     "q8_0": ("q8_0", "q8_0"),

@@ -110,10 +110,10 @@ def duration(seconds: float) -> str:
 
 def _cpu() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        name = None
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 def today() -> str:
@@ -151,12 +151,12 @@ def write(
         "machine": machine(gpu),
         "complete": complete,
     }
-    found = {**about, **result}
+    results = {**about, **result}
     try:
-        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise EngineError(f"{path} cannot be written: {error.strerror}") from None
-    return found
+    return results
 
 
 def _command(words: Sequence[str]) -> str:

@@ -107,9 +107,8 @@ class EngineConfig:
     state_type: str = setting(
         "8bit",
         "--state-type",
-        choices=("8bit", "5bit", "f32"),
-        help="how snapshots of recurrent layers are kept, from which a conversation continues: in 8 or 5 bits, or "
-        "exactly",
+        choices=("8bit", "f32"),
+        help="how snapshots of recurrent layers are kept, from which a conversation continues: in 8 bits, or exactly",
     )
     state_cache: str | None = setting(
         None,
@@ -118,9 +117,7 @@ class EngineConfig:
         help="memory for snapshots of recurrent layers, such as 500M; without it, two for each sequence",
     )
     key_conditioning: bool = setting(
-        True,
-        "--no-key-conditioning",
-        help="quantize keys without subtracting the mean of each block, and without calibration",
+        True, help="quantize keys without subtracting the mean of each block, and without calibration"
     )
     calibration: bool = setting(
         True,
@@ -134,7 +131,6 @@ class EngineConfig:
         metavar="N",
         help="CPU threads; 0 follows OMP_NUM_THREADS, or else uses one for each core that the process may use",
     )
-    mmap: bool = setting(True, "--no-mmap", help="no effect: the weights file is read, and never mapped")
     tile_cache: str | None = setting(
         None,
         "--tile-cache",
@@ -158,12 +154,6 @@ class EngineConfig:
     )
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
-    prefill_share: float = setting(
-        0.5,
-        "--prefill-share",
-        metavar="SHARE",
-        help="share of the time for prefill while answers are generated, between 0 and 1",
-    )
     spec_type: str = setting(
         "none",
         "--spec-type",
@@ -172,10 +162,6 @@ class EngineConfig:
         "the newest tokens; draft-simple asks the draft model, and is the default where there is one",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
-    draft_min: int = setting(0, "--draft-min", metavar="N", help="fewest tokens of a draft; shorter ones are dropped")
-    spec_ngram_size_n: int = setting(
-        4, "--spec-ngram-size-n", metavar="N", help="newest tokens that ngram-simple looks for"
-    )
     kept_sequences: int = setting(
         4,
         help="finished sequences that the store has full-precision blocks for, at least; 0 turns the prefix cache off",

@@ -16,21 +16,20 @@ from polarlm.engine.model import score
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.requests.answers import Answers, Known
+from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import Prompt, behind_reasoning, checked_ids, prompt_ids
 from polarlm.engine.requests.request import Outbox, Request, Ticket
 from polarlm.engine.requests.runner import Runner
-from polarlm.engine.requests.salts import salt_of
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, sessions
-from polarlm.engine.storage.sessions import Progress, Session, SessionPath
+from polarlm.engine.storage.sessions import Known, Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
 from polarlm.engine.vectors import Vectors
 
@@ -51,7 +50,7 @@ class Engine(Vectors):
         keeps = parts.config.kept_sequences > 0
         determines = {key: value for key, value in self._identity.items() if key != "name"}
         self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
-        self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
+        self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         tiers, files = parts.tiers, sorted(parts.source.weights.files())
@@ -170,7 +169,7 @@ class Engine(Vectors):
         be written, "session" for anything else.
         """
         options = options or PromptOptions()
-        salt = salt_of(options, self.adapters)
+        salt = self.adapters.salt(options)
         wanted: Sequence[int] | None = None
         answers: Known = ()
         if prompt is not None:

@@ -245,15 +245,6 @@ class SamplingParams:
         json=("speculative.n_max",),
         help="most tokens of a draft, in place of the engine's; 0 drafts none",
     )
-    draft_min: int | None = option(
-        None,
-        (
-            Numbers(0, limits.MOST_DRAFTED, whole=True, optional=True),
-            f"None, or a whole number from 0 to {limits.MOST_DRAFTED}",
-        ),
-        json=("speculative.n_min",),
-        help="fewest tokens of a draft, in place of the engine's",
-    )
 
     def __post_init__(self) -> None:
         limits.check(SAMPLING, vars(self))

@@ -1,1 +1,1 @@
-"""Programs that use PolarLM together with other software; nothing imports them."""
+"""Programs around the engine that are not part of the package."""

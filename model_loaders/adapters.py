@@ -106,14 +106,14 @@ def read_adapter(path: Path, config: ModelConfig, *, is_gguf: bool) -> Adapter:
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor of the table that an adapter changes. rows: those of the file's matrix that it has, in its order; None
-    for all of them."""
+    """A tensor of the table that an adapter changes. rows: which rows of the file's matrix it has, in its order; None:
+    all rows."""
 
     spec: TensorSpec
     rows: Callable[[int], np.ndarray] | None
 
     def factors(self, path: Path, module: str, a: np.ndarray, b: np.ndarray) -> Factors:
-        """The change of the tensor in that of the file's matrix."""
+        """The change of the tensor, taken from the change of the file's matrix."""
         out, columns = self.spec.shape
         try:
             own = b if self.rows is None else b[self.rows(len(b))]

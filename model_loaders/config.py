@@ -177,7 +177,7 @@ Ffn = GatedMLP | Experts
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer adds the output of its mixer to the residual stream, then that of its feed-forward network."""
+    """A decoder layer adds to the residual stream the output of its mixer, then of its feed-forward network."""
 
     mixer: Mixer
     ffn: Ffn | None

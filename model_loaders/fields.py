@@ -181,7 +181,7 @@ class Fields:
         return Fields({**defaults, **given}, self.where, self._names)
 
     def replaced(self, values: Mapping[str, object]) -> Fields:
-        """These fields with `values` in the place of those of their keys."""
+        """These fields with other `values` for some keys."""
         return Fields({**self._values, **values}, self.where, self._names)
 
     def names(self) -> list[str]:

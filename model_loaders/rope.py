@@ -131,8 +131,8 @@ def _yarn(section: Fields, theta: float, original: int, max_context: int) -> Rop
 def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[np.ndarray, float]:
     """Radians per position of each pair of channels, float64 (rotary_dim/2,), and the factor of cos and sin.
 
-    The kinds and their parameters are those of transformers' `modeling_rope_utils`; llama3 is the rule of Llama 3.1's
-    release, yarn that of Peng et al. 2023 (arXiv:2309.00071), longrope that of Ding et al. 2024 (arXiv:2402.13753).
+    The kinds and their parameters follow transformers' `modeling_rope_utils`: llama3 is Llama 3.1's rule,
+    yarn is by Peng et al. 2023 (arXiv:2309.00071), longrope by Ding et al. 2024 (arXiv:2402.13753).
     """
     frequencies = rope.theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     factor_on_cos_sin = 1.0

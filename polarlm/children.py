@@ -138,13 +138,13 @@ class Child(subprocess.Popen[bytes]):
         self._lines.put(None)
 
     def kill(self) -> None:
-        """Kill the process, and those of its group, which it has started."""
+        """Kill the process and the other processes of its group, which it has started."""
         if self.poll() is None:
             self._kill_group()
             super().kill()  # it may not have begun its group yet
 
     def end(self, seconds: float = 0.0) -> int:
-        """Let the process end in order for so long, then kill it, and those of its group; the exit code."""
+        """Give the process `seconds` to end in order, kill it and its group, and return the exit code."""
         self.close()
         if self.poll() is None:
             with suppress(subprocess.TimeoutExpired):
@@ -154,7 +154,7 @@ class Child(subprocess.Popen[bytes]):
         return self.wait()
 
     def forget(self) -> None:
-        """Close a forked process's copies of the pipes: the child is that of its parent."""
+        """Close the pipes in a forked process: the child belongs to the process that has started it."""
         self.returncode = 0
         for pipe in (self.stdin, self.stdout):
             assert pipe is not None

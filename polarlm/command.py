@@ -13,7 +13,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("polarlm.server.__main__", "serve a model: a chat page, and OpenAI's, Anthropic's and Ollama's APIs"),
     "pull": ("polarlm.pull", "download a model from the Hugging Face hub"),
     "fit": ("polarlm.fit", "show which weights, cache types and contexts fit on this machine, before loading them"),
-    "quality": ("polarlm.bench.quality.cost", "measure what cache types cost on your model and text: one page"),
+    "quality": ("polarlm.bench.quality.__main__", "measure what cache types cost on your model and text: one page"),
     "speed": ("polarlm.bench.speed.__main__", "measure tokens a second and memory on this machine"),
     "completion": ("polarlm.completion", "print a script that completes flags in bash, zsh or fish"),
 }

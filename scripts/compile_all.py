@@ -36,13 +36,13 @@ def main(names: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     wanted = [pair for pair in everything() if not names or pair[0].kernel in names]
-    found: list[str] = []
+    faults: list[str] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC compiles outside of Python's lock
         for rows, faulty in pool.map(lambda pair: check(*pair), wanted):
             print(*rows, sep="\n")
-            found += faulty
-    print(*found, f"{len(wanted)} compilations, {len(found)} faults", sep="\n")
-    return 1 if found else 0
+            faults += faulty
+    print(*faults, f"{len(wanted)} compilations, {len(faults)} faults", sep="\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ one ring to another as long as the error falls. Odd rings are rotated by half a 
 thousandth. The best number of rings is found by trial: 6, 8, 12 and 22 are in use.
 
 In symmetric designs each quadrant is a mirror image of the others: all rings are rotated by half a phase, and their
-phases are multiples of four, four of which the search moves at a time.
+phases are multiples of four; the search moves four at a time.
 """
 
 from __future__ import annotations
@@ -108,5 +108,5 @@ def search(points: int, rings: int, *, symmetric: bool) -> tuple[list[int], np.n
 
 
 if __name__ == "__main__":
-    found, where, mean_squared_error = search(*map(int, sys.argv[1:3]), symmetric=sys.argv[3:] == ["symmetric"])
-    print(tuple(found), tuple(np.maximum(where, 0).round(4).tolist()), f"{mean_squared_error:.6f}", sep="\n")
+    phases, radii, mean_squared_error = search(*map(int, sys.argv[1:3]), symmetric=sys.argv[3:] == ["symmetric"])
+    print(tuple(phases), tuple(np.maximum(radii, 0).round(4).tolist()), f"{mean_squared_error:.6f}", sep="\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from polarlm.engine import codecs, records
 from polarlm.engine.chat.config import GROUPS
-from polarlm.engine.cli.flags import describe
+from polarlm.engine.cli.flags import IGNORED, describe
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.records.fragments import Geometry
@@ -49,6 +49,8 @@ def flags() -> str:
     for title, config in {**GROUPS, "Server (`make serve`)": ServerConfig}.items():
         rows.append(f"**{title}** | ")
         rows += [f"`{_cell(names)}` | {_cell(meaning)}" for names, meaning in describe(config)]
+    rows.append("**Flags of llama.cpp without effect** | ")
+    rows += [f"`{' '.join((', '.join(names), value)).strip()}` | {why}" for names, (value, why) in IGNORED.items()]
     return table("Flag | Meaning", rows)
 
 

@@ -1,8 +1,8 @@
-"""`make gpu-test`: runs the kernels' tests on the GPU of this machine, the most telling first.
+"""`make gpu-test`: runs the kernels' tests on the GPU of this machine, file by file, the most telling first.
 
-Then a small pass runs under compute-sanitizer, where it is installed.
-Every result goes to a file as it comes, so that a run that is cut off can be read, and gone on with by --resume.
-Arguments that are not listed go to pytest.
+Each file runs in a process of its own, which is ended after --limit seconds. The result file gets a line of JSON for
+the machine, for each file and for each test as they come, so that a run that is cut off can be read. Arguments that are
+not listed go to pytest.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from polarlm.bench import report
 from polarlm.engine import EngineError
 from polarlm.engine.backends.cuda.device import overlap
 from polarlm.engine.backends.select import select
-from scripts.sanitize import sanitize
+from tests.written_results import read, write
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "cuda"
@@ -27,36 +31,17 @@ FOLDER = ROOT / "tests" / "cuda"
 _OPS = ("test_ops_emulated", "test_packed_weights", "test_recurrent")
 _MODELS = ("test_packed_model", "test_model_emulated")
 FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules", "test_family_scores")
-# They would show nothing about the GPU: tests of the compiler for other architectures, of the emulator, of CuPy's
-# stand-in, of threads, texts and counts.
-NEVER = (
-    *(
-        "test_cards",
-        "test_compile",
-        "test_cupy_cards",
-        "test_cupy_device",
-        "test_docs",
-        "test_host_experts",
-        "test_memory",
-        "test_traffic",
-        "test_modules",
-        "test_overlap",
-        "test_several_cards",
-    ),
-    *("test_warm_up", "test_tracing", "test_shapes", "test_source"),
-)
 # Whole models and engines: where the GPU has overlapped launches, they run with these and with launches in turn.
 AGAIN = (*_MODELS, "test_gpu", "test_schedules")
-_MOST_WORKERS = 12
-_WORKER_BYTES = 3 << 30  # of the GPU's memory, for each process
-_BUDGET = 340  # seconds
-_AGAIN_SECONDS = 60  # seconds of them that are left to tests with the other kind of launches
-_SANITIZED = 60  # seconds of each tool of compute-sanitizer
+# What a file has that runs kernels on the device. Tests of CuPy's stand-in have a device of their own.
+_ON_DEVICE, _STAND_IN = re.compile(r"open_device\b|tests\.cuda\.programs|run_naive"), "test_cupy_"
+_MOST_WORKERS, _WORKER_BYTES = 12, 3 << 30  # processes of a file, and the GPU's memory for each
 _NEEDED = ("pytest", "hypothesis")
+_PASSED = (0, 5)  # pytest's exit codes; 5: -k has chosen no test of the file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns pytest's exit code, 1 if the sanitizer finds something, or 2 where nothing can run."""
+    """Returns 0 if all tests passed, 1 if one failed or was ended, 2 where nothing can run, 130 after Ctrl-C."""
     options, for_pytest = _parser().parse_known_args(argv)
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         print(f"error: The tests need the Python packages {' and '.join(missing)}", file=sys.stderr)
@@ -66,63 +51,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    import pytest
-
-    from tests.written_results import write
-
-    os.environ["POLARLM_TEST_GPU"] = "1"
     results = options.results or _results(ops.name)
     write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
-    print(f"{ops.name}: results go to {results} as they come; no test begins after {options.budget} s")
-    end, other = time.time() + options.budget, other_launches()
-    first_end = end - min(_AGAIN_SECONDS, options.budget / 2) if other else end
-    workers = options.workers or workers_for(ops.free_memory())
-    limits = pytest_arguments(results, first_end, options.resume, workers)
-    code = int(pytest.main([*map(str, files()), *limits, *for_pytest]))
-    if other:
-        os.environ[overlap.VARIABLE], launches = other
-        path = results.with_suffix(f".{launches.replace(' ', '-')}.jsonl")
-        write(path, {"gpu": ops.name, "launches": launches, "pytest": for_pytest})
-        print(f"Again with {overlap.VARIABLE}={other[0]}: results go to {path}")
-        some = [str(file) for file in files() if file.stem in AGAIN]
-        code = int(pytest.main([*some, *pytest_arguments(path, end, None, workers), *for_pytest])) or code
-        del os.environ[overlap.VARIABLE]
-    for tool, result, why in sanitize(options.sanitize):
-        write(results, {"sanitizer": tool, "result": result, "why": why})
-        print(f"compute-sanitizer {tool}: {result}" + (f": {why}" if why else ""), flush=True)
-        code = code or int(result == "failed")
+    print(f"{ops.name}: results go to {results} as they come", flush=True)
+    arguments = ["-q", "-p", "tests.written_results", "--results", str(results)]
+    arguments += [*_processes(options.workers or workers_for(ops.free_memory())), *for_pytest]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    code, finished = 0, False
+    try:
+        for file, launches, environment in _runs():
+            code |= _run(file, launches, arguments, results, options.limit, environment)
+        finished = True
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        lines = list(read(results))
+        counts = Counter(line["result"] for line in lines if "test" in line)
+        write(results, {"counts": counts, "finished": finished})
+        for line in lines:
+            if line.get("result") in ("failed", "ended"):
+                print(f"{line['result']}: {line.get('test') or line['file']}")
+        print(f"{', '.join(f'{count} {name}' for name, count in counts.items())}; written to {results}")
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m scripts.gpu_test", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--workers", type=int, help="processes; as many as the GPU's free memory is enough for")
-    parser.add_argument("--budget", type=int, default=_BUDGET, help="seconds after which no test begins")
-    parser.add_argument(
-        "--sanitize", type=int, default=_SANITIZED, metavar="SECONDS", help="most for each tool of compute-sanitizer"
+def _run(
+    file: Path, launches: str, arguments: Sequence[str], results: Path, limit: float, environment: Mapping[str, str]
+) -> int:
+    """Run a file of tests for `limit` seconds at most; returns 0 if no test failed, else 1."""
+    began = time.monotonic()
+    command = [*_python(), "-m", "pytest", str(file), *arguments]
+    running = subprocess.Popen(
+        command, env={**os.environ, "POLARLM_TEST_GPU": "1", **environment}, cwd=ROOT, start_new_session=True
     )
-    parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="leave out tests that passed in these results")
-    return parser
+    try:
+        code = running.wait(timeout=limit)
+        result = "passed" if code in _PASSED else "failed"
+    except subprocess.TimeoutExpired:
+        result = "ended"
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    seconds = round(time.monotonic() - began, 1)
+    write(results, {"file": file.stem, "launches": launches, "result": result, "seconds": seconds})
+    print(f"{file.stem}{f', launches {launches}' if launches else ''}: {result}, {seconds:.0f} s", flush=True)
+    return int(result != "passed")
 
 
-def other_launches() -> tuple[str, str] | None:
-    """The value of `overlap.VARIABLE` for the launches that are not the GPU's default, and their name.
+def _python() -> list[str]:
+    """The command that has started this process, up to its program: Python and its flags."""
+    program = "scripts.gpu_test"
+    return sys.orig_argv[: sys.orig_argv.index(program) - 1] if program in sys.orig_argv else [sys.executable]
 
-    None where the GPU has no overlapped launches, or the environment says which ones all tests are to use.
-    """
+
+def _runs() -> Iterator[tuple[Path, str, Mapping[str, str]]]:
+    """Each file of tests, the kind of its launches if that is not the default, and its environment variables."""
     from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice, can_overlap  # it needs CuPy
 
-    if overlap.VARIABLE in os.environ or not can_overlap():
-        return None
-    return ("0", "in turn") if CupyDevice().overlaps else ("1", "overlapped")
+    yield from ((file, "", {}) for file in files())
+    if overlap.VARIABLE not in os.environ and can_overlap():
+        value, launches = ("0", "in turn") if CupyDevice().overlaps else ("1", "overlapped")
+        yield from ((file, launches, {overlap.VARIABLE: value}) for file in files() if file.stem in AGAIN)
 
 
 def files() -> list[Path]:
     """The files of tests that run on a GPU, in the order of their importance."""
-    there = {file.stem: file for file in sorted(FOLDER.glob("test_*.py"))}
-    left_out = {name for name in there if name in NEVER or name.startswith("test_emulator_")}
-    return [there[name] for name in dict.fromkeys((*FIRST, *there)) if name not in left_out]
+    paths = {
+        path.stem: path
+        for path in sorted(FOLDER.glob("test_*.py"))
+        if _ON_DEVICE.search(path.read_text(encoding="utf-8")) and not path.stem.startswith(_STAND_IN)
+    }
+    return [paths[name] for name in dict.fromkeys((*FIRST, *paths))]
 
 
 def workers_for(free: int) -> int:
@@ -130,18 +130,12 @@ def workers_for(free: int) -> int:
     return max(1, min(_MOST_WORKERS, os.cpu_count() or 1, free // _WORKER_BYTES))
 
 
-def pytest_arguments(results: Path, until: float, earlier: Path | None, workers: int) -> list[str]:
-    """pytest's arguments for a run that may be cut off: see `tests.written_results`."""
-    limits = ["-p", "tests.written_results", "--results", str(results), "--until", str(until)]
-    return [*limits, *([] if earlier is None else ["--but-not", str(earlier)]), *_workers(workers)]
-
-
-def _workers(count: int) -> list[str]:
+def _processes(count: int) -> list[str]:
     """pytest's arguments for tests in several processes: most of their time goes into compiling kernels."""
     if count < 2:
         return []
     if importlib.util.find_spec("xdist") is None:
-        print("The Python package pytest-xdist is missing: the tests run in one process, and fewer in the time")
+        print("The Python package pytest-xdist is missing: the tests run in one process, which takes longer")
         return []
     return ["-n", str(count), "--maxschedchunk", "2"]
 
@@ -151,6 +145,14 @@ def _results(gpu: str) -> Path:
     folder = ROOT / "bench" / "results" / "local"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"gpu-tests-{report.slug(gpu)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu_test", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--workers", type=int, help="processes; as many as the GPU's free memory is enough for")
+    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="most for each file of tests")
+    parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")
+    return parser
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m scripts.make_golden
 
-Runs that the file has stay as they are; those of `TYPES` that it lacks are added. For a change that is meant to change
+Runs that the file has stay as they are; runs of `TYPES` that it lacks are added. For a change that is meant to change
 answers, delete the file first. `tests/test_golden_runs.py` compares with it.
 The models are the random ones of tests/fixtures and the demonstration model.
 """
@@ -81,7 +81,7 @@ def prompt_of(engine: Engine, model: str, seed: int) -> list[int]:
 
 
 def answer(engine: Engine, prompt: list[int], most: int) -> tuple[list[int], list[float], list[float]]:
-    """Greedy token ids, their log-probabilities, and those of the second best."""
+    """Greedy token ids, their log-probabilities, and the log-probabilities of the second best."""
     params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, logprobs=2, dry_multiplier=0)
     generated = engine.generate(prompt, params)
     seconds = [second for _, (_, second) in (token.top for token in generated.logprobs)]
@@ -95,11 +95,11 @@ def scores(engine: Engine, model: str, ids: list[int]) -> dict[str, list[float]]
     float32 sums changes single log-probabilities by 0.3.
     """
     ways = {"scores": False} if model == DEMO else {"scores": False, "every_token_coded": True}
-    found = {}
+    entries = {}
     for name, coded in ways.items():
         logprobs = engine.score(ids, every_token_coded=coded).logprobs
-        found[name] = rounded([*logprobs[SCORED], logprobs.mean(dtype=np.float64)])
-    return found
+        entries[name] = rounded([*logprobs[SCORED], logprobs.mean(dtype=np.float64)])
+    return entries
 
 
 def rounded(numbers: Iterable[float]) -> list[float]:
@@ -124,14 +124,14 @@ def runs(model: str, seed: int) -> dict[str, Any]:
 
 def completed(model: str, known: dict[str, Any]) -> dict[str, Any]:
     """Entries of a model, with those added that are missing."""
-    found = {}
+    entries = {}
     for cache_type in TYPES[model]:
         if cache_type in known["types"]:
-            found[cache_type] = known["types"][cache_type]
+            entries[cache_type] = known["types"][cache_type]
             continue
         with opened(model, cache_type) as engine:
-            found[cache_type] = run(engine, model, known["prompt"])
-    return {"prompt": known["prompt"], "types": found}
+            entries[cache_type] = run(engine, model, known["prompt"])
+    return {"prompt": known["prompt"], "types": entries}
 
 
 def main() -> int:
@@ -151,9 +151,9 @@ def main() -> int:
     return 0
 
 
-def least_varied(found: dict[str, Any]) -> int:
+def least_varied(entry: dict[str, Any]) -> int:
     """The least number of distinct tokens in an answer: some models repeat one token."""
-    return min(len(set(one["answer"])) for one in found["types"].values())
+    return min(len(set(one["answer"])) for one in entry["types"].values())
 
 
 if __name__ == "__main__":

@@ -1,30 +1,27 @@
-"""Writes the tables of measurements into README.md and docs/quality.md, between their marks, from bench/results."""
+"""Writes the tables of measurements into docs/quality.md, between its marks, from bench/results."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.quality import page
-from polarlm.bench.quality.causes import format_table
-from polarlm.bench.quality.scores import kl_by_position, small, with_error
+from polarlm.bench.quality import tables as quality
+from polarlm.bench.quality.scores import CODED, SERVED
+from polarlm.bench.quality.tables import Table, small, with_error
 from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "quality.md"
 RESULTS = ROOT / "bench" / "results"
-SERVED, CODED = "as served", "every token coded"
 DEMO = "smollm2-135m-instruct-????-??-??"
 _SAME = "model", "weights", "text", "windows", "window"  # of measurements that may stand in one table
 PLAIN = ":plain"  # a type as published, without conditioning
-
-# The types in the README: the presets, and types to compare them with.
-_SHORT = ["q8_0:plain", "ring5/ring4", "kivi4:plain", "q4_0:plain", "turbo4:plain", "ring4/ring3.5", "polarquant:plain"]
-_SHORT += ["ring3/ring3.5", "turbo3:plain"]
 
 Measured = Mapping[str, Any]
 
@@ -34,22 +31,18 @@ def newest(name: str) -> Measured:
     return json.loads(max(RESULTS.glob(f"{name}.json")).read_text(encoding="utf-8"))
 
 
-def quality_table(types: Sequence[str] | None = None) -> str:
+def quality_table() -> str:
     """A Markdown table with a line per cache type, fewest bits first, and the commands that measured them: of each type
-    the newest measurement on the same text.
-
-    types: those of the table; None takes all.
-    """
+    the newest measurement on the same text."""
     lines: list[tuple[float, str]] = []
     sources: list[tuple[Measured, list[str]]] = []
     for measured, rows in newest_of_each(f"quality-{DEMO}"):
         full = measured["exact_perplexity"]
-        own = [name for name in rows if types is None or name in types]
-        for name in own:
-            served, coded = rows[name][SERVED], rows[name][CODED]
+        for name, row in rows.items():
+            served, coded = row[SERVED], row[CODED]
             cells = f"{served['bits_per_value']:.3f} | {_cost(served, full)} | {_cost(coded, full)}"
             lines.append((served["bits_per_value"], f"| {_label(name)} | {cells} |"))
-        sources.append((measured, own))
+        sources.append((measured, [*rows]))
     header = (
         "| Keys/values | bits/value | perplexity, KL as served | perplexity, KL, every token coded |\n|---|---|---|---|"
     )
@@ -74,86 +67,16 @@ def _sources(measurements: Sequence[tuple[Measured, Sequence[str]]]) -> str:
     """What was measured when, and by which commands. measurements: as of `newest_of_each`, with the types shown."""
     (first, _), *others = ((measured, own) for measured, own in measurements if own)
     of_others = (
-        f"Other rows ({'; '.join(map(_label, own))}) on {measured['date']} with\n`{measured['command']}`."
+        f"Other rows ({'; '.join(map(_label, own))}) on {measured['date']} with\n`{_command(measured)}`."
         for measured, own in others
     )
     return "\n".join([_source(first, first["exact_perplexity"]), *of_others])
 
 
-def ablation_table() -> str:
-    """A Markdown table of the encoding without each of its parts: what it costs in quality, and in work."""
-    measured, work = newest(f"ablation-{DEMO}"), newest(f"encoding-{DEMO}")
-    full, works = measured["exact_perplexity"], {one["type"]: one for one in work["encoding"]}
-    time = work["encoding"][0]["microseconds"]
-    header = "| | bits/value | perplexity, KL as served | perplexity, KL, every token coded"
-    lines = [f"{header} | encode time | decode instructions |", "|---" * 6 + "|"]
-    for name, row in _by_type(measured).items():
-        own = works[name]
-        costs = " | ".join(_cost(row[scored], full) for scored in (SERVED, CODED))
-        instructions = f"{own['keys']} keys, {own['values']} values, {own['kernel']:,} in all"
-        bits = row[SERVED]["bits_per_value"]
-        lines.append(f"| {name} | {bits:.3f} | {costs} | {own['microseconds'] / time:.2f} | {instructions} |")
-    level = work["encoding"][0]["level"]
-    of_work = (
-        f"Encode time, over {time:.0f} µs, is a thread's for the keys and values of a head's block. Instructions are\n"
-        f"those on vectors, at the CPU level `{level}`. Both were measured on {work['date']} on an\n"
-        f"{work['machine']['cpu']} with\n`{work['command']}`."
-    )
-    return "\n".join([*lines, "", _source(measured, full), of_work])
-
-
-def key_bias_table() -> str:
-    """Perplexity and KL of a model whose keys have a large constant part."""
-    measured = newest(f"key-bias-{DEMO}")
-    lines = ["| Keys/values | perplexity, KL as served | perplexity, KL, every token coded |", "|---|---|---|"]
-    for name, row in sorted(_by_type(measured).items(), key=lambda item: -item[1][SERVED]["kl_mean"]):
-        cells = [f"{row[scored]['perplexity']:.2f}, {row[scored]['kl_mean']:.2g}" for scored in (SERVED, CODED)]
-        lines.append(f"| {_label(name)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _source(measured, measured["exact_perplexity"])])
-
-
-def causes_table() -> str:
-    """KL of the default type's codes, of all and of parts of them, by the tokens before."""
-    measured = newest("causes-smollm2-135m-instruct-balanced-????-??-??")
-    source = (
-        f"{measured['model']} on {measured['text']}, {measured['windows']} windows of {measured['window']:,} tokens; "
-        f"KL ± its standard error, of 128 positions of each window; measured on {measured['date']} with\n"
-        f"`{measured['command']}`."
-    )
-    return "\n".join([format_table(measured["depths"]), "", source])
-
-
 def positions_table() -> str:
     """KL by position in a long text, by type and way of scoring."""
     measured = newest(f"positions-{DEMO}")
-    rows = [(f"{_label(row['type'])}, {row['scored_as']}", row["by_position"]) for row in measured["rows"]]
-    return "\n".join([report.table(*kl_by_position(rows)), "", _source(measured, measured["exact_perplexity"])])
-
-
-def weights_table() -> str:
-    """Perplexity and KL of a model whose matrices were converted, from the matrices as stored."""
-    measured = newest(f"weights-{DEMO}")
-    full = measured["exact_perplexity"]
-    lines = ["| Weights | bits/weight | perplexity, KL |", "|---|---|---|"]
-    lines.append(f"| as stored ({measured['weights']}) | {measured['stored_bits']:.2f} | |")
-    for row in sorted(measured["weight_rows"], key=lambda row: -row["bits_per_weight"]):
-        lines.append(f"| `{row['type']}` | {row['bits_per_weight']:.2f} | {_cost(row, full)} |")
-    return "\n".join([*lines, "", _source(measured, full, "with the weights as stored")])
-
-
-def arithmetic_table() -> str:
-    """KL of steps with each cache type, in float32 and with a CPU's compiled kernels."""
-    measured = newest(f"arithmetic-{DEMO}")
-    lines = ["| Keys/values | KL in float32 | KL with kernels | kernels from float32 |", "|---|---|---|---|"]
-    for row in measured["arithmetic"]:
-        figures = (f"{row[name]:.3g}" for name in ("kl_float32", "kl_compiled", "kl_between"))
-        lines.append(f"| {_label(row['type'])} | {' | '.join(figures)} |")
-    windows = f"{measured['windows']} windows of {measured['window']:,} tokens, half of each a prompt"
-    source = (
-        f"{measured['model']} ({measured['weights']}) on {measured['text']}, {windows} and half steps; measured on "
-        f"{measured['date']} with\n`{measured['command']}`."
-    )
-    return "\n".join([*lines, "", source])
+    return _figures(measured, [quality.kl_by_position(measured["rows"])])
 
 
 def snapshots_table() -> str:
@@ -179,49 +102,37 @@ def snapshots_table() -> str:
         f"{measured['model']} on {measured['text']}: {measured['snapshots']} snapshots, KL in nats ± its standard "
         "error over these; 99 %, the largest "
         f"and the same top-1 are of the first {distances[-1]} tokens; measured on {measured['date']} with\n"
-        f"`{measured['command']}`.\n"
+        f"`{_command(measured)}`.\n"
         f"At positions {stretch['start']} to {stretch['end'] - 1} of the same text the model's keys and values cost a "
-        f"KL of {', '.join(costs)}; measured with\n`{presets['command']}`."
+        f"KL of {', '.join(costs)}; measured with\n`{_command(presets)}`."
     )
     return "\n".join([*lines, "", source])
 
 
 def figures_table() -> str:
-    """All figures of the cache types, by position, too, and those of texts that the model writes with them."""
+    """KL of the cache types, and figures of texts that the model writes with them."""
     measured = newest(f"cost-{DEMO}")
-    parts = [page.divergences(measured), *page.by_position(measured), page.answers(measured)]
-    return _figures(measured, parts)
+    rows = measured["rows"]
+    return _figures(measured, [quality.divergences(rows), quality.answers(rows)])
 
 
-def hybrid_figures_table() -> str:
-    """The same on a small model with a layer of attention; its windows are too short for positions to differ."""
-    measured = newest("cost-trained-hybrid-????-??-??")
-    return _figures(measured, [page.divergences(measured), page.answers(measured)])
-
-
-def _figures(measured: Measured, parts: Sequence[tuple[list[str], list[list[str]]]]) -> str:
+def _figures(measured: Measured, parts: Sequence[Table]) -> str:
     tables = [report.table(*_named(*part)) for part in parts]
     return "\n\n".join([*tables, _source(measured, measured["exact_perplexity"])])
 
 
-def _named(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+def _named(header: list[str], rows: list[list[str]]) -> Table:
     """A table of a page, with types as they are named here."""
-    return header, [[_label(name), *cells] for name, *cells in rows]
+    named = []
+    for label, *cells in rows:
+        name, *scoring = label.split(", ")
+        named.append([", ".join([_label(name), *scoring]), *cells])
+    return header, named
 
 
 def peers_table() -> str:
     """Cache types of other projects next to ours, with errors, fewest bits first."""
-    return _peers(f"peers-{DEMO}")
-
-
-def hybrid_peers_table() -> str:
-    """The same of the model that the tests have."""
-    return _peers("peers-trained-hybrid-????-??-??")
-
-
-def _peers(name: str) -> str:
-    """Of each type the newest measurement on the same windows. name: a pattern of file names."""
-    measurements = newest_of_each(name)
+    measurements = newest_of_each(f"peers-{DEMO}")
     header = ["Keys/values", "bits/value", "perplexity", "KL", "KL 99 %", "drafts accepted", "KL, every token coded"]
     rows = []
     for measured, found in measurements:
@@ -246,24 +157,6 @@ def _with_error(row: Measured, figure: str, text: Callable[[float], str]) -> str
     return with_error(row[figure], row["errors"][figure], text)
 
 
-def needle_table() -> str:
-    """How many needles were found, as served, by type and length of the prompt."""
-    files = [newest(f"needle-{DEMO}"), newest(f"needle-{DEMO}-more")]
-    cells: dict[str, dict[int, dict[int, bool]]] = {}  # type → length → depth → found
-    for measured in files:
-        for cell in measured["needle"]:
-            if cell["scored_as"] == SERVED:
-                cells.setdefault(cell["type"], {}).setdefault(cell["length"], {})[cell["depth"]] = cell["correct"]
-    lengths = sorted({length for found in cells.values() for length in found})
-    header = " | ".join(f"{length:,} tokens" for length in lengths)
-    lines = [f"| Keys/values | {header} |", "|---" * (len(lengths) + 1) + "|"]
-    for name, found in cells.items():
-        counts = [f"{sum(found[n].values())} of {len(found[n])}" if n in found else "" for n in lengths]
-        lines.append(f"| {_label(name)} | {' | '.join(counts)} |")
-    commands = " and\n".join(f"`{measured['command']}`" for measured in files)
-    return "\n".join([*lines, "", f"Measured on {files[0]['date']} with\n{commands}."])
-
-
 def _by_type(measured: Measured) -> dict[str, dict[str, dict]]:
     rows: dict[str, dict[str, dict]] = {}
     for row in measured["rows"]:
@@ -285,11 +178,25 @@ def _cost(row: Measured, full: float) -> str:
     return f"{100 * (row['perplexity'] / full - 1):+.1f} %, {row['kl_mean']:.2g}"
 
 
+def _command(measured: Measured) -> str:
+    """The command that measures the same. The program had other flags before November 27."""
+    words = shlex.split(measured["command"])
+    if words[0] == "polarlm":
+        return measured["command"]
+    flags = dict(itertools.pairwise(words))
+    types = ",".join(dict.fromkeys(row["type"] for row in measured["rows"]))
+    command = ["polarlm", "quality", flags["--text"]]
+    if "--weights" in flags:
+        command += ["--model", flags["--weights"]]
+    command += ["--types", types, "--windows", str(measured["windows"]), "--window", str(measured["window"])]
+    return shlex.join([*command, "--every-token-coded"])
+
+
 def _source(measured: Measured, full: float, of_what: str = "in full precision") -> str:
     windows = "1 window" if measured["windows"] == 1 else f"{measured['windows']} windows"
     return (
         f"{measured['model']} on {measured['text']}, {windows} of {measured['window']:,} tokens, "
-        f"perplexity {full:.2f} {of_what}; measured on {measured['date']} with\n`{measured['command']}`."
+        f"perplexity {full:.2f} {of_what}; measured on {measured['date']} with\n`{_command(measured)}`."
     )
 
 
@@ -298,17 +205,9 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     DOCUMENT: {
         "quality": quality_table,
         "positions": positions_table,
-        "causes": causes_table,
-        "ablation": ablation_table,
-        "key bias": key_bias_table,
-        "weights": weights_table,
-        "arithmetic": arithmetic_table,
         "snapshots": snapshots_table,
-        "needle": needle_table,
         "figures": figures_table,
-        "hybrid figures": hybrid_figures_table,
         "peers": peers_table,
-        "hybrid peers": hybrid_peers_table,
     },
 }
 

@@ -92,7 +92,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
     attention, mixers = config.attention, [layer.mixer for layer in config.layers]
     ffns = [layer.ffn for layer in config.layers if layer.ffn is not None]
     heads = [mixer.kv_heads if isinstance(mixer, Attention) else 0 for mixer in mixers]
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "block_count": len(config.layers),
         "context_length": config.max_context,
         "embedding_length": config.hidden_size,
@@ -101,29 +101,33 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.head_count_kv": attention.kv_heads,
     }
     if config.is_encoder:
-        found |= {"attention.layer_norm_epsilon": config.norm_eps, "attention.causal": False}
-        return found | {"token_type_count": config.token_types, "pooling_type": int(gguf.PoolingType.MEAN)}
-    found |= {
-        "attention.key_length": attention.head_dim,
-        "attention.value_length": attention.head_dim,
-        "rope.dimension_count": attention.rotated,
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-    }
-    if attention.rope is not None:
-        found["rope.freq_base"] = attention.rope.theta
-        if attention.rope.kind == "yarn":
-            found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": attention.rope.factor}
-            found["rope.scaling.original_context_length"] = attention.rope.original_context
+        keys["pooling_type"] = int(gguf.PoolingType.MEAN)
+    if config.layers[0].norms == "sums":
+        keys |= {"attention.layer_norm_epsilon": config.norm_eps, "attention.causal": False}
+        keys["token_type_count"] = config.token_types
+    else:
+        keys |= {
+            "attention.key_length": attention.head_dim,
+            "attention.value_length": attention.head_dim,
+            "rope.dimension_count": attention.rotated,
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+        }
+    whole = next((mixer for mixer in config.attentions.values() if mixer.window is None), attention)
+    if whole.rope is not None:
+        keys["rope.freq_base"] = whole.rope.theta
+        if whole.rope.kind == "yarn":
+            keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": whole.rope.factor}
+            keys["rope.scaling.original_context_length"] = whole.rope.original_context
     if attention.window is not None:
-        found["attention.sliding_window"] = attention.window
-    for ffn in ffns[:1]:
+        keys["attention.sliding_window"] = attention.window
+    for ffn in ffns:
         if isinstance(ffn, Experts):
-            found |= {"expert_count": ffn.count, "expert_used_count": ffn.top_k, "expert_feed_forward_length": ffn.size}
+            keys |= {"expert_count": ffn.count, "expert_used_count": ffn.top_k, "expert_feed_forward_length": ffn.size}
     for mixer in dict.fromkeys(mixers):
         if isinstance(mixer, ShortConv):
-            found |= {"attention.head_count_kv": heads, "shortconv.l_cache": mixer.width}
+            keys |= {"attention.head_count_kv": heads, "shortconv.l_cache": mixer.width}
         if isinstance(mixer, GatedDelta):
-            found |= {
+            keys |= {
                 "rope.dimension_sections": [11, 11, 10, 0],
                 "ssm.conv_kernel": mixer.width,
                 "ssm.state_size": mixer.key_dim,
@@ -132,7 +136,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
                 "ssm.inner_size": mixer.value_heads * mixer.value_dim,
                 "full_attention_interval": 1 + next(number for number, count in enumerate(heads) if count),
             }
-    return found
+    return keys
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -201,7 +205,7 @@ class _Tensor:
 
 
 def _tensors(config: ModelConfig, types: Mapping[str, str]) -> list[_Tensor]:
-    """The tensors of a file: those of the table by llama.cpp's names, which several of the table may share."""
+    """The tensors of a file by llama.cpp's names, which several tensors of the table may share."""
     by_name: dict[str, list[TensorSpec]] = {}
     for spec in families.tensors(config).specs():
         if not spec.copy_of:

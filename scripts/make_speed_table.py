@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from polarlm.bench.serving import agents
+from polarlm.bench.serving.conversations import format_result
 from polarlm.bench.speed.figures import GENERATION, PROMPT
 from polarlm.bench.speed.tables import (
     Measured,
@@ -119,12 +120,30 @@ def _starts_by_machine() -> dict[str, list[Measured]]:
 def conversations(model: str = DEMO, results: str = "agents-demo") -> str:
     """Seconds to the first token of conversations that come back. results: how the name of the file begins."""
     measured = newest(f"{results}-????-??-??")
-    machine = measured["machine"]
     return (
-        f"{agents.format_result(measured)}\n\n"
-        f"{model} on {machine['cores']} cores of an {machine['cpu']}, {machine['system']}; "
+        f"{format_result(measured)}\n\n"
+        f"{model} on {place(measured)}; "
         f"{measured['options']['agents']} conversations; the other server was a process on the same machine; "
-        f"measured on {measured['date']} with\n`{measured['command']}`."
+        f"measured on {measured['date']} with\n`{_command(measured)}`."
+    )
+
+
+def pressure() -> str:
+    """First tokens of the last round by type and number of conversations, for docs/prefix-tiers.md."""
+    measured = newest("pressure-demo-*")
+    return (
+        f"{format_result(measured)}\n\n"
+        f"{place(measured)}, {measured['options']['kv_memory']} for "
+        f"keys and values; measured on {measured['date']} with\n`{_command(measured)}`."
+    )
+
+
+def _command(measured: Measured) -> str:
+    """The command that measured, by its present name: sections of `bench.serving` were programs of their own."""
+    return re.sub(
+        r"python -m (polarlm\.)?bench\.serving\.(\w+)",
+        r"python -m polarlm.bench.serving --only \2",
+        measured["command"],
     )
 
 
@@ -152,7 +171,8 @@ HYBRID = "qwen3.5-0.8b-random-q4-0"
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     DOCUMENT: {"speed": all_tables, "starts": starts},
     ROOT / "docs" / "prefix-tiers.md": {
-        "conversations": partial(conversations, "Random weights of the shape of Qwen3.5 0.8B", f"agents-{HYBRID}")
+        "conversations": partial(conversations, "Random weights of the shape of Qwen3.5 0.8B", f"agents-{HYBRID}"),
+        "pressure": pressure,
     },
 }
 

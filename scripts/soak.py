@@ -6,7 +6,7 @@
 Every answer is greedy and has to be what it was in the beginning. Now and then a client hangs up in the middle of a
 stream, a model is unloaded, and a model's process is killed: requests that it had may end with an error that says so.
 At the end there is a table of the clients and one of the models. The exit code is 1 if an answer was another one, or an
-error was not that of a killed process.
+error had another cause than a killed process.
 
 Prompts whose answers are compared are shorter than two blocks, so these are the same with each cache type. Other
 prompts are longer, and new: a small store is soon full of their blocks.
@@ -59,7 +59,7 @@ _TALK = "0123456789abcdef"
 
 @dataclass
 class Memory:
-    """Bytes that the processes of a model had: of each its first, and of all the last and the most."""
+    """Bytes of a model's processes: the first of each process, the last and the most of all."""
 
     pid: int = 0
     first: int = 0
@@ -203,16 +203,16 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=15, help="seconds from one kill or unloading to the next")
     parser.add_argument("--cache-type", default="f16", help="of the models' keys and values")
     parser.add_argument("--kv-memory", default=STORE, help="of each model to chat with, as of `polarlm serve`")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="polarlm-soak-") as name:
         folder = Path(name)
         kept = ["--cache-disk", "50M", "--cache-disk-folder", str(folder / "blocks")]
         kept += ["--sessions", str(folder / "sessions"), "--conversations", str(folder / "conversations")]
-        kept += ["--cache-type", given.cache_type]
-        with Household(make_household(folder / "models", given.kv_memory), folder, *kept) as house:
+        kept += ["--cache-type", options.cache_type]
+        with Household(make_household(folder / "models", options.kv_memory), folder, *kept) as house:
             soak = Soak(house, 0.0, everyone(house))
-            soak.until = time.monotonic() + 60 * given.minutes
-            _run(soak, given.every)
+            soak.until = time.monotonic() + 60 * options.minutes
+            _run(soak, options.every)
             again = starts(house)
             house.signal(signal.SIGTERM)
             code = house.process.wait(PATIENCE)
@@ -224,7 +224,7 @@ def main() -> int:
     for problem, count in soak.problems.most_common():
         print(f"\n{count} × {problem}")
     if not soak.problems:
-        print("\nNo error but those of killed processes.")
+        print("\nNo error but the errors of killed processes.")
     return 1 if soak.problems else 0
 
 

@@ -8,9 +8,9 @@ the layers of Qwen3.5, three gated delta rules to one of attention, with key and
 and 3.5 million parameters in all, so that an hour of one core teaches it to tell a story.
 
 The file has stories that are separated by lines of `<|endoftext|>`. The last ones are held out: the model's
-perplexity on them is printed beside those of counts of single tokens and of pairs. FOLDER gets a tokenizer, the
-weights as bfloat16 every few minutes, the last time after --minutes, and at the end the held-out stories and the logits
-of some of their tokens (`reference.npz`, as `make_fixtures.py` describes it).
+perplexity on them is printed beside the perplexity of counts of single tokens and of pairs. FOLDER gets a tokenizer,
+the weights as bfloat16 every few minutes, the last time after --minutes, and at the end the held-out stories and the
+logits of some of their tokens (`reference.npz`, as `make_fixtures.py` describes it).
 
 Matrices are trained with Muon (Jordan et al., 2024), the rest with AdamW. The learning rate falls to 0 at the end of
 the time, so a machine that does more steps gives a better model, and no two runs give the same one.

@@ -38,7 +38,7 @@ def train(bits: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    found = train(int(sys.argv[1]))
+    points = train(int(sys.argv[1]))
     test = np.random.default_rng(0).standard_normal((4000, 128), np.float32)
-    print(" ".join(f"{round(1000 * value)}" for value in found.ravel()))
-    print(f"{np.square(PathSearch(found)(test[None])[1] - test).mean():.5f}")
+    print(" ".join(f"{round(1000 * value)}" for value in points.ravel()))
+    print(f"{np.square(PathSearch(points)(test[None])[1] - test).mean():.5f}")

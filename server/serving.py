@@ -1,4 +1,4 @@
-"""Serves an application until a signal arrives: an engine's, or that of several models."""
+"""Serves an application of one model or of several until a signal arrives."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ import numpy as np
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from polarlm.model_loaders import ModelConfig, load_weights
+from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.families import tensors
+from scripts.make_random_model import add_value, metadata
 from tests.conftest import ENCODERS
 from tests.model_loaders.checkpoints import finish
 from tests.weights import pack
@@ -28,8 +29,8 @@ _WORDS = ("the", "rain", "falls", "on", "sea", "a", "ship", "ran", "he", "in", "
 def pieces() -> list[str]:
     """A vocabulary of words, letters, and letters inside words."""
     letters = [form for letter in string.ascii_lowercase for form in (letter, f"##{letter}")]
-    found = [*CONTROL, *dict.fromkeys([*_WORDS, *letters])]
-    return [*found, *(f"[unused{i}]" for i in range(VOCABULARY - len(found)))]
+    known = [*CONTROL, *dict.fromkeys([*_WORDS, *letters])]
+    return [*known, *(f"[unused{i}]" for i in range(VOCABULARY - len(known)))]
 
 
 def tokenizer_json() -> str:
@@ -118,22 +119,14 @@ def make_gguf(
     config, source, _ = load_weights(_fixture(name))
     arch = {"nomic_bert": "nomic-bert", "gemma3": "gemma-embedding"}.get(config.family, "bert")
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_context)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(len(config.layers))
-    writer.add_head_count(config.attention.heads)
-    writer.add_feed_forward_length(config.ffn.size)
-    whole = next(one for one in config.attentions.values() if one.window is None)
-    if whole.rope is not None:
-        writer.add_rope_freq_base(whole.rope.theta)
-    if arch == "gemma-embedding":
-        _write_gemma(writer, config)
-    else:
-        writer.add_layer_norm_eps(config.norm_eps)
-        writer.add_causal_attention(False)
-        writer.add_token_type_count(config.token_types)
-    if pooling is not None:
-        writer.add_pooling_type(gguf.PoolingType(pooling))
+    values = {**metadata(config), "pooling_type": pooling}
+    if arch == "gemma-embedding":  # with the pattern of windows, which the converter leaves out
+        values["attention.sliding_window_pattern"] = 2
+        for number, dense in enumerate(config.dense, 2):
+            writer.add_dense_features_dims(f"dense_{number}", dense.inputs, dense.outputs)
+    for key, value in values.items():
+        if value is not None:
+            add_value(writer, f"{arch}.{key}", value)
     if unigram:
         _write_unigram(writer)
     else:
@@ -154,18 +147,6 @@ def make_gguf(
     source.close()
     finish(writer)
     return path
-
-
-def _write_gemma(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    """What the converter writes of EmbeddingGemma alone, and the pattern of windows, which it leaves out."""
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_head_count_kv(config.attention.kv_heads)
-    writer.add_key_length(config.attention.head_dim)
-    writer.add_value_length(config.attention.head_dim)
-    writer.add_sliding_window(config.attention.window)
-    writer.add_sliding_window_pattern(2)
-    for number, dense in enumerate(config.dense, 2):
-        writer.add_dense_features_dims(f"dense_{number}", dense.inputs, dense.outputs)
 
 
 def _write_word_piece(writer: gguf.GGUFWriter) -> None:
@@ -195,8 +176,8 @@ def _write_unigram(writer: gguf.GGUFWriter) -> None:
 
 def reference(name: str) -> list[tuple[list[int], np.ndarray]]:
     """The texts of a fixture, and their last hidden states in transformers (T, E)."""
-    found = np.load(ENCODERS / name / "reference.npz")
-    return [(found[f"ids{i}"].tolist(), found[f"states{i}"]) for i in range(sum(one[:3] == "ids" for one in found))]
+    arrays = np.load(ENCODERS / name / "reference.npz")
+    return [(arrays[f"ids{i}"].tolist(), arrays[f"states{i}"]) for i in range(sum(one[:3] == "ids" for one in arrays))]
 
 
 def pooled(states: np.ndarray, pooling: str, dimensions: int | None = None) -> np.ndarray:

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import combinations, cycle, islice, product
 from typing import Any
+
+import pytest
+
+Test = Callable[..., None]
+
+
+def in_turn(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
+    """As `pytest.mark.parametrize`, but a test of one case, which runs with the given ones in turn: for many that are
+    fast. A failure prints the values that it occurs with, and those that a test skips are left out."""
+    keys, values = names.split(), list(cases)
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run_all(*args: Any, **kwargs: Any) -> None:
+            for case in values:
+                chosen = dict(zip(keys, case if len(keys) > 1 else (case,), strict=True))
+                print(*(getattr(value, "name", value) for value in chosen.values()))
+                with suppress(pytest.skip.Exception):
+                    test(*args, **kwargs, **chosen)
+
+        signature = inspect.signature(test)
+        others = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+        run_all.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run_all
+
+    return decorate
 
 
 def each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -29,7 +29,8 @@ def tokenizer_file(
 ) -> Path:
     """A .gguf file with nothing but a tokenizer of bytes: these control tokens, 262 tokens in all by default.
 
-    text: tokens that are added, but are not control tokens; some of them may be among `control`. template: of chats.
+    text: tokens that are added, but are not control tokens; some of them may be among `control`. template: the chat
+    template.
     """
     path = folder / "tokenizer.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -52,7 +53,7 @@ def tokenizer_file(
 def write_in_parts(path: Path, whole: Path, tensors: int) -> Path:
     """Write the model in the file `whole` in parts of `tensors` tensors, by gguf's own writer → the first part's path.
 
-    path: that of the parts, without their numbers.
+    path: the parts' path, without their numbers.
     """
     reader = gguf.GGUFReader(whole)
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors)

@@ -17,7 +17,8 @@ from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
-from polarlm.engine.requests.salts import adapter_of, joined
+from polarlm.engine.requests import drafts
+from polarlm.engine.state.salts import adapter_of, joined
 from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
 
@@ -230,10 +231,10 @@ def test_the_chat_takes_the_first_adapter(engine: Engine) -> None:
 
 
 def test_drafted_tokens_are_verified_with_the_adapter(
-    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine]
+    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lora = {"one": str(adapters["one"])}
-    with load_tiny(base, lora=lora, spec_type="ngram-simple", spec_ngram_size_n=1, **SETTINGS) as engine:
+    monkeypatch.setattr(drafts, "NGRAM", 1)  # which an answer of a tiny model repeats
+    with load_tiny(base, lora={"one": str(adapters["one"])}, spec_type="ngram-simple", **SETTINGS) as engine:
         found = engine.generate(PROMPT, params(60), PromptOptions(lora="one"))
     assert found.usage.drafted_tokens > 0
     assert found.token_ids == changed("one").generate(PROMPT, params(60)).token_ids

@@ -130,10 +130,8 @@ for package in (engine, model_loaders, server):
     assert "NumPy" in said[0]
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("module", ["serving.__main__", "serving.agents"])
-def test_a_measurement_over_http_names_the_extra_that_brings_its_client(module: str, tiny_path: Path) -> None:
-    program = f"from polarlm.bench.{module} import main; sys.stderr = sys.stdout; print(main(sys.argv[1:]))"
+def test_a_measurement_over_http_names_the_extra_that_brings_its_client(tiny_path: Path) -> None:
+    program = "from polarlm.bench.serving.__main__ import main; sys.stderr = sys.stdout; print(main(sys.argv[1:]))"
     said = run_without(["httpx"], program, "--weights", tiny_path).splitlines()
     assert said[-1] == "2"
     assert "httpx" in said[-2]

@@ -1,17 +1,22 @@
-"""Processes that this project starts run nothing of the folder that the user is in."""
+"""Processes that this project starts: they run nothing of the folder that the user is in, speak lines, and end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
+import psutil
 import pytest
 
-from polarlm.children import python
+from polarlm.children import Child, how_ended, python
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.sampling import grammar_worker
 from polarlm.model_loaders import demo
@@ -23,6 +28,7 @@ from polarlm.server.mcp.file import McpServer
 from polarlm.server.mcp.session import McpError, Session
 from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.registry import NamedModel
+from tests.server.lines import PATIENCE, eventually
 from tests.tiny import make_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +92,73 @@ def test_a_child_runs_nothing_of_the_current_folder(
     monkeypatch.setattr(sys, "path", ["", str(here), *sys.path])
     start(tmp_path)
     assert not ran.exists(), ran.read_text()
+
+
+# Speaks as each line asks it to, and starts a program in its group.
+SPEAKER = """
+import json, os, subprocess, sys, threading
+from polarlm.children import Parent
+end = threading.Event()
+def hear(said):
+    if said == "garbage":
+        parent.write(b"no JSON" * 1000)
+    elif said == "exit":
+        os._exit(3)
+    parent.tell(said)
+parent = Parent(hear, end.set)
+parent.write = parent._out.write
+print("what a library prints")
+parent.tell(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid)
+end.wait()
+"""
+
+
+class Heard:
+    """A child that runs SPEAKER, and what it says."""
+
+    def __init__(self, most: float = 1 << 30) -> None:
+        self.lines: SimpleQueue[Any] = SimpleQueue()
+        self.codes: SimpleQueue[int] = SimpleQueue()
+        command = [sys.executable, "-c", SPEAKER]
+        self.child = Child(command, self.lines.put, self.codes.put, most=most, errors=subprocess.DEVNULL)
+        self.program = psutil.Process(self.lines.get(timeout=PATIENCE))
+
+    def ended(self) -> int:
+        """The exit code; the program has ended as well."""
+        code = self.codes.get(timeout=PATIENCE)
+        eventually(lambda: not self.program.is_running() or self.program.status() == psutil.STATUS_ZOMBIE)
+        return code
+
+
+def test_lines_come_in_order_however_long_and_the_child_ends_when_its_pipe_is_closed() -> None:
+    heard, large = Heard(), ["é" * 1_000_000, None]
+    heard.child.tell(1, large, "last")
+    assert [heard.lines.get(timeout=PATIENCE) for _ in range(3)] == [1, large, "last"]
+    heard.child.close()
+    assert heard.ended() == 0
+
+
+def test_who_tells_a_child_that_does_not_listen_does_not_wait() -> None:
+    heard = Heard()
+    os.kill(heard.child.pid, signal.SIGSTOP)
+    heard.child.tell("x" * 10_000_000)
+    heard.child.kill()
+    assert (heard.ended(), how_ended(-9)) == (-signal.SIGKILL, "crashed (SIGKILL)")
+    heard.child.tell("nobody")
+
+
+@pytest.mark.parametrize("said", ["garbage", "x" * 2000])
+def test_a_child_that_writes_no_line_of_the_protocol_is_killed(said: str) -> None:
+    heard = Heard(most=1000)
+    heard.child.tell(said)
+    assert heard.ended() == -signal.SIGKILL
+    assert heard.child.broke_off
+
+
+def test_an_end_has_its_exit_code() -> None:
+    heard = Heard()
+    heard.child.tell("exit")
+    assert (heard.ended(), heard.child.broke_off, heard.child.end()) == (3, False, 3)
 
 
 def test_the_current_folder_is_looked_at_where_this_project_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import numpy as np
 import pytest
@@ -105,18 +103,6 @@ def test_texts_that_wait_together_are_computed_together(engine: Engine, monkeypa
         assert np.abs(engine.embed(text).vector - one.vector).max() <= 1e-6
 
 
-def test_threads_share_an_engine(engine: Engine) -> None:
-    alone = engine.embed(TEXT).vector
-    found: list[Any] = []
-    threads = [Thread(target=lambda: found.extend(engine.embed_each([TEXT] * 5))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 20
-    assert all(np.abs(one.vector - alone).max() <= 1e-6 for one in found)
-
-
 def test_dimensions_cut_a_vector(engine: Engine) -> None:
     ids, states = reference("bert_wide")[3]
     for dimensions in (1, 10, 64):
@@ -180,42 +166,42 @@ def test_a_damaged_model_fails_its_texts(tmp_path: Path) -> None:
         assert caught.value.code == "model_damaged"
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"hidden_act": "relu"}, "hidden_act is 'relu', but only gelu is supported"),
-        ({"position_embedding_type": "relative_key"}, "only absolute positions"),
-        ({"is_decoder": True}, "only an encoder"),
-        ({"num_attention_heads": 5}, "must be a multiple of 10"),
-        ({"max_position_embeddings": 70}, r"embeddings.weight has the shape \(64, 64\)"),
-        ({"architectures": ["BertForQuestionAnswering"]}, "architectures"),
-    ],
-)
-def test_a_wrong_configuration_is_named(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
-    path = make_folder(tmp_path / "model", "bert_wide") / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(LoadError, match=part):
-        load(path.parent)
+WRONG = [
+    ({"hidden_act": "relu"}, "hidden_act is 'relu', but only gelu is supported"),
+    ({"position_embedding_type": "relative_key"}, "only absolute positions"),
+    ({"is_decoder": True}, "only an encoder"),
+    ({"num_attention_heads": 5}, "must be a multiple of 10"),
+    ({"max_position_embeddings": 70}, r"embeddings.weight has the shape \(64, 64\)"),
+    ({"architectures": ["BertForQuestionAnswering"]}, "architectures"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda folder: (folder / "modules.json").write_text("[1]"), "should hold a list of objects"),
-        (lambda folder: (folder / "modules.json").write_text("{"), "cannot be read"),
-        (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), "config.json is missing"),
-        (lambda folder: (folder / "1_Pooling" / "config.json").write_text("{}"), "asks for no pooling"),
-        (
-            lambda folder: (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}'),
-            "pooling_mode is 'max'",
-        ),
-    ],
-)
-def test_wrong_modules_are_named(tmp_path: Path, change: Any, part: str) -> None:
-    folder = make_folder(tmp_path / "model", "bert_wide")
-    change(folder)
-    with pytest.raises(LoadError, match=part):
-        load(folder)
+def test_a_wrong_configuration_is_named(tmp_path: Path) -> None:
+    for number, (changes, part) in enumerate(WRONG):
+        path = make_folder(tmp_path / str(number), "bert_wide") / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        with pytest.raises(LoadError, match=part):
+            load(path.parent)
+
+
+MODULES = [
+    (lambda folder: (folder / "modules.json").write_text("[1]"), "should hold a list of objects"),
+    (lambda folder: (folder / "modules.json").write_text("{"), "cannot be read"),
+    (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), "config.json is missing"),
+    (lambda folder: (folder / "1_Pooling" / "config.json").write_text("{}"), "asks for no pooling"),
+    (
+        lambda folder: (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}'),
+        "pooling_mode is 'max'",
+    ),
+]
+
+
+def test_wrong_modules_are_named(tmp_path: Path) -> None:
+    for number, (change, part) in enumerate(MODULES):
+        folder = make_folder(tmp_path / str(number), "bert_wide")
+        change(folder)
+        with pytest.raises(LoadError, match=part):
+            load(folder)
     for pooling, modules, what in (("max", {}, "pooling_mode_max_tokens"), ("mean", {"CNN": "2"}, "module 'CNN'")):
         with pytest.raises(LoadError, match=what):
             load(make_folder(tmp_path / pooling, "bert_wide", pooling, **modules))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,19 +103,3 @@ def test_it_knows_paris_with_a_quantized_cache(demo: Engine) -> None:
     completion = demo.chat([*preamble, *QUESTION], SamplingParams(temperature=0, max_tokens=24))
     assert completion.usage.prompt_tokens > 300
     assert "Paris" in completion.text
-
-
-@pytest.fixture(scope="module")
-def resaved(demo: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demonstration model as sharded BF16 safetensors with an index, and its tokenizer beside it."""
-    from scripts.save_as_folder import save_as_folder
-
-    return save_as_folder(demo.model, tmp_path_factory.mktemp("resaved"), shard_bytes=100 << 20)
-
-
-@pytest.mark.slow
-def test_it_knows_paris_from_bf16_shards(resaved: Path) -> None:
-    assert len(list(resaved.glob("model-*.safetensors"))) > 1
-    with Engine.load(resaved, ctx_size=512) as engine:
-        assert engine.model.dtype == "BF16"
-        assert greedy(engine, QUESTION) == ANSWER

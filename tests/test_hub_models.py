@@ -66,15 +66,21 @@ def test_the_kv_store_of_the_context_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert fits_beside(EngineConfig(), WHOLE, ops)(None, 1000)
 
 
-@pytest.mark.parametrize("name", ["user/tiny:q4_k_m", "hf:user/tiny:q4_k_m"])
-def test_the_flag_names_a_model_without_the_prefix(name: str) -> None:
-    for flag in ("-hf", "--hf-repo"):
-        config, *_ = chat_flags([flag, name])
-        assert settle(None, config, {}).weights == "hf:user/tiny:q4_k_m"
-        config, *_ = server_flags([flag, name])
-        assert settle(None, config, {}).weights == "hf:user/tiny:q4_k_m"
-    assert model_named(None, name) == "hf:user/tiny:q4_k_m"
-    assert model_named("a/path", None) == "a/path"
+NAMES = [
+    "user/tiny:q4_k_m",
+    "hf:user/tiny:q4_k_m",
+]
+
+
+def test_the_flag_names_a_model_without_the_prefix() -> None:
+    for name in NAMES:
+        for flag in ("-hf", "--hf-repo"):
+            config, *_ = chat_flags([flag, name])
+            assert settle(None, config, {}).weights == "hf:user/tiny:q4_k_m"
+            config, *_ = server_flags([flag, name])
+            assert settle(None, config, {}).weights == "hf:user/tiny:q4_k_m"
+        assert model_named(None, name) == "hf:user/tiny:q4_k_m"
+        assert model_named("a/path", None) == "a/path"
 
 
 def test_a_path_and_a_name_are_one_model_too_many() -> None:

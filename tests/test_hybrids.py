@@ -20,8 +20,7 @@ from tests.requests.test_forks import in_child
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, preempt
 
-FAMILIES = ("qwen3_next", "qwen3_5", "granite_hybrid", "lfm2", "nemotron_h")
-HYBRIDS = sorted(path.name for path in FIXTURES.iterdir() if path.name.startswith(FAMILIES))
+HYBRIDS = ["qwen3_next_shared_keys", "qwen3_5_tied", "granite_hybrid_tied", "lfm2_biases", "nemotron_h_dense"]
 
 
 @pytest.fixture(params=MODELS)
@@ -30,7 +29,7 @@ def load(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Load]:
         yield load
 
 
-@pytest.mark.parametrize("length", [N - 1, N, N + 1, 2 * N, 3 * N - 1, 3 * N, 5 * N + 3])
+@pytest.mark.parametrize("length", [N, 5 * N + 3])
 def test_the_next_turn_computes_its_own_tokens_alone(load: Load, length: int) -> None:
     """After an answer that ends within a block, and at the end of one, where the state becomes a snapshot."""
     engine, ids = load(), ids_of(length)
@@ -44,7 +43,7 @@ def test_the_next_turn_computes_its_own_tokens_alone(load: Load, length: int) ->
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("cut", [1, 5, N])
+@pytest.mark.parametrize("cut", [1, N])
 def test_an_answer_that_is_replaced_costs_the_tokens_since_the_last_block_of_the_prompt(load: Load, cut: int) -> None:
     """As when a template leaves out an answer's thoughts."""
     engine, ids = load(), ids_of(5 * N + 6)
@@ -92,13 +91,9 @@ def test_coded_snapshots_change_little(load: Load) -> None:
     assert 0 < changes(load, "8bit") < 0.2
 
 
-def test_fewer_bits_change_more(load: Load) -> None:
-    assert changes(load, "8bit") < changes(load, "5bit") < 1
-
-
 @pytest.mark.parametrize(
     ("state_type", "length"),
-    [("f32", 4 * N), ("8bit", 4 * N - 1), ("8bit", 4 * N), ("8bit", 4 * N + 5), ("5bit", 4 * N), ("5bit", 4 * N + 5)],
+    [("8bit", 4 * N + 5), ("f32", 4 * N)],
 )
 def test_a_session_continues_to_the_bit(load: Load, tmp_path: Path, state_type: str, length: int) -> None:
     """Within a block, and at the end of one, where a session has a snapshot."""
@@ -118,15 +113,13 @@ def test_sessions_of_another_state_type_are_refused(load: Load, tmp_path: Path) 
     engine, ids = load(), ids_of(3 * N)
     answer(engine, ids, tokens=1)
     engine.save_session(tmp_path / "session", prompt=ids)
-    for other in ("8bit", "5bit"):
-        with pytest.raises(EngineError, match="state:f32"):
-            load(state_type=other).load_session(tmp_path / "session")
+    with pytest.raises(EngineError, match="state:f32"):
+        load(state_type="8bit").load_session(tmp_path / "session")
 
 
-@pytest.mark.parametrize("length", [4 * N, 4 * N + 5])
-def test_a_damaged_session_is_refused_in_a_sentence(load: Load, tmp_path: Path, length: int) -> None:
+def test_a_damaged_session_is_refused_in_a_sentence(load: Load, tmp_path: Path) -> None:
     """Wherever a bit has flipped, also in a snapshot; the engine goes on."""
-    engine, ids, file = load(), ids_of(length), tmp_path / "session"
+    engine, ids, file = load(), ids_of(4 * N), tmp_path / "session"
     answer(engine, ids, tokens=1)
     engine.save_session(file, prompt=ids)
     whole = file.read_bytes()
@@ -144,7 +137,7 @@ def test_a_damaged_session_is_refused_in_a_sentence(load: Load, tmp_path: Path, 
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("kind", ["its answer follows", "its answer is replaced", "it ends with a block"])
+@pytest.mark.parametrize("kind", ["its answer is replaced", "it ends with a block"])
 def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, kind: str) -> None:
     settings = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "disk")}
     engine, ids = load(**settings), ids_of(5 * N + 6)
@@ -155,26 +148,6 @@ def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, kind: 
     found = answer(load(**settings), prompt)
     assert found.usage.cached_tokens == (5 * N if kind == "its answer is replaced" else len(whole))
     assert found.usage.cached_from == {"disk": found.usage.cached_tokens}
-    assert found.token_ids == alone(load, prompt)
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "removed"])
-def test_a_damaged_snapshot_is_computed_again(load: Load, tmp_path: Path, damage: str) -> None:
-    folder = tmp_path / "disk"
-    settings = {"cache_disk": "50M", "cache_disk_folder": str(folder)}
-    engine, ids = load(**settings), ids_of(5 * N + 6)
-    answer(engine, ids, tokens=2)
-    engine.close()
-    for file in (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1000):
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 0xFF
-        if damage == "removed":
-            file.unlink()
-        else:
-            file.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
-    prompt = [*ids, *ids_of(9, seed=1)]
-    found = answer(load(**settings), prompt)
-    assert found.usage.cached_tokens == 0
     assert found.token_ids == alone(load, prompt)
 
 
@@ -267,11 +240,10 @@ def test_forced_tokens_change_the_state_as_steps_do(load: Load) -> None:
     assert again.token_ids == alone(load, following)
 
 
-@pytest.mark.parametrize("steps", [1, 4, N])
-def test_a_request_that_is_cancelled_changes_no_other(load: Load, steps: int) -> None:
+def test_a_request_that_is_cancelled_changes_no_other(load: Load) -> None:
     engine, ids = load(), ids_of(2 * N + 9)
     stream = engine.stream(ids, SamplingParams(max_tokens=100, ignore_eos=True))
-    for _ in range(steps):
+    for _ in range(4):
         next(stream)
     stream.close()
     following = [*ids, *ids_of(4, seed=1)]

@@ -78,19 +78,29 @@ ROOMS: dict[str, set[str]] = {
         "weight_formats",
     }
     | TOLD,
-    "requests": {"state", "model", "sampling", "storage.copies", "storage.tiers", "backends.numpy.host_memory"} | TOLD,
+    "storage.sessions": {
+        "state",
+        "storage.copies",
+        "storage.files",
+        "storage.identity",
+        "storage.objects",
+        "storage.payloads",
+    }
+    | TOLD,
+    "requests": {
+        "state",
+        "model",
+        "sampling",
+        "storage.copies",
+        "storage.sessions",
+        "storage.tiers",
+        "backends.numpy.host_memory",
+    }
+    | TOLD,
 }
 ROOMS["loading.kept_arrays"] = {"storage.files", "storage.objects"}
 ROOMS["loading.calibration"] = ROOMS["model"] | {"backends.numpy.blas", "codecs", "loading.kept_arrays", "model"}
 ROOMS["storage.identity"] = {"model", "state"}
-ROOMS["storage.sessions"] = ROOMS["requests"] | {
-    "requests",
-    "storage.copies",
-    "storage.files",
-    "storage.identity",
-    "storage.objects",
-    "storage.payloads",
-}
 ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}

@@ -38,7 +38,7 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
         ({"kept_sequences": -1}, ["kept_sequences", "-1"]),
         ({"kv_memory": "lots"}, ["kv_memory=lots"]),
         ({"kv_memory": 512}, ["kv_memory", "512", "str"]),
-        ({"mmap": "no"}, ["mmap", "'no'", "bool"]),
+        ({"calibration": "no"}, ["calibration", "'no'", "bool"]),
         ({"cache_type_k": "q9"}, ["cache_type_k=q9", "polarquant"]),
         ({"cache_type_v": "q9"}, ["cache_type_v=q9", "polarquant"]),
         ({"cache_type_v": "polarquant+nothing"}, ["cache_type_v=polarquant+nothing"]),

@@ -42,8 +42,8 @@ def extra(folder: Path, output: str | None) -> str:
     command = [make, "--print-data-base", "--dry-run", "-C", str(ROOT), "help"]
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(folder)}, timeout=60)
     assert done.returncode == 0, done.stderr
-    (found,) = re.findall(r"^EXTRA := (.*)$", done.stdout, re.MULTILINE)
-    return str(found)
+    (chosen,) = re.findall(r"^EXTRA := (.*)$", done.stdout, re.MULTILINE)
+    return str(chosen)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_the_kernels_of_the_cpu_are_installed_if_they_can_be(tmp_path: Path, has
 
 
 def test_the_gpu_s_tests_take_arguments() -> None:
-    command = [make_command(), "--dry-run", "-C", str(ROOT), "gpu-test", "PY=python3", "ARGS=--budget 9 -k gemv"]
+    command = [make_command(), "--dry-run", "-C", str(ROOT), "gpu-test", "PY=python3", "ARGS=--limit 9 -k gemv"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "python3 -m scripts.gpu_test --budget 9 -k gemv" in done.stdout.splitlines()
+    assert "python3 -m scripts.gpu_test --limit 9 -k gemv" in done.stdout.splitlines()
 
 
 def gpu_bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

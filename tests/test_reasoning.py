@@ -103,7 +103,7 @@ def test_chat(engine: Engine, params: SamplingParams) -> None:
     assert_continues(engine, answer.text, usage.prompt_tokens, usage.cached_tokens)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("engine", ["qwq"], indirect=True)
 def test_server(engine: Engine, params: SamplingParams) -> None:
     asked = {"model": "any", "temperature": 1, "seed": 1, "max_tokens": 24}
     asked["logit_bias"] = {str(token): value for token, value in params.logit_bias.items()}
@@ -119,32 +119,32 @@ def test_server(engine: Engine, params: SamplingParams) -> None:
     assert_continues(engine, inside, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "tags"),
-    [
-        ("<think>\n", "\n</think>\n", Tags("<think>", "</think>")),
-        ("[THINK]", "[/THINK]", Tags("[THINK]", "[/THINK]")),
-        ("<think>", "\n", None),
-        ("", "</think>", None),
-        ("", "", None),
-    ],
-)
-def test_tags_come_in_pairs(before: str, after: str, tags: Tags | None) -> None:
-    class Template:
-        """Writes the reasoning of an answer between `before` and `after`."""
+PAIRS = [
+    ("<think>\n", "\n</think>\n", Tags("<think>", "</think>")),
+    ("[THINK]", "[/THINK]", Tags("[THINK]", "[/THINK]")),
+    ("<think>", "\n", None),
+    ("", "</think>", None),
+    ("", "", None),
+]
 
-        def render_each(self, conversations: Sequence[Sequence[Mapping[str, Any]]], **_: object) -> list[str]:
-            return [
-                "".join(
-                    f"{before}{message['reasoning_content']}{after}{message['content']}"
-                    if "reasoning_content" in message
-                    else message["content"]
-                    for message in messages
-                )
-                for messages in conversations
-            ]
 
-    assert find_tags(Template()) == tags
+class Around:
+    """A template that writes the reasoning of an answer between `before` and `after`."""
+
+    def __init__(self, before: str, after: str):
+        self.before, self.after = before, after
+
+    def render_each(self, conversations: Sequence[Sequence[Mapping[str, Any]]], **_: object) -> list[str]:
+        return ["".join(map(self._shown, messages)) for messages in conversations]
+
+    def _shown(self, message: Mapping[str, Any]) -> str:
+        reasoning = message.get("reasoning_content")
+        return message["content"] if reasoning is None else f"{self.before}{reasoning}{self.after}{message['content']}"
+
+
+def test_tags_come_in_pairs() -> None:
+    for before, after, tags in PAIRS:
+        assert find_tags(Around(before, after)) == tags
 
 
 CHANNEL = Tags("<|channel>thought", "<channel|>")

@@ -105,25 +105,25 @@ def test_an_embedding_model_cannot_be_made_to_rank(tmp_path: Path) -> None:
             loaded.embed([5], options=PromptOptions(pooling=RANK), pooling=RANK)
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "but only classifiers with one label"),
-        ({"id2label": None}, "but only classifiers with one label"),
-        ({"architectures": ["BertModel"]}, ""),
-    ],
-)
-def test_other_classifiers_are_refused(tmp_path: Path, changes: dict[str, object], part: str) -> None:
-    folder = make_reranker(tmp_path / "model", "bert")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    if part:
-        with pytest.raises(LoadError, match=part):
-            load(folder)
-    else:
-        model = load(folder)  # an embedding model, whose file has a head that it does not use
-        model.weights.close()
-        assert not model.config.scores_pairs
+OTHERS = [
+    ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "but only classifiers with one label"),
+    ({"id2label": None}, "but only classifiers with one label"),
+    ({"architectures": ["BertModel"]}, ""),
+]
+
+
+def test_other_classifiers_are_refused(tmp_path: Path) -> None:
+    for number, (changes, part) in enumerate(OTHERS):
+        folder = make_reranker(tmp_path / str(number), "bert")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        if part:
+            with pytest.raises(LoadError, match=part):
+                load(folder)
+        else:
+            model = load(folder)  # an embedding model, whose file has a head that it does not use
+            model.weights.close()
+            assert not model.config.scores_pairs
 
 
 @pytest.fixture(scope="module")
@@ -143,18 +143,18 @@ def test_the_server_ranks(server: Serving) -> None:
     assert server.post("/api/show", {"model": "any"}).json()["capabilities"] == []
 
 
-@pytest.mark.parametrize(
-    ("body", "part"),
-    [
-        ({"documents": []}, "documents"),
-        ({"documents": ["a"] * 10_000}, "documents has 10000 texts, but at most 2048"),
-        ({"documents": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),
-        ({"documents": ["a"], "query": "rain " * 100}, "exceeds the available context size of 64 tokens"),
-        ({"documents": ["a", "rain " * 100_000]}, "exceeds the available context size of 64 tokens"),
-        ({"documents": ["a"], "instruction": "find"}, "reads no instruction"),
-    ],
-)
-def test_wrong_requests_are_refused(server: Serving, body: dict[str, object], part: str) -> None:
-    response = server.post("/v1/rerank", {"query": QUERY, **body})
-    assert response.status_code == 400
-    assert part in response.text
+WRONG = [
+    ({"documents": []}, "documents"),
+    ({"documents": ["a"] * 10_000}, "documents has 10000 texts, but at most 2048"),
+    ({"documents": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),
+    ({"documents": ["a"], "query": "rain " * 100}, "exceeds the available context size of 64 tokens"),
+    ({"documents": ["a", "rain " * 100_000]}, "exceeds the available context size of 64 tokens"),
+    ({"documents": ["a"], "instruction": "find"}, "reads no instruction"),
+]
+
+
+def test_wrong_requests_are_refused(server: Serving) -> None:
+    for body, part in WRONG:
+        response = server.post("/v1/rerank", {"query": QUERY, **body})
+        assert response.status_code == 400
+        assert part in response.text

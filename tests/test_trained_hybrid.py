@@ -15,7 +15,7 @@ from tests.conftest import TRAINED_HYBRID
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.load(TRAINED_HYBRID, device="cpu", cache_type="f16", state_type="5bit") as engine:
+    with Engine.load(TRAINED_HYBRID, device="cpu", cache_type="f16") as engine:
         yield engine
 
 
@@ -37,7 +37,7 @@ def test_it_tells_a_story(engine: Engine) -> None:
 
 
 def test_the_next_turn_goes_on_from_a_snapshot(engine: Engine) -> None:
-    """With a prefix of the store a token is as likely as without, within what 5 bits cost."""
+    """With a prefix of the store a token is as likely as without, within what 8 bits cost."""
     text = (TRAINED_HYBRID / "held_out.txt").read_text(encoding="utf-8")
     ids = engine.tokenize(text[:2000])[:300]
     greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=5)

@@ -1,53 +1,28 @@
-"""A plugin of pytest for runs that may be cut off: results are written as they come; after a time no test begins.
+"""A plugin of pytest that writes results as they come, for runs that may be cut off.
 
-pytest -p tests.written_results --results FILE --until TIME --but-not FILE
+pytest -p tests.written_results --results FILE
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-OVER = "the time for this run was over"
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("written results")
     group.addoption("--results", type=Path, help="file to which a line of JSON is added for each test")
-    group.addoption("--until", type=float, default=float("inf"), help="Unix time after which no test begins")
-    group.addoption("--but-not", type=Path, help="results of an earlier run: tests that passed in it are left out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Limits(config))
     path, is_worker = config.getoption("results"), hasattr(config, "workerinput")
     if path is not None and not is_worker:
         config.pluginmanager.register(_Writer(path))
-
-
-class _Limits:
-    """Leaves tests out, in each process that runs tests."""
-
-    def __init__(self, config: pytest.Config):
-        self._until = config.getoption("until")
-        earlier = config.getoption("but_not")
-        self._passed = set() if earlier is None else passed(earlier)
-
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        done = [item for item in items if item.nodeid in self._passed]
-        config.hook.pytest_deselected(items=done)
-        items[:] = [item for item in items if item.nodeid not in self._passed]
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
-        if time.time() > self._until:
-            pytest.skip(OVER)
 
 
 class _Writer:
@@ -90,16 +65,3 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(text)
-
-
-def outcomes(path: Path) -> dict[str, dict[str, Any]]:
-    """Id → the last line of each test; one that failed in another phase than its call has failed.
-
-    Of several runs in one file, the last run of a test counts.
-    """
-    return {line["test"]: line for line in read(path) if "test" in line}
-
-
-def passed(path: Path) -> set[str]:
-    """Ids of the tests that passed."""
-    return {test for test, line in outcomes(path).items() if line["result"] == "passed"}

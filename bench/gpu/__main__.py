@@ -1,4 +1,4 @@
-"""`python -m polarlm.bench.gpu`: times of the kernels on a GPU, next to its limits and other libraries' kernels.
+"""`python -m polarlm.bench.gpu`: times of the kernels on a GPU, next to its limits and PyTorch's kernels.
 
 The most important measurements come first; the report names those for which --budget leaves no time. The JSON file is
 written after each of them, so that an interrupted run keeps its results.
@@ -70,7 +70,7 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
         argv,
         {"Kernels": Options, "Output": Output},
         prog="python -m polarlm.bench.gpu",
-        description="Times of the kernels on a GPU, compared with its limits and with other libraries' kernels.",
+        description="Times of the kernels on a GPU, compared with its limits and with PyTorch's kernels.",
         checks={"layers": at_least(1), "budget": at_least(1)},
     )
     types = cache_types(options.types)
@@ -183,7 +183,7 @@ class Plan:
         sizes = self.sizes
         for context in self.contexts:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
-            yield f"fp16 kernels of others, {context} × {batch}", partial(self.peers, *shape)
+            yield f"fp16 kernels of PyTorch, {context} × {batch}", partial(self.peers, *shape)
             for cache_type in self.types:
                 work = partial(_one, measure_attention, self.gpu, sizes, self._content, cache_type, context, batch)
                 yield f"attention, {cache_type.label}, {context} × {batch}", work
@@ -197,7 +197,7 @@ class Plan:
                 partial(self._with_model, weights, measure_prefill),
             )
         prompt = self.sizes.config, self.sizes.prompt, self.sizes.runs
-        yield f"fp16 kernels of others, prompt of {self.sizes.prompt} tokens", partial(prompt_attention, *prompt)
+        yield f"fp16 kernels of PyTorch, prompt of {self.sizes.prompt} tokens", partial(prompt_attention, *prompt)
         for weights in reversed(FORMATS):  # starts with the model that is still loaded
             for rows in (1, *_SMALL_ROWS):
                 for name in _MATRICES if rows == 1 else _MATRICES[:-1]:

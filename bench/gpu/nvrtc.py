@@ -50,7 +50,7 @@ def compile_text(text: str, arch: int) -> list[Usage]:
 
 
 def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
-    """As `compile_text`, with the compiled binary, which nvdisasm reads. Raises EngineError."""
+    """Like `compile_text`, with the compiled binary, which nvdisasm reads. Raises EngineError."""
     _, headers = compiler()
     options = [*OPTIONS, *OF_CUPY, architecture(text, arch), "--ptxas-options=-v", f"--include-path={headers}"]
     message, binary = run_compiler(text, options)
@@ -122,10 +122,10 @@ def compilers() -> list[tuple[ctypes.CDLL, Path]]:
 
 def _installed(pattern: str) -> dict[str, Path]:
     """A file of NVIDIA's wheels for each CUDA, by its folder's name. The wheels of CUDA 13 share the folder "cu13";
-    those of CUDA 12, "cu12" here, have a folder `cuda_…` each, and come last."""
-    spec, found = importlib.util.find_spec("nvidia"), dict[str, Path]()
+    wheels of CUDA 12, "cu12" here, have a folder `cuda_…` each, and come last."""
+    spec, files = importlib.util.find_spec("nvidia"), dict[str, Path]()
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob(f"*/{pattern}"), reverse=True):
             name = file.parents[1].name
-            found["cu12" if name.startswith("cuda_") else name] = file
-    return dict(sorted(found.items(), reverse=True))
+            files["cu12" if name.startswith("cuda_") else name] = file
+    return dict(sorted(files.items(), reverse=True))

@@ -43,7 +43,7 @@ class MatrixTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, one token per sequence. bytes: of the weights, codes and full-precision blocks that it reads.
+    """Seconds of a step, one token per sequence. bytes: its reads of weights, codes and full-precision blocks.
 
     weights: a key of `bench.gpu.model.FORMATS`. context, shortest: tokens of the first sequence and of the others.
     seconds: the mean over a whole block, with its encoding, if the host waits for each step's tokens; median: the

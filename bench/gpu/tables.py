@@ -1,4 +1,4 @@
-"""Results of measurements on a GPU as JSON and as tables, in which times are compared with limits and with others."""
+"""Results of measurements on a GPU as JSON and as tables, in which times are compared with limits and with PyTorch."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _share_of_copy(results: Results, rate: float) -> str:
 
 
 def _attention(results: Results) -> str:
-    """The table of attention, by context and batch, with other libraries' fp16 kernels first."""
+    """The table of attention, by context and batch, with PyTorch's fp16 kernels first."""
     rows, measured = [], [*results.rows_of(PeerTime), *results.rows_of(AttentionTime)]
     for context, batch in dict.fromkeys((row.context, row.batch) for row in measured):
         best = results.best_half(context, batch)
@@ -134,9 +134,7 @@ def _steps(results: Results) -> str:
             )
         )
     times = "ms a step", "median", "ahead", "device alone", "floor", "floor / step"
-    title = (
-        "Whole steps; floor: the bytes of weights and K/V at the speed of a copy; tokens/s: of steps that begin ahead"
-    )
+    title = "Whole steps; floor: the bytes of weights and K/V at the speed of a copy; tokens/s: if steps begin ahead"
     return _table(title, ("weights", "launches", "context", "batch", *times, "tokens/s"), rows)
 
 
@@ -167,7 +165,7 @@ def _prompt_peers(results: Results) -> str:
         time = f"{1e3 * row.seconds:,.2f}" if row.seconds else row.note
         rate = f"{row.flops / row.seconds / 1e12:,.0f}" if row.seconds else _NONE
         rows.append((row.name, f"{row.tokens:,}", time, rate, row.note if row.seconds else _NONE))
-    title = "Causal attention of a prompt by others in half precision; compare with attention TFLOP/s of prefill"
+    title = "Causal attention of a prompt by PyTorch in half precision; compare with attention TFLOP/s of prefill"
     return _table(title, ("kernel", "tokens", "ms a layer", "TFLOP/s", "note"), rows)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import CacheType, cache_types
+from polarlm.bench.command import CacheType
 from polarlm.bench.quality import answers, kld_base, page
-from polarlm.bench.quality.budget import MOST, Windows, choose, of_length
+from polarlm.bench.quality import types as compared
+from polarlm.bench.quality.budget import MOST, Windows, choose, of_length, window_seconds
 from polarlm.bench.quality.inputs import (
-    DEFAULT_TYPES,
     LEAST_TOKENS,
     TOO_SHORT,
     QualityConfig,
@@ -22,16 +22,20 @@ from polarlm.bench.quality.inputs import (
     page_file,
     read_text,
 )
-from polarlm.bench.quality.scores import windows
+from polarlm.bench.quality.scores import SERVED, windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.cli.progress import counting
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import AS_STORED, EngineConfig
+from polarlm.engine.errors import counted
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
 from polarlm.engine.loading.placement.wanted import Sizes, Wanted
+from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.config import ModelConfig
 
@@ -62,22 +66,24 @@ class _Measurement:
         text = options.text
         self._text = "" if text is None else read_text(text)
         self._seconds = 60 * self._options.minutes
+        self._is_counted = options.windows > 0  # the windows are given, and nothing else is measured
+        converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
         self._path, name = model_files(self._options.weights)
         config, source, dtype = model_loaders.load_weights(self._path)
         try:
             self._base = kld_base.read(str(self._options.kld_base), config, name) if text is None else None
-            self._types = _chosen(self._options.types, config)
+            self._types = compared.chosen(options.types, options.ablate, config)
             self._file = page_file(self._options.output, name)
-            self._ops = arithmetic(source, self._options.threads)
+            self._ops = arithmetic(source, self._options.threads, converted)
             device, ops = devices(self._options.device, self._options.threads)[0]
-            size = weight_bytes(ops, source)
-            self._fits = {one.label: _fit(one, ops, config, size) for one in self._types}
+            size = weight_bytes(ops, source, converted)
+            self._fits = {cache_type.label: _fit(cache_type, ops, config, size) for cache_type in self._types}
         finally:
             source.close()
         self._config, self._device = config, device
         self._about: dict[str, Any] = {
             "model": name,
-            "weights": dtype,
+            "weights": dtype if options.weight_type == AS_STORED else f"{dtype} as {options.weight_type}",
             "text": "standard input" if text == "-" else Path(text or str(self._options.kld_base)).name,
             "full_precision": "prefill" if self._base is None else "file",
             "arithmetic": "float32" if isinstance(self._ops, NumpyOps) else "compiled kernels",
@@ -91,21 +97,38 @@ class _Measurement:
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
         note(f"Loading {self._about['model']} with {len(self._types)} cache types")
-        length = MOST if self._base is None else self._base.ids.shape[1]
-        context = min(max(length, answers.PROMPT + answers.MOST), self._config.max_context)
-        survey = Survey(self._path, self._types, context, self._ops, note)
+        length = self._options.window or MOST
+        if self._base is not None:
+            length = self._base.ids.shape[1]
+        if length > self._config.max_context and self._options.window:
+            raise FlagError(
+                f"--window {length} is more than the {self._config.max_context} tokens of context that "
+                f"{self._about['model']} has"
+            )
+        least = 0 if self._is_counted else answers.PROMPT + answers.MOST
+        survey = Survey(
+            self._path,
+            self._types,
+            min(max(length, least), self._config.max_context),
+            self._ops,
+            note,
+            weight_type=self._options.weight_type,
+            every_token_coded=self._options.every_token_coded,
+        )
         try:
             ids = survey.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
             if len(ids) < LEAST_TOKENS:
                 raise FlagError(TOO_SHORT.format(len(ids)))
             self._quality(survey, ids)
-            self._answer(survey, ids)
+            if not self._is_counted:
+                self._answer(survey, ids)
         finally:
             survey.close()
         del survey  # frees its weights before the engine loads its own
-        self._measure_speed(ids)
+        if not self._is_counted:
+            self._measure_speed(ids)
         self._write(complete=True)
-        print(page.table(self._result))
+        print(page.terminal(self._result))
         note(f"The page: {self._file}, its figures: {self._file.with_suffix('.json')}")
 
     # -- quality -----------------------------------------------------------------------------------------------
@@ -119,10 +142,10 @@ class _Measurement:
         self._about |= {"window": plan.length, "planned_windows": len(cut)}
         each = plan.seconds / plan.count
         try:
-            total = len(cut) * (1 + len(self._types))
+            total = len(cut) * survey.passes
             with counting("Scoring", "pass", total) as count:
                 for number, window in enumerate(cut):
-                    if number and self._clock() + each > self._until_answers:
+                    if number and not self._is_counted and self._clock() + each > self._until_answers:
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
                         break
                     started = self._clock()
@@ -145,25 +168,36 @@ class _Measurement:
         list(survey.score(probe, keep=False))
         taken = self._clock() - started
         seconds, token_seconds = max(0.0, self._until_answers - self._clock()), taken / len(probe)
-        if self._base is None:
-            plan = choose(seconds, token_seconds, len(ids), survey.context)
-        else:
-            count, length = self._base.ids.shape
+        length, most = self._options.window, len(ids)
+        if self._base is not None:
+            most, length = self._base.ids.size, self._base.ids.shape[1]
             if survey.context < length:
                 raise FlagError(
                     f"--kld-base: windows of {length:,} tokens, and memory has room for {survey.context:,} in f16"
                 )
-            plan = of_length(length, seconds, token_seconds, count)
-        rest = self._until_speed - self._until_answers, _SPEED_SHARE * self._seconds
-        late = "" if plan.seconds <= seconds else f" (--minutes leaves {report.duration(seconds)})"
-        text = ", all of the text" if plan.count * plan.length > len(ids) - plan.length else ""
-        note(
-            f"{len(self._types)} cache types on {_counted(plan.count, 'window')} of {plan.length:,} tokens{text}: "
-            f"about {report.duration(plan.seconds)}{late}, and {report.duration(rest[0])} for texts of their own, "
-            f"{report.duration(rest[1])} at most for speed. "
-            f"Ctrl-C keeps what was measured, in {self._file}"
-        )
+        if self._is_counted:
+            length = min(length or MOST, survey.context, most)
+            count = min(self._options.windows, -(-most // length))
+            plan = Windows(count, length, count * window_seconds(token_seconds, length))
+        elif length:
+            plan = of_length(min(length, survey.context, most), seconds, token_seconds, most // length)
+        else:
+            plan = choose(seconds, token_seconds, most, survey.context)
+        self._say_plan(plan, seconds, most)
         return plan
+
+    def _say_plan(self, plan: Windows, seconds: float, most: int) -> None:
+        """Print a note. seconds: that there are for scoring; most: tokens of the text."""
+        text = ", all of the text" if plan.count * plan.length > most - plan.length else ""
+        windows = f"{counted(len(self._types), 'cache type')} on {counted(plan.count, 'window')}"
+        scoring = f"{windows} of {plan.length:,} tokens{text}: about {report.duration(plan.seconds)}"
+        if not self._is_counted:
+            late = "" if plan.seconds <= seconds else f" (--minutes leaves {report.duration(seconds)})"
+            own, speed = self._until_speed - self._until_answers, _SPEED_SHARE * self._seconds
+            scoring += (
+                f"{late}, and {report.duration(own)} for texts of their own, {report.duration(speed)} at most for speed"
+            )
+        note(f"{scoring}. Ctrl-C keeps what was measured, in {self._file}")
 
     @property
     def _until_answers(self) -> float:
@@ -207,15 +241,19 @@ class _Measurement:
         except BaseException:
             self._stopped()
             raise
-        labels = [one.label for one in self._types]
+        labels = [cache_type.label for cache_type in self._types]
         self._answers = dict(zip(labels, texts.judged(), strict=True))
 
     # -- speed -------------------------------------------------------------------------------------------------
 
     def _measure_speed(self, ids: Sequence[int]) -> None:
         """Measure the speed of each type, in rounds while there is time."""
-        settings = {"device": self._device, "threads": self._options.threads}
-        speeds = Speeds(self._path, self._types, ids, settings, self._clock)
+        options = self._options
+        settings = {"device": self._device, "threads": options.threads, "weight_type": options.weight_type}
+        whole = [cache_type for cache_type in self._types if cache_type.encoding == WHOLE]
+        if not whole:
+            return
+        speeds = Speeds(self._path, whole, ids, settings, self._clock)
         try:
             with counting("Speed", "run") as count:
                 for _ in speeds.measure(self._end):
@@ -235,12 +273,11 @@ class _Measurement:
     def _write(self, *, complete: bool) -> None:
         """Write the page and its JSON. Raises EngineError."""
         quality = asdict(self._quality_so_far)
+        types = {cache_type.label: cache_type for cache_type in self._types}
         for row in quality["rows"]:
-            del row["attention_error"]
-            row["pair"] = next(one.pair for one in self._types if one.label == row["type"])
-            row["fit"] = asdict(self._fits[row["type"]])
-            rates = self._rates.get(row["type"])
-            answer = self._answers.get(row["type"])
+            name, is_served = row["type"], row["scored_as"] == SERVED
+            row["pair"], row["fit"] = types[name].pair, asdict(self._fits[name])
+            answer, rates = (of.get(name) if is_served else None for of in (self._answers, self._rates))
             row["answer"] = None if answer is None else asdict(answer)
             row["speed"] = None if rates is None else asdict(rates)
         self._result = report.write(
@@ -255,28 +292,6 @@ class _Measurement:
         self._written = self._clock()
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _chosen(text: str, config: ModelConfig) -> list[CacheType]:
-    """The types of --types. Default types that do not support the model's head dim are left out, with a note.
-
-    Raises FlagError.
-    """
-    found = []
-    for one in cache_types(text, by_layer=True):
-        try:
-            one.check(config.attention.head_dim)
-        except FlagError as error:
-            if text != DEFAULT_TYPES:
-                raise
-            note(f"{one.label} is left out. {str(error).partition(': ')[2]}")
-        else:
-            found.append(one)
-    return found
-
-
-def _fit(one: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
-    settings = EngineConfig(cache_type=one.pair, key_conditioning=one.key_conditioning)
-    return fit_weights(Wanted(settings, config, Sizes(size)), ops, [one.pair]).caches[0]
+def _fit(cache_type: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
+    settings = EngineConfig(cache_type=cache_type.pair, key_conditioning=cache_type.key_conditioning)
+    return fit_weights(Wanted(settings, config, Sizes(size)), ops, [cache_type.pair]).caches[0]

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from polarlm.bench import report
 from polarlm.bench.command import LAYERS_HELP, TYPES_HELP, WEIGHTS_HELP
+from polarlm.bench.quality.types import DEFAULT_TYPES
 from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.config import AS_STORED, EngineConfig, setting
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
 
-DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
 LEAST_TOKENS = 64
 TOO_SHORT = (
     f"TEXT has {{}} tokens, and at least {LEAST_TOKENS} are needed: give a longer text, such as some pages of what the "
@@ -36,6 +36,29 @@ class QualityConfig:
     weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
     types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP + LAYERS_HELP)
     minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
+    ablate: str | None = setting(
+        None, "--ablate", metavar="TYPE", help="one type with parts of its encoding switched off, each alone and all"
+    )
+    every_token_coded: bool = setting(
+        False, "--every-token-coded", help="score each type also with the current block read as codes"
+    )
+    windows: int = setting(
+        0,
+        "--windows",
+        metavar="N",
+        help="score exactly so many windows, however long that takes, and measure neither texts of the model's own nor "
+        "speed; 0 scores as many as there is time for",
+    )
+    window: int = setting(
+        0, "--window", metavar="N", help="tokens of a window; 0 takes 2,048, or fewer where there is no time for that"
+    )
+    weight_type: str = setting(
+        AS_STORED,
+        "--weight-type",
+        metavar="TYPE",
+        help="convert the weights, as the engine does; with --kld-base FILE, made with the weights as stored, the row "
+        "f16 shows what that costs",
+    )
     state: bool = setting(
         False,
         "--state",
@@ -62,6 +85,10 @@ class QualityConfig:
     threads: int = setting(
         0, "-t", "--threads", metavar="N", help="CPU threads; 0 follows OMP_NUM_THREADS or the cores"
     )
+
+    def changed(self, *names: str) -> bool:
+        """Whether any of these fields has another value than its default."""
+        return any(getattr(self, name) != getattr(QualityConfig(), name) for name in names)
 
 
 def model_files(path: str | None) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,19 @@ from markupsafe import Markup
 
 from polarlm.bench import report
 from polarlm.bench.plot_style import NO_PICTURES
-from polarlm.bench.quality import page_plots
-from polarlm.bench.quality.scores import kl_by_position, kl_cells, small, top1_by_position, two_digits, with_error
+from polarlm.bench.quality import pictures, tables
+from polarlm.bench.quality.scores import SERVED
+from polarlm.bench.quality.tables import NONE, Table, small
 from polarlm.engine import EngineError
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 
 Result = Mapping[str, Any]
 
-_NONE = "—"
-_PLAIN = ":plain"
 # Column → its explanation, for the page and docs/quality.md.
 COLUMNS = {
     "cache type": "how keys and values are stored; :plain is without our conditioning of keys, as others publish it",
-    "bits/value": "of complete blocks: codes, norms and means; f16 has 16",
+    "bits/value": "bits of complete blocks over their values: codes, norms and means; f16 has 16",
     "perplexity": "of the text, and its change from full precision; lower is better, and small changes are chance",
     "KL mean": "how far the next token's distribution is from full precision's on average, in nats; 0 is the same",
     "same top-1": "positions where the most likely next token is that of full precision",
@@ -35,47 +35,33 @@ COLUMNS = {
 }
 
 
-# The same of the two tables after it, but for columns that the first one has, too.
-KL_COLUMNS = {
-    "KL median": "half of the positions are further off than this, in nats",
-    "KL 90 %": "one position in ten is further off than this, in nats",
-    "KL 99 %": "one position in a hundred is further off than this, in nats",
-    "KL 99.9 %": "one position in a thousand is further off than this, in nats",
-    "KL max": "the position that is furthest off, in nats",
-    "drafts accepted": "tokens that full precision drafts and the type accepts, in speculative sampling",
-}
-ANSWER_COLUMNS = {
-    "own tokens": "tokens that the model wrote with the type, drawn at temperature 1",
-    "their perplexity": "of these tokens, in full precision: how likely the text is for a model that codes nothing",
-    "KL there": "how far the distributions that they were drawn from are from full precision's, in nats",
-    "accepted there": "drafts accepted at these tokens",
-}
+@dataclass(frozen=True)
+class Section:
+    """A heading, tables under it by their names for screen readers, and a sentence after them."""
+
+    heading: str
+    tables: dict[str, Table]
+    text: str = ""
 
 
-def write(file: Path, result: Result) -> None:
-    """Write the page. Raises EngineError."""
-    pictures = page_plots.draw(result)
-    render(
-        file,
-        "page.html",
-        result=result,
-        sentences=sentences(result),
-        columns={**COLUMNS, **KL_COLUMNS, **ANSWER_COLUMNS},
-        header=list(COLUMNS),
-        rows=_cells(result),
-        divergences=divergences(result),
-        answers=answers(result),
-        by_position=by_position(result),
-        pictures=[(title, Markup(svg)) for title, svg in pictures or ()],
-        no_pictures="" if pictures is not None else NO_PICTURES,
-        about=_about(result),
-        partial=_partial(result),
-        missing=_missing(result),
-    )
+@dataclass(frozen=True)
+class Page:
+    """What a page says. presets: the statements under each name; pictures: (title, SVG), None without matplotlib."""
+
+    title: str
+    lead: str
+    partial: str  # a sentence about what is missing; empty if the measurement is complete
+    sections: Sequence[Section]
+    about: Sequence[tuple[str, str]]
+    columns: Mapping[str, str]  # column → its explanation
+    presets: Sequence[tuple[str, list[str]]] = ()
+    missing: Sequence[str] = ()
+    pictures: Sequence[tuple[str, str]] | None = ()
+    bold: frozenset[str] = field(default_factory=frozenset)  # first cells of rows in bold type
 
 
-def render(file: Path, template: str, **values: Any) -> None:
-    """Write a page of the template. Raises EngineError."""
+def render(file: Path, page: Page) -> None:
+    """Write a page. Raises EngineError."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -83,74 +69,79 @@ def render(file: Path, template: str, **values: Any) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    text = environment.get_template(template).render(colours=page_plots.COLOURS, **values)
+    drawn = page.pictures and [(title, Markup(svg)) for title, svg in page.pictures]
+    values = {**vars(page), "pictures": drawn, "no_pictures": NO_PICTURES, "colours": pictures.COLOURS}
     try:
-        file.write_text(text, encoding="utf-8")
+        file.write_text(environment.get_template("page.html").render(values), encoding="utf-8")
     except OSError as error:
         raise EngineError(f"{file} cannot be written: {error.strerror}") from None
 
 
-def table(result: Result) -> str:
+def write(file: Path, result: Result) -> None:
+    """Write the page of cache types. Raises EngineError."""
+    kl, same = tables.kl_by_position(result["rows"]), tables.top1_by_position(result["rows"])
+    sections = [
+        Section("All types", {"Table of all types": overview(result)}),
+        Section(
+            "How far from full precision",
+            {"Table of divergences": tables.divergences(result["rows"])},
+            "± is a standard error, bootstrapped over the windows of the text.",
+        ),
+        Section(
+            "By position in the text",
+            {"Table of KL by position": kl, "Table of the same top-1 by position": same},
+            "A token that comes later has more codes before it, so it shows more of what a type costs. The first "
+            "stretch has few codes: the first block and the current one are in full precision.",
+        ),
+    ]
+    if (answers := tables.answers(result["rows"]))[1]:
+        text = (
+            "Each type continues the text with the same random numbers, and full precision reads what it wrote. Errors "
+            "of codes that add up while a model reads its own tokens show here."
+        )
+        sections.append(Section("Texts of their own", {"Table of texts that the model wrote": answers}, text))
+    tokens = f"{result['scored_tokens']:,} tokens"
+    page = Page(
+        title=f"What a cache type costs: {result['model']}",
+        lead=f"Measured on {result['text']}, {tokens}, on {result['date']}",
+        partial=_partial(result),
+        presets=sentences(result),
+        sections=sections,
+        missing=_missing(result),
+        pictures=pictures.draw(result),
+        about=_about(result),
+        columns={**COLUMNS, **tables.KL_COLUMNS, **tables.ANSWER_COLUMNS},
+        bold=frozenset(PRESETS),
+    )
+    render(file, page)
+
+
+def terminal(result: Result) -> str:
     """The tables as Markdown, for a terminal."""
-    whole = report.table(list(COLUMNS), [cells for _, cells in _cells(result)])
-    more = [divergences(result), *by_position(result), answers(result)]
-    return "\n\n".join([whole, *(report.table(header, rows) for header, rows in more if rows)])
+    rows = result["rows"]
+    more = [tables.divergences(rows), tables.kl_by_position(rows), tables.top1_by_position(rows), tables.answers(rows)]
+    return "\n\n".join(report.table(header, cells) for header, cells in [overview(result), *more] if cells)
 
 
-def by_position(result: Result) -> list[tuple[list[str], list[list[str]]]]:
-    """Header and rows of KL by position, and of the same top-1."""
-    rows = [(row["type"], row["by_position"]) for row in result["rows"]]
-    return [kl_by_position(rows), top1_by_position(rows)]
-
-
-def divergences(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of all figures of KL, with their errors."""
-    rows = []
-    for row in result["rows"]:
-        errors = row["errors"] or {}
-        shares = (with_error(row[name], errors.get(name), two_digits) for name in ("same_top1", "draft_acceptance"))
-        rows.append([row["type"], *kl_cells(row), *shares])
-    *of_kl, accepted = KL_COLUMNS
-    return ["cache type", "KL mean", *of_kl, "same top-1", accepted], rows
-
-
-def answers(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the types that wrote a text."""
-    rows = []
-    for row in result["rows"]:
-        if (answer := row["answer"]) is not None:
-            errors = answer["errors"] or {}
-            rows.append(
-                [
-                    row["type"],
-                    f"{answer['tokens']:,}",
-                    with_error(answer["perplexity"], answer["perplexity_error"], "{:.2f}".format),
-                    with_error(answer["kl_mean"], errors.get("kl_mean"), small),
-                    with_error(answer["draft_acceptance"], errors.get("draft_acceptance"), two_digits),
-                ]
-            )
-    return ["cache type", *ANSWER_COLUMNS], rows
-
-
-def _cells(result: Result) -> list[tuple[bool, list[str]]]:
-    """(whether it is a preset, its cells) for full precision, then for each type."""
+def overview(result: Result) -> Table:
+    """Full precision, then a row for each type and way of scoring."""
     exact = result["exact_perplexity"]
-    first = ["full precision", _NONE, f"{exact:.3f}", "0", "100 %", *[_NONE] * 4]
-    return [(False, first), *((row["type"] in PRESETS, _row_cells(row, exact)) for row in result["rows"])]
+    first = ["full precision", NONE, f"{exact:.3f}", "0", "100 %", *[NONE] * 4]
+    return list(COLUMNS), [first, *(_row_cells(row, exact) for row in result["rows"])]
 
 
 def _row_cells(row: Result, exact: float) -> list[str]:
     speed, fit = row["speed"] or {}, row["fit"]
     return [
-        row["type"],
+        tables.label(row),
         f"{row['bits_per_value']:.2f}",
         f"{row['perplexity']:.3f} ({_change(row, exact)})",
         small(row["kl_mean"]),
         f"{100 * row['same_top1']:.1f} %",
         _rate(speed.get("prompt")),
         _rate(speed.get("generation")),
-        _NONE if fit["problem"] else format_bytes(1000 * fit["bytes_per_token"]),
-        _NONE if fit["problem"] else f"{fit['tokens']:,}",
+        NONE if fit["problem"] else format_bytes(1000 * fit["bytes_per_token"]),
+        NONE if fit["problem"] else f"{fit['tokens']:,}",
     ]
 
 
@@ -162,14 +153,15 @@ def _change(row: Result, exact: float) -> str:
 
 def _rate(rate: float | None) -> str:
     if rate is None:
-        return _NONE
+        return NONE
     return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
 
 
 def sentences(result: Result) -> list[tuple[str, list[str]]]:
     """(preset, statements of what it costs) for each preset that was measured."""
-    f16 = next((row for row in result["rows"] if row["type"] == "f16"), None)
-    return [(row["type"], _points(row, f16, result)) for row in result["rows"] if row["type"] in PRESETS]
+    served = [row for row in result["rows"] if row["scored_as"] == SERVED]
+    f16 = next((row for row in served if row["type"] == "f16"), None)
+    return [(row["type"], _points(row, f16, result)) for row in served if row["type"] in PRESETS]
 
 
 def _points(row: Result, f16: Result | None, result: Result) -> list[str]:
@@ -192,20 +184,23 @@ def _partial(result: Result) -> str:
     if result["complete"]:
         return ""
     windows = f"{result['windows']} of {result['planned_windows']} windows were scored"
-    timed = sum(row["speed"] is not None for row in result["rows"])
-    return f"This page is partial: {windows}, and the speed of {timed} of {len(result['rows'])} types was measured."
+    served = [row for row in result["rows"] if row["scored_as"] == SERVED]
+    timed = sum(row["speed"] is not None for row in served)
+    return f"This page is partial: {windows}, and the speed of {timed} of {len(served)} types was measured."
 
 
 def _missing(result: Result) -> list[str]:
     """A sentence for each figure that is missing from the table."""
-    found = []
+    sentences = []
     if any(row["kl_999th_percentile"] is None for row in result["rows"]):
-        found.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")
+        sentences.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")
     problems: dict[str, list[str]] = {}
     for row in result["rows"]:
+        if row["scored_as"] != SERVED:
+            continue
         for problem in {row["fit"]["problem"], (row["speed"] or {}).get("problem", "")} - {""}:
             problems.setdefault(problem, []).append(row["type"])
-    return found + [f"{', '.join(types)}: {problem}" for problem, types in problems.items()]
+    return sentences + [f"{', '.join(types)}: {problem}" for problem, types in problems.items()]
 
 
 def _about(result: Result) -> Sequence[tuple[str, str]]:
@@ -217,6 +212,7 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
     exact = f"a prefill in {arithmetic[result['arithmetic']]}"
     if result["full_precision"] == "file":
         exact = "the log-probabilities of the file, of the second half of each window"
+    coded = any(row["scored_as"] != SERVED for row in result["rows"])
     speed = "CPU" if result["device"] == "cpu" else "GPU"
     if result.get("speed_context"):
         rounds = max(row["speed"]["rounds"] for row in result["rows"] if row["speed"])
@@ -227,9 +223,10 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
         ("full precision", f"{exact}; its perplexity is {result['exact_perplexity']:.3f}"),
         (
             "types",
-            "as generation reads them: complete blocks as codes, the first and the current one in full precision",
+            "as generation reads them: complete blocks as codes, the first and the current one in full precision"
+            + ("; with every token coded, the current block is read as codes, too" if coded else ""),
         ),
-        ("speed", speed),
+        *([("speed", speed)] if result.get("speed_context") else []),
         ("machine", f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}"),
         ("date", f"{result['date']}, {report.duration(result['seconds'])}"),
         ("command", result["command"]),

@@ -11,8 +11,9 @@ from polarlm.bench import report
 from polarlm.bench.quality import page, snapshots
 from polarlm.bench.quality.divergence import Divergence
 from polarlm.bench.quality.inputs import QualityConfig, model_files, page_file, read_text
-from polarlm.bench.quality.scores import kl_cells, two_digits, windows, with_error
+from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.survey import arithmetic
+from polarlm.bench.quality.tables import kl_cells, two_digits, with_error
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
@@ -155,13 +156,18 @@ def _write_page(file: Path, result: Mapping[str, Any]) -> None:
         ("date", f"{result['date']}, {report.duration(result['seconds'])}"),
         ("command", result["command"]),
     ]
-    page.render(
-        file,
-        "snapshots.html",
-        result=result,
-        length=snapshots.LENGTH,
-        header=list(COLUMNS),
-        rows=cells(result["rows"]),
+    length = snapshots.LENGTH
+    text = (
+        f"The text is read as a prompt. Every {length} tokens it is continued by the next {length}, from the exact "
+        "snapshot and from each coding of it. The recurrent layers forget the error with every token."
+    )
+    table = list(COLUMNS), cells(result["rows"])
+    whole = page.Page(
+        title=f"What a snapshot costs: {result['model']}",
+        lead=f"Measured on {result['text']}, {result['snapshots']:,} snapshots, on {result['date']}",
+        partial="" if result["complete"] else "This page is partial: the measurement was interrupted.",
+        sections=[page.Section("All state types", {"Table of all state types": table}, text)],
         about=about,
         columns=COLUMNS,
     )
+    page.render(file, whole)

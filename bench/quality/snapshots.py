@@ -16,7 +16,7 @@ from polarlm.bench.quality.divergence import Divergence
 from polarlm.bench.quality.figures import Figures, figures
 from polarlm.bench.quality.states import divergence, hidden_of
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.quantization.snapshot_codes import EXACT, SnapshotCodes, narrowed
+from polarlm.engine.quantization.snapshot_codes import EXACT, SnapshotCodes
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaState
 from polarlm.engine.state.store import SequenceKV
@@ -95,9 +95,7 @@ def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], cod
 
 
 def _coded(name: str, array: np.ndarray, codes: SnapshotCodes) -> np.ndarray:
-    if name == "matrices":
-        return codes.decode(codes.encode(array))
-    return narrowed(array, codes.inputs).astype(array.dtype)
+    return codes.decode(codes.encode(array)) if name == "matrices" else array
 
 
 def rows_of(

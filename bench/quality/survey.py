@@ -10,7 +10,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality.answers import Answers
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.kld_file import KldFile
-from polarlm.bench.quality.scores import Quality, row_of
+from polarlm.bench.quality.scores import CODED, SERVED, Quality, row_of
 from polarlm.bench.quality.states import (
     Scored,
     exact_logprobs,
@@ -23,20 +23,21 @@ from polarlm.bench.quality.states import (
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
+from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.assembly import assemble, with_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import weight_bytes
+from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders.files.weights import WeightSource
 
-_SCORING = "as served"
 _ARITHMETIC_SHARE = 0.7  # share of the free memory that weights as float32 may take
 
 
-def arithmetic(source: WeightSource, threads: int) -> Ops:
-    """NumPy's ops, in float32; if the weights as float32 take too much memory, those of compiled kernels."""
+def arithmetic(source: WeightSource, threads: int, weight_type: WeightFormat | None = None) -> Ops:
+    """NumPy's ops, in float32; compiled kernels if the weights as float32 take too much memory."""
     plain = NumpyOps(threads)
-    if weight_bytes(plain, source) <= _ARITHMETIC_SHARE * plain.free_memory():
+    if weight_bytes(plain, source, weight_type) <= _ARITHMETIC_SHARE * plain.free_memory():
         return plain
     return select("cpu", threads)[0]
 
@@ -49,21 +50,40 @@ class Survey:
     """
 
     def __init__(
-        self, weights: str, types: Sequence[CacheType], context: int, ops: Ops, say: Callable[[str], None]
+        self,
+        weights: str,
+        types: Sequence[CacheType],
+        context: int,
+        ops: Ops,
+        say: Callable[[str], None],
+        *,
+        weight_type: str = AS_STORED,
+        every_token_coded: bool = False,
     ) -> None:
-        """context: tokens of the longest window. Raises EngineError."""
-        settings = {"ctx_size": context, "kept_sequences": 0, "parallel": 1}
+        """context: tokens of the longest window. every_token_coded: whether types are scored in this way, too. Raises
+        EngineError."""
+        settings = {"ctx_size": context, "kept_sequences": 0, "parallel": 1, "weight_type": weight_type}
         self._parts = assemble(settle(weights, None, {**settings, "cache_type": "f16"}), say, ops=ops)
-        self.types = list(types)
         try:
             self._others = [
-                with_cache(self._parts, settle(None, None, {**settings, **one.settings()}), say) for one in types
+                with_cache(
+                    self._parts,
+                    settle(None, None, {**settings, **cache_type.settings()}),
+                    say,
+                    encoding=cache_type.encoding,
+                )
+                for cache_type in types
             ]
         except BaseException:
             self._parts.close()
             raise
-        self._found: list[list[Scored]] = [[] for _ in types]
-        self._logprobs: list[np.ndarray] = []
+        self._rows = [
+            (cache_type, other, scoring, list[Scored]())
+            for cache_type, other in zip(types, self._others, strict=True)
+            for scoring in ([SERVED, CODED] if every_token_coded else [SERVED])
+        ]
+        self._logprobs: list[np.ndarray] = []  # of each window, in full precision
+        self._longest = 0  # tokens of the longest window so far
 
     @property
     def context(self) -> int:
@@ -83,17 +103,18 @@ class Survey:
         return self._parts.source.tokenizer.bos_id
 
     def score(self, ids: Sequence[int], *, keep: bool = True) -> Iterator[None]:
-        """Score a window (T,); yields after full precision and after each type. keep: whether `quality` counts it."""
+        """Score a window (T,); yields after full precision and after each row. keep: whether `quality` counts it."""
         reference = self._parts.model
         exact = exact_states(reference, ids)
         logprobs = exact_logprobs(reference, exact, ids)
         if keep:
-            self._logprobs.append(logprobs)
+            self._add_window(ids, logprobs)
         yield
-        for found, other in zip(self._found, self._others, strict=True):
-            one = scored(reference, exact, other.model, served_states(other.model, ids), ids)
+        for _, other, scoring, windows in self._rows:
+            hidden = served_states(other.model, ids, every_token_coded=scoring == CODED)
+            score = scored(reference, exact, other.model, hidden, ids)
             if keep:
-                found.append(one)
+                windows.append(score)
             yield
 
     def answers(self, prompt: Sequence[int]) -> Answers:
@@ -102,29 +123,41 @@ class Survey:
 
     def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
         """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
-        self._logprobs.append(stored_logprobs(base, window, ids))
+        self._add_window(ids, stored_logprobs(base, window, ids))
         yield
-        for found, other in zip(self._found, self._others, strict=True):
-            found.append(scored_against(base, window, other.model, served_states(other.model, ids), ids))
+        for _, other, scoring, windows in self._rows:
+            hidden = served_states(other.model, ids, every_token_coded=scoring == CODED)
+            windows.append(scored_against(base, window, other.model, hidden, ids))
             yield
+
+    def _add_window(self, ids: Sequence[int], logprobs: np.ndarray) -> None:
+        self._longest = max(self._longest, len(ids))
+        self._logprobs.append(logprobs)
+
+    @property
+    def passes(self) -> int:
+        """The number of times that scoring a window yields."""
+        return 1 + len(self._rows)
 
     @property
     def windows(self) -> int:
         """The number of windows that `quality` counts."""
-        return max(1, min(map(len, self._found))) if any(self._found) else 0
+        counts = [len(windows) for _, _, _, windows in self._rows]
+        return max(1, min(counts)) if any(counts) else 0
 
     def quality(self) -> Quality:
-        """All figures so far. At least one type must have been scored on a window."""
-        windows = self.windows
+        """All figures so far. At least one row must have been scored on a window."""
+        count = self.windows
         rows = [
-            row_of(one, other.plan.shape.bits_per_value, _SCORING, found[:windows], self._logprobs, [])
-            for one, other, found in zip(self.types, self._others, self._found, strict=True)
-            if found
+            row_of(cache_type, other.plan.shape.bits_of_text(self._longest), scoring, windows[:count], self._logprobs)
+            for cache_type, other, scoring, windows in self._rows
+            if windows
         ]
-        logprobs = np.concatenate(self._logprobs[:windows])
+        logprobs = np.concatenate(self._logprobs[:count])
         return Quality(len(logprobs), perplexity(logprobs), rows)
 
     def close(self) -> None:
         self._parts.close()
         self._others.clear()
+        self._rows.clear()
         del self._parts

@@ -1,54 +1,35 @@
-"""The cache types that a quality measurement compares: named ones, all, or one with parts switched off."""
+"""The cache types that a quality measurement compares: named types, or one with parts of its encoding switched off."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 from polarlm.bench.command import CacheType, cache_types
-from polarlm.bench.quality import peers
-from polarlm.engine import codecs
+from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading.encoding import Encoding
-from polarlm.engine.state.cache_types import PRESETS
+from polarlm.model_loaders.config import ModelConfig
 
-_OWN = ("ring", "trellis")  # this project's designs, which have no published form without conditioning
-FULL_PRECISION = codecs.FULL
-
-
-def chosen_types(types: str | None, ablate: str | None, *, key_conditioning: bool) -> list[CacheType]:
-    """The types of --types and of --ablate; empty if neither is given. Raises FlagError."""
-    chosen = [] if types is None else cache_types(types, key_conditioning=key_conditioning, by_layer=True)
-    return chosen if ablate is None else [*chosen, *_ablation(ablate)]
+DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
 
 
-def all_types(head_dim: int, *, key_conditioning: bool) -> list[CacheType]:
-    """Every codec that supports the head dim, published ones also without conditioning, and the mixed presets."""
-    found = cache_types(",".join(_labels()), key_conditioning=key_conditioning)
-    return [one for one in found if _serves(one, head_dim)]
-
-
-def _labels() -> Iterator[str]:
-    """Yields the labels of all types but those of other projects.
-
-    With a codec for keys only, values have half precision; mixed presets are last.
-    """
-    for name in (name for name in codecs.available() if name not in peers.NAMES):
-        label = name if "v" in codecs.get(name).serves else f"{name}/{FULL_PRECISION}"
-        yield label
-        if name != FULL_PRECISION and not name.startswith(_OWN):
-            yield f"{label}:plain"
-    for key, value in PRESETS.values():
-        if key != value:
-            yield f"{key}/{value}"
-
-
-def _serves(cache_type: CacheType, head_dim: int) -> bool:
-    try:
-        cache_type.check(head_dim)
-    except FlagError:
-        return False
-    return True
+def chosen(types: str, ablate: str | None, config: ModelConfig) -> list[CacheType]:
+    """The types of --types and of --ablate; with --ablate alone, its types. Default types that do not support the
+    model's head dim are left out, with a note. Raises FlagError."""
+    ablated = [] if ablate is None else _ablation(ablate)
+    if ablated and types == DEFAULT_TYPES:
+        types = ""
+    supported = []
+    for cache_type in [*(cache_types(types, by_layer=True) if types else []), *ablated]:
+        try:
+            cache_type.check(config.attention.head_dim)
+        except FlagError as error:
+            if types != DEFAULT_TYPES:
+                raise
+            note(f"{cache_type.label} is left out. {str(error).partition(': ')[2]}")
+        else:
+            supported.append(cache_type)
+    return supported
 
 
 def _ablation(text: str) -> list[CacheType]:

@@ -1,34 +1,134 @@
-"""Clients that send the requests of a plan to a server."""
+"""Speed, latencies and cached tokens of a server under load.
+
+Requests arrive as a Poisson process, are sent by the first free client, and stream over HTTP. Their prompts are random
+tokens after a shared prefix.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
 
 import httpx
+import numpy as np
+from tqdm import tqdm
 
+from polarlm.bench import report
+from polarlm.bench.report import Output
 from polarlm.bench.serving.client import Answer, ask, kind
-from polarlm.bench.serving.plan import Plan
+from polarlm.bench.serving.options import LoadOptions, Options
+from polarlm.bench.serving.process import own_server
 from polarlm.engine import EngineError
+from polarlm.engine.cli.commands import note
+from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading.calibration import TEXT_FILE
+from polarlm.server.config import KEY_VARIABLE
 
 _SAMPLE_SECONDS = 0.25  # seconds between two requests of /metrics
 _PATIENCE = 120.0  # seconds to wait for data
+_ANSWER = 64  # tokens of an answer
+_SHOWN = (50, 95, 99)
 
 
-@dataclass
-class Seen:
-    """The results of a plan. answers: in the order of requests."""
+def run(options: Options, load: LoadOptions, model: str | None, destination: Output, argv: Sequence[str]) -> None:
+    """Measures, writes JSON, also when it is stopped, and prints the table. Raises FlagError or EngineError."""
+    max_tokens = options.max_tokens or _ANSWER
+    with _server(options, load, model) as url:
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        name = _model(url, headers)
+        output = destination.path("serving", name)
+        note(f"Requests arrive for {report.duration(load.seconds)}; then the answers under way come to their end")
+        clients = Load()
 
-    seconds: float
-    answers: list[Answer]
-    blocks: int  # blocks in the server's store
-    peak_blocks: int  # most blocks held at a time, with those of finished sequences
-    peak_running: int
+        def show(complete: bool) -> None:
+            settings = {"threads": options.threads, "max_tokens": max_tokens, "seed": options.seed, **asdict(load)}
+            result = {"model": name, "load": settings, **summary(clients.seen())}
+            report.write(output, "serving", argv, result, complete=complete)
+            note(f"Written to {output}")
+            print(format_result(result))
+
+        try:
+            asyncio.run(_measure(url, headers, load, options.seed, max_tokens, clients))
+        except KeyboardInterrupt:
+            if clients.answers:
+                show(complete=False)
+            raise
+    show(complete=True)
+
+
+@contextmanager
+def _server(options: Options, load: LoadOptions, model: str | None) -> Iterator[str]:
+    if options.url is not None:
+        yield options.url.rstrip("/").removesuffix("/v1")
+        return
+    flags = [] if model is None else ["--weights", model]
+    with own_server([*flags, "--threads", str(options.threads), "--parallel", str(load.clients)]) as url:
+        yield url
+
+
+def _model(url: str, headers: Mapping[str, str]) -> str:
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30).raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        raise EngineError(f"--url {url}: the server answers with status {error.response.status_code}") from None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+        raise EngineError(f"--url {url}: no such server answers there ({type(error).__name__})") from None
+
+
+async def _measure(
+    url: str, headers: dict[str, str], load: LoadOptions, seed: int, max_tokens: int, clients: Load
+) -> None:
+    """Send the requests of a load. Raises FlagError if no request arrives, EngineError if none is answered."""
+    rng = np.random.default_rng(seed)
+    starts = poisson(load.rate, load.seconds, load.requests, rng)
+    if not starts:
+        raise FlagError("--rate and --seconds: no request arrives in that time")
+    ids = await vocabulary(url, headers)
+    texts = prompts(ids, len(starts), load.shared_prefix, load.prompt_tokens, rng)
+    with tqdm(total=len(starts), desc="Serving", unit="request", disable=None) as bar:
+        await clients.run(url, headers, Plan(load.clients, starts, texts, max_tokens), bar.update)
+    answers = clients.seen().answers
+    if all(answer.error for answer in answers):
+        raise EngineError(f"--url {url}: no request was answered ({answers[0].error})")
+
+
+# -- what is asked, and when ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The requests and their times."""
+
+    clients: int
+    starts: Sequence[float]  # seconds from the beginning, ascending
+    prompts: Sequence[Sequence[int]]  # ids, one prompt for each start
+    max_tokens: int
+
+
+def poisson(rate: float, seconds: float, most: int | None, rng: np.random.Generator) -> list[float]:
+    """The arrival times of a Poisson process with `rate` per second: within `seconds`, and at most `most`."""
+    starts: list[float] = []
+    at = rng.exponential(1 / rate)
+    while at < seconds and (most is None or len(starts) < most):
+        starts.append(float(at))
+        at += rng.exponential(1 / rate)
+    return starts
+
+
+def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.random.Generator) -> Sequence[Sequence[int]]:
+    """`count` prompts of random ids: `shared` ids that are the same in all, then `own` ids of each."""
+    prefix = rng.choice(ids, shared).tolist()
+    return [prefix + rng.choice(ids, own).tolist() for _ in range(count)]
 
 
 async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
@@ -40,6 +140,20 @@ async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
             return sorted(set(ids))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise EngineError(f"--url {url}: there is no server of ours that answers ({kind(error)})") from None
+
+
+# -- clients -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """The results of a plan. answers: in the order of requests."""
+
+    seconds: float
+    answers: list[Answer]
+    blocks: int  # blocks in the server's store
+    peak_blocks: int  # most blocks held at a time, with those of finished sequences
+    peak_running: int
 
 
 class Load:
@@ -102,3 +216,71 @@ class _Watch:
                     self.held = max(self.held, held)
                     self.running = max(self.running, int(float(found["requests_running"])))
             await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+# -- results -------------------------------------------------------------------------------------------------------
+
+
+def summary(seen: Seen) -> dict[str, Any]:
+    """The results as JSON. Latencies are those of finished answers."""
+    whole = [answer for answer in seen.answers if answer.error is None]
+    prompt_tokens = sum(answer.prompt_tokens for answer in whole)
+    tokens = sum(answer.completion_tokens for answer in whole)
+    waits = {
+        "first_token_seconds": [answer.first_token for answer in whole if answer.pieces],
+        "between_tokens_seconds": [gap for answer in whole for gap in _gaps(answer)],
+        "request_seconds": [answer.ended - answer.sent for answer in whole],
+        "behind_arrival_seconds": [answer.sent - answer.planned for answer in seen.answers],
+    }
+    return {
+        "seconds": seen.seconds,
+        "requests": len(seen.answers),
+        "errors": dict(Counter(answer.error for answer in seen.answers if answer.error is not None)),
+        "requests_per_second": len(whole) / seen.seconds,
+        "tokens_per_second": tokens / seen.seconds,
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": sum(answer.cached_tokens for answer in whole),
+        "prefix_hit_rate": sum(answer.cached_tokens for answer in whole) / max(1, prompt_tokens),
+        "blocks": seen.blocks,
+        "peak_blocks": seen.peak_blocks,
+        "peak_running": seen.peak_running,
+        "latencies": {name: _distribution(values) for name, values in waits.items()},
+    }
+
+
+def _gaps(answer: Answer) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(answer.pieces)]
+
+
+def _distribution(values: Sequence[float]) -> dict[str, Any]:
+    """Percentiles 0 to 100 of the values; an empty list without values."""
+    percentiles = np.percentile(values, np.arange(101)).tolist() if values else []
+    return {"count": len(values), "percentiles": percentiles}
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """The text of a summary and a table of latencies."""
+    load, errors = result["load"], result["errors"]
+    failed = ", ".join(f"{count} × {kind}" for kind, count in errors.items()) or "none"
+    rows = [
+        (name, *(_milliseconds(result["latencies"][key]["percentiles"], percent) for percent in _SHOWN))
+        for key, name in (
+            ("first_token_seconds", "first token"),
+            ("between_tokens_seconds", "between two tokens"),
+            ("request_seconds", "whole answer"),
+            ("behind_arrival_seconds", "until a client was free"),
+        )
+    ]
+    return (
+        f"{result['model']}: {load['clients']} clients, {load['rate']:g} requests/s (Poisson), prompts of "
+        f"{load['shared_prefix']} shared and {load['prompt_tokens']} own tokens, answers of {load['max_tokens']}.\n"
+        f"{result['requests']} requests in {result['seconds']:.1f} s: {result['tokens_per_second']:,.1f} tokens/s, "
+        f"{result['requests_per_second']:.2f} requests/s. Errors: {failed}.\n"
+        f"Found in the cache: {100 * result['prefix_hit_rate']:.1f} % of the prompts' tokens. At most "
+        f"{result['peak_blocks']} of {result['blocks']} blocks held, {result['peak_running']} requests in a step.\n\n"
+        + report.table(("milliseconds", *(f"p{percent}" for percent in _SHOWN)), rows)
+    )
+
+
+def _milliseconds(percentiles: Sequence[float], percent: int) -> str:
+    return f"{1e3 * percentiles[percent]:,.1f}" if percentiles else "—"

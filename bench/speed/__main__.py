@@ -1,243 +1,47 @@
 """`polarlm speed`: tokens per second, memory and starts, compared with other engines on the same file.
 
-Each engine runs with each of its caches in its own process. Runs to be compared alternate, so that a machine that slows
-down slows all of them. A context is computed once; every run continues from it. docs/speed.md says what is compared
-with what.
+`--only` measures a part of that, or another section: drafts of prompt lookup, texts of an embedding model, experts that
+are read from the file, blocks that tiers keep. docs/speed.md says what is compared with what.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from types import ModuleType
 
-from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, model_named
-from polarlm.bench.gpu.setup import about_gpu
-from polarlm.bench.report import Output
-from polarlm.bench.speed import peers
-from polarlm.bench.speed.child import Failed
-from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject, new_child, start
-from polarlm.bench.speed.figures import Speed
-from polarlm.bench.speed.measure import DEEP_STEPS, RATES, SHORT_DEPTH, SHORT_STEPS, STARTS, Measurement, Plan
-from polarlm.bench.speed.plot import draw
-from polarlm.bench.speed.tables import format_tables
-from polarlm.engine import EngineConfig
-from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.select import select
+from polarlm.bench.command import at_least
+from polarlm.bench.speed import compare, drafts, embeddings, experts, tiers
+from polarlm.bench.speed.options import DRAFTS, EMBEDDINGS, EXPERTS, GROUPS, PROGRAM, TIERS, file_names
 from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import FlagError, parse
-from polarlm.engine.config import setting
-from polarlm.engine.model.weights import file_bytes
+from polarlm.engine.cli.flags import parse
 
-_OURS = "balanced,quality,compact,f16"
-_NONE = "none"  # of --peer-types
+__all__ = ["GROUPS", "main"]
 
-
-def _described(peer: peers.Peer) -> str:
-    """A peer and what its PATH is."""
-    return f"{peer.name} ({f'PATH is its {peer.program}' if peer.program else 'PATH is a Python that has it'})"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The flags of the measurements."""
-
-    weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
-    hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
-    types: str = setting(
-        _OURS, "--types", metavar="TYPES", help=f"{TYPES_HELP}; the first decides the threads and runs the batches"
-    )
-    peer: str = setting(
-        peers.DEFAULT,
-        "--peer",
-        metavar="NAME[=PATH],…",
-        help=f"engines to compare with: {', '.join(_described(peer) for peer in peers.every())}",
-    )
-    peer_types: str | None = setting(
-        None, "--peer-types", metavar="TYPES", help="caches of the peers, or none; else all that each has"
-    )
-    device: str = setting(
-        "auto", "--device", choices=("auto", "cpu", "cuda"), help="where the model runs; auto takes a GPU if it can"
-    )
-    threads: str = setting(
-        "1,2", "--threads", metavar="N,N", help="numbers of CPU threads; the best one counts for generation"
-    )
-    prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
-    depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
-    only: str | None = setting(
-        None,
-        "--only",
-        choices=(RATES, STARTS),
-        help="measure nothing but prompts and generation, or nothing but starts",
-    )
-    repeat: int = setting(
-        3, "--repeat", metavar="N", help="runs of each kind; their median counts, a peer's if two of them agree"
-    )
-
-
-GROUPS: Mapping[str, type] = {"Speed": Options, "Output": Output}
+# Each has `measure(options)`, which returns what is written as JSON, and `format_result`, which makes tables of that.
+_SECTIONS: Mapping[str, ModuleType] = {DRAFTS: drafts, EMBEDDINGS: embeddings, EXPERTS: experts, TIERS: tiers}
 
 
 @command
 def main(argv: Sequence[str]) -> None:
-    """Measures, writes the JSON and a picture, prints the tables."""
+    """Measures, writes the JSON, prints the tables."""
     options, destination = parse(
         argv,
         GROUPS,
-        prog="polarlm speed",
+        prog=" ".join(PROGRAM),
         description="Tokens a second and memory, compared with other engines on the same file.",
-        checks={"repeat": at_least(1)},
+        checks={"repeat": at_least(1), "tokens": at_least(2)},
     )
-    types, threads = cache_types(options.types), _numbers("--threads", options.threads)
-    prompts, depths = _numbers("--prompt", options.prompt), _numbers("--depth", options.depth)
-    paths = _peer_paths(options.peer)
-    caches = _peer_caches(options.peer_types, list(paths))
-    device = _chosen(options.device)
-    gpu = about_gpu() if device == "cuda" else None
-    source = model_loaders.load(model_named(options.weights, options.hf_repo), verbose=note)
-    try:
-        path, config, vocabulary = source.path, source.config, len(source.vocabulary)
-        size = file_bytes(source.weights)
-        weights = _type_in_name(source)
-        for cache_type in types:
-            cache_type.check(config.attention.head_dim)
-    finally:
-        source.weights.close()
-    about = report.machine(gpu)
-    where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
-    output = destination.path("starts" if options.only == STARTS else "speed", f"{source.name} {weights} {where}")
-
-    attention = config.attention
-    subject = Subject(path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, paths)
-    threads = threads[:1] if gpu else threads
-    ours = [Contestant(OURS, cache_type.label, cache_type) for cache_type in types]
-    speed = Speed(source.name, weights, size, device, ours, most_threads=max(threads), peer_threads=threads)
-    for name in paths:
-        _ask_peer(name, speed, subject, caches[name])
-    if len(speed.contestants) > len(ours) and options.repeat < 2:
-        raise FlagError("--repeat 1: a peer's figure counts if two runs agree; --peer-types none leaves peers out")
-    lengths, depths = _that_fit(prompts, depths, config.max_context, speed.left_out)
-    for sentence in speed.left_out:
-        note(sentence)
-    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
-
-    def keep(speed: Speed, complete: bool = False) -> None:
-        report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete, program=("polarlm", "speed"))
-
-    note(f"Figures are kept in {output} as they come")
-    with closing(Children(subject)) as children:
-        Measurement(plan, subject, speed, children, keep).run()
-    keep(speed, complete=True)
+    section = None if options.only is None else _SECTIONS.get(options.only)
+    if section is None:
+        compare.run(options, destination, argv)
+        return
+    output = destination.path(str(options.only), file_names(options.weights or options.hf_repo))
+    result = section.measure(options)
+    report.write(output, f"speed.{options.only}", argv, result, program=PROGRAM)
     note(f"Written to {output}")
-    if plan.only != STARTS:
-        note(draw(speed.as_json(), output))
-    print(format_tables({"machine": about, **speed.as_json()}))
-
-
-def _type_in_name(source: model_loaders.Model) -> str:
-    """The type of the weights that the name of a file ends with, such as Q4_K_M; else that of most of its values."""
-    return source.path.stem[len(source.name) :].lstrip("-.").partition("-")[0].upper() or source.dtype
-
-
-def _chosen(device: str) -> str:
-    """The device to use, "cpu" or "cuda". Raises EngineError if a requested one is not available."""
-    ops, sentence = select(device, 0)
-    if sentence:
-        note(sentence)
-    return "cpu" if ops.name == NumpyOps.name else "cuda"
-
-
-def _numbers(flag: str, text: str) -> list[int]:
-    """The distinct numbers in a list separated by commas, ascending. Raises FlagError for one below 1."""
-    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(numbers) < 1:
-        raise FlagError(f"{flag} takes numbers from 1 up, separated by commas, not {text!r}")
-    return sorted(set(numbers))
-
-
-def _peer_paths(text: str) -> dict[str, str]:
-    """Name of a peer → its Python or its program, from a list of NAME[=PATH]. Raises FlagError for an unknown name."""
-    found = {}
-    for part in text.split(","):
-        name, _, path = (each.strip() for each in part.partition("="))
-        peer = peers.find(name)
-        if peer is None or peer.name != name:
-            known = ", ".join(peer.name for peer in peers.every())
-            raise FlagError(f"--peer {text}: {name!r} is not among {known}")
-        found[name] = path or peer.default_path()
-    return found
-
-
-def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]:
-    """Name of each peer → those of its caches that are in a list separated by commas; all of them without a list.
-
-    Raises FlagError for one that no peer has.
-    """
-    of_peers = {peer.name: list(peer.caches) for peer in peers.every() if peer.name in names}
-    if text is None:
-        return of_peers
-    wanted = [] if text == _NONE else [name.strip() for name in text.split(",")]
-    known = list(dict.fromkeys(cache for caches in of_peers.values() for cache in caches))
-    for name in wanted:
-        if name not in known:
-            raise FlagError(f"--peer-types {text}: {name!r} is not among {', '.join(known)}; {_NONE} leaves all out")
-    return {name: [cache for cache in caches if cache in wanted] for name, caches in of_peers.items()}
-
-
-def _ask_peer(name: str, speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
-    """Add a peer's version, contestants and notes to `speed`, or the reason why there are none."""
-    version, built_with = "", ""
-    if subject.device != "cpu":
-        version = "on the CPU only"
-    elif not subject.path.is_file():
-        version = "needs a .gguf file"
-    elif not caches:
-        version = "left out"
-    else:
-        contestants = [Contestant(name, cache) for cache in caches]
-        try:
-            with closing(new_child(contestants[0], subject)) as child:
-                start(child, contestants[0], subject, 1, SHORT_DEPTH)
-                about = child.call("about")
-        except Failed as reason:
-            version = str(reason)
-        else:
-            version, built_with = about["version"], about["built_with"]
-            speed.contestants = [*speed.contestants, *contestants]
-            speed.left_out += contestants[0].peer.notes
-    speed.peers.append({"name": name, "version_or_absence": version, "built_with": built_with})
-    if not built_with:
-        note(f"Without {name}: {version}")
-
-
-def _that_fit(
-    prompts: Sequence[int], depths: Sequence[int], most: int, left_out: list[str]
-) -> tuple[list[int], list[int]]:
-    """The lengths of prompts and contexts that fit into `most` tokens; sentences about others are added to `left_out`.
-
-    A context that leaves no room for the steps after it is shortened to whole blocks. Raises FlagError if no prompt
-    fits.
-    """
-    room, block = most - DEEP_STEPS - 1, EngineConfig.block_size
-    lengths = [tokens for tokens in prompts if tokens <= room]
-    if not lengths or most <= SHORT_DEPTH + SHORT_STEPS:
-        raise FlagError(f"--prompt: the model's context of {most:,} tokens is too short for a prompt of {prompts[0]:,}")
-    left_out += [
-        f"A prompt of {tokens:,} does not fit into the model's {most:,} tokens" for tokens in prompts[len(lengths) :]
-    ]
-    fitting: list[int] = []
-    for depth in depths:
-        fit = depth if depth <= room else room // block * block
-        if depth > most:
-            left_out.append(f"Generation at {depth:,} is left out: the model's context has {most:,} tokens")
-        elif fit not in fitting:
-            fitting.append(fit)
-            if fit != depth:
-                left_out.append(f"Generation at {depth:,} is measured at {fit:,}, to leave room for the steps")
-    return lengths, fitting
+    print(section.format_result(result))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ sys.path.append(sys.path.pop(0))
 del sys.argv[1:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-# Python keeps the bytecode of what it imports, as it does for users; pip has written that of installed packages.
+# Python keeps the bytecode of what it imports, as it does for users; pip has written the bytecode of packages.
 _BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 _LAST_SECONDS = 10.0  # seconds for the process to end
 
@@ -102,8 +102,8 @@ def memory(pid: int) -> dict[str, int]:
 
         return {"now": int(psutil.Process(pid).memory_info().rss)}
     names = {"peak": "VmHWM", "now": "VmRSS", "private": "RssAnon", "file": "RssFile"}
-    found = {name: re.search(rf"^{key}:\s*(\d+) kB", status, re.MULTILINE) for name, key in names.items()}
-    return {name: 1024 * int(match[1]) for name, match in found.items() if match}
+    fields = {name: re.search(rf"^{key}:\s*(\d+) kB", status, re.MULTILINE) for name, key in names.items()}
+    return {name: 1024 * int(match[1]) for name, match in fields.items() if match}
 
 
 def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> None:

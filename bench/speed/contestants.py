@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,10 @@ class Contestant:
     engine: str
     cache: str
     types: CacheType | None = field(default=None, compare=False)  # for our engine
+
+    def as_json(self) -> dict[str, str]:
+        types = {} if self.types is None else {"types": self.types.pair}
+        return {"engine": self.engine, "cache": self.cache, **types}
 
     @property
     def is_ours(self) -> bool:
@@ -107,12 +110,10 @@ def start(
 
 
 class Children:
-    """The processes of contestants. failures: why contestants are left out of the part that is measured. start_seconds:
-    engine → the least that a process took to start and to load the model."""
+    """The processes of contestants. failures: why contestants are left out of the part that is measured."""
 
     def __init__(self, subject: Subject) -> None:
         self.failures: dict[Contestant, str] = {}
-        self.start_seconds: dict[str, float] = {}
         self._subject = subject
         self._children: dict[tuple[Contestant, int, int], Child] = {}
 
@@ -125,11 +126,8 @@ class Children:
         """
         key = contestant, threads, context
         if key not in self._children:
-            began = time.perf_counter()
             child = self._children[key] = new_child(contestant, self._subject)
             start(child, contestant, self._subject, threads, context, settings)
-            seconds = time.perf_counter() - began
-            self.start_seconds[contestant.engine] = min(seconds, self.start_seconds.get(contestant.engine, seconds))
         return self._children[key]
 
     def fail(self, contestant: Contestant, reason: str) -> None:

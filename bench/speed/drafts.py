@@ -1,4 +1,4 @@
-"""`python -m polarlm.bench.speed.drafts`: tokens per second with and without prompt lookup, measured in turn.
+"""`polarlm speed --only drafts`: tokens per second with and without prompt lookup, measured in turn.
 
 Three tasks: copying a text, editing a file of code, and writing prose. Answers are greedy, and the same with and
 without drafts. Answers of a model with random weights cannot be predicted by prompt lookup. With `--replay` they are
@@ -9,20 +9,19 @@ file, and the demonstration model's prose.
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from polarlm.bench import report
-from polarlm.bench.command import WEIGHTS_HELP, at_least
-from polarlm.bench.report import Output
+from polarlm.bench.command import model_named
+from polarlm.bench.report import table
+from polarlm.bench.speed.options import Options
+from polarlm.bench.speed.referee import in_turn
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
-from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import parse
-from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.cli.commands import note
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import MOST_DRAFTED
-from polarlm.engine.requests.drafts import PromptLookup
+from polarlm.engine.requests.drafts import NGRAM, PromptLookup
 
 _TEXT = """The lighthouse stood on the last rock before the open sea. Every evening, when the fishing boats came home, \
 its keeper climbed the one hundred and twelve steps to the lamp, cleaned the glass with a soft cloth, and lit the \
@@ -61,37 +60,6 @@ _ANEW = PromptOptions(cache_prompt=False)
 _PLAIN, _DRAFTED = "none", "ngram-simple"
 
 
-@dataclass(frozen=True)
-class Options:
-    """The flags of the measurement."""
-
-    weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
-    replay: bool = setting(
-        False, "--replay", help="for random weights: drafts that are right where those of answers to the task would be"
-    )
-    tokens: int = setting(200, "--tokens", metavar="N", help="tokens of an answer, at most")
-    threads: int = setting(0, "-t", "--threads", metavar="N", help="CPU threads; 0 takes those of the engine")
-    repeat: int = setting(3, "--repeat", metavar="N", help="runs of each kind; the median of their ratios counts")
-
-
-@dataclass(frozen=True)
-class Row:
-    """The results of a task: tokens of the answer, tokens per second of runs with and without drafts, drafted
-    tokens."""
-
-    task: str
-    tokens: int
-    plain: Sequence[float]
-    drafted: Sequence[float]
-    drafted_tokens: int
-    accepted_tokens: int
-
-    @property
-    def ratio(self) -> float:
-        """The median ratio of two consecutive runs."""
-        return statistics.median(b / a for a, b in zip(self.plain, self.drafted, strict=True))
-
-
 class Offer(NamedTuple):
     """A draft of prompt lookup before a token: the number of drafted tokens, and how many of them are correct."""
 
@@ -107,10 +75,10 @@ class Replay:
         self._prompt, self._answer, self._offers, self._vocabulary = prompt, answer, offers, vocabulary
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        place = len(ids) - self._prompt
-        offer = self._offers[place] if place < len(self._offers) else Offer(0, 0)
-        given = self._answer[place : place + min(most, offer.tokens)]
-        return [token if at < offer.right else (token + 1) % self._vocabulary for at, token in enumerate(given)]
+        position = len(ids) - self._prompt
+        offer = self._offers[position] if position < len(self._offers) else Offer(0, 0)
+        tokens = self._answer[position : position + min(most, offer.tokens)]
+        return [token if at < offer.right else (token + 1) % self._vocabulary for at, token in enumerate(tokens)]
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         return True
@@ -122,46 +90,37 @@ class Replay:
 def offers(prompt: Sequence[int], answer: Sequence[int], size: int, vocabulary: int) -> list[Offer]:
     """The draft of prompt lookup before each token of an answer."""
     lookup, ids, found = PromptLookup(size, vocabulary, prompt), [*prompt], []
-    for place, token in enumerate(answer):
-        given = lookup.draft(ids, MOST_DRAFTED)
-        rest = answer[place : place + len(given)]
-        right = next((at for at, (one, other) in enumerate(zip(given, rest, strict=False)) if one != other), len(rest))
-        found.append(Offer(len(given), right))
+    for position, token in enumerate(answer):
+        draft = lookup.draft(ids, MOST_DRAFTED)
+        rest = answer[position : position + len(draft)]
+        wrong = (at for at, (drafted, right) in enumerate(zip(draft, rest, strict=False)) if drafted != right)
+        found.append(Offer(len(draft), next(wrong, len(rest))))
         ids.append(token)
     return found
 
 
-@command
-def main(argv: Sequence[str]) -> None:
-    """Measures, writes the JSON, prints a table."""
-    options, destination = parse(
-        argv,
-        {"Drafts": Options, "Output": Output},
-        prog="python -m polarlm.bench.speed.drafts",
-        description="Tokens a second with prompt lookup and without.",
-        checks={"repeat": at_least(1), "tokens": at_least(2)},
-    )
-    patterns = _patterns(options) if options.replay else {}
-    with _engine(options.weights, options.threads) as engine:
-        output = destination.path("drafts", engine.model.name)
-        rows = [_measure(engine, options, task, patterns.get(task)) for task in TASKS]
-        subject = f"{engine.model.name}, {engine.model.dtype}"
+def measure(options: Options) -> dict[str, Any]:
+    """The results of all tasks. Raises FlagError, EngineError or LoadError."""
+    threads = options.thread_count()
+    patterns = _patterns(threads, options.token_count()) if options.replay else {}
+    with _engine(model_named(options.weights, options.hf_repo), threads) as engine:
+        rows = [_row(engine, options, task, patterns.get(task)) for task in TASKS]
+        return {"model": f"{engine.model.name}, {engine.model.dtype}", "replay": options.replay, "rows": rows}
+
+
+def format_result(result: Mapping[str, Any]) -> str:
+    """The table of a result."""
     lines = [
         [
-            row.task,
-            str(row.tokens),
-            *(f"{statistics.median(rates):.1f}" for rates in (row.plain, row.drafted)),
-            f"×{row.ratio:.2f}",
-            f"{row.accepted_tokens} of {row.drafted_tokens}",
+            row["task"],
+            str(row["tokens"]),
+            *(f"{statistics.median(row[kind]):.1f}" for kind in ("plain", "drafted")),
+            f"×{row['ratio']:.2f}",
+            f"{row['accepted_tokens']} of {row['drafted_tokens']}",
         ]
-        for row in rows
+        for row in result["rows"]
     ]
-    title = ["task", "tokens", "plain, tokens/s", "drafted, tokens/s", "ratio", "right"]
-    table = report.table(title, lines)
-    figures = [asdict(row) | {"ratio": row.ratio} for row in rows]
-    report.write(output, "drafts", argv, {"model": subject, "replay": options.replay, "rows": figures}, complete=True)
-    note(f"Written to {output}")
-    print(table)
+    return table(["task", "tokens", "plain, tokens/s", "drafted, tokens/s", "ratio", "right"], lines)
 
 
 def _engine(weights: str | None, threads: int) -> Engine:
@@ -169,19 +128,19 @@ def _engine(weights: str | None, threads: int) -> Engine:
     return Engine.load(config=config, verbose=note)
 
 
-def _patterns(options: Options) -> dict[str, list[Offer]]:
+def _patterns(threads: int, tokens: int) -> dict[str, list[Offer]]:
     """Task → the drafts of prompt lookup in the correct answer, or in the demonstration model's prose."""
-    with _engine(None, options.threads) as engine:
-        size, vocabulary = engine.config.spec_ngram_size_n, engine.model.vocabulary.stop
-        found = {}
+    with _engine(None, threads) as engine:
+        size, vocabulary = NGRAM, engine.model.vocabulary.stop
+        patterns = {}
         for task, question in TASKS.items():
             prompt = engine.prompt_ids([{"role": "user", "content": question}])
             if task in _ANSWERS:
                 answer = engine.tokenize(_ANSWERS[task])
             else:
-                answer = [*engine.generate(prompt, _params(_PLAIN, options.tokens, goes_on=False), _ANEW).token_ids]
-            found[task] = offers(prompt, answer, size, vocabulary)
-    return found
+                answer = [*engine.generate(prompt, _params(_PLAIN, tokens, goes_on=False), _ANEW).token_ids]
+            patterns[task] = offers(prompt, answer, size, vocabulary)
+    return patterns
 
 
 def _params(kind: str, tokens: int, *, goes_on: bool) -> SamplingParams:
@@ -191,30 +150,30 @@ def _params(kind: str, tokens: int, *, goes_on: bool) -> SamplingParams:
     )
 
 
-def _measure(engine: Engine, options: Options, task: str, pattern: Sequence[Offer] | None) -> Row:
-    """Runs of both kinds in turn, after a warm-up of each. pattern: drafts to replay instead of prompt lookup's."""
+def _row(engine: Engine, options: Options, task: str, pattern: Sequence[Offer] | None) -> dict[str, Any]:
+    """Tokens of the answer, tokens per second of all "plain" and "drafted" runs, the median of their ratios, drafted
+    tokens and accepted ones. pattern: drafts to replay instead of prompt lookup's."""
     prompt = engine.prompt_ids([{"role": "user", "content": TASKS[task]}])
-    tokens = options.tokens if pattern is None else len(pattern)
+    tokens = options.token_count() if pattern is None else len(pattern)
 
     def answer(kind: str) -> Completion:
-        params = _params(kind, tokens, goes_on=pattern is not None)
-        return engine.generate(prompt, params, _ANEW)
+        return engine.generate(prompt, _params(kind, tokens, goes_on=pattern is not None), _ANEW)
 
-    whole = answer(_PLAIN).token_ids
+    expected = answer(_PLAIN).token_ids
     if pattern is not None:
-        replay = Replay(len(prompt), whole, pattern, engine.model.vocabulary.stop)
+        replay = Replay(len(prompt), expected, pattern, engine.model.vocabulary.stop)
         engine._drafting.drafter = lambda kind, ids: replay  # type: ignore[method-assign]
-    given = answer(_DRAFTED)
-    rates: dict[str, list[float]] = {_PLAIN: [], _DRAFTED: []}
-    for _ in range(options.repeat):
-        for kind, found in rates.items():
-            given = answer(kind)
-            if given.token_ids != whole:
-                note(f"{task}: with {kind} the text differs")
-            found.append(given.usage.generation_rate)
-    usage = given.usage
-    return Row(task, len(whole), rates[_PLAIN], rates[_DRAFTED], usage.drafted_tokens, usage.accepted_tokens)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    answers = in_turn({kind: partial(answer, kind) for kind in (_PLAIN, _DRAFTED)}, options.repeat)
+    if any(completion.token_ids != expected for runs in answers.values() for completion in runs):
+        note(f"{task}: the text differs between runs")
+    plain, drafted = ([run.usage.generation_rate for run in answers[kind]] for kind in (_PLAIN, _DRAFTED))
+    usage = answers[_DRAFTED][-1].usage
+    return {
+        "task": task,
+        "tokens": len(expected),
+        "plain": plain,
+        "drafted": drafted,
+        "ratio": statistics.median(b / a for a, b in zip(plain, drafted, strict=True)),
+        "drafted_tokens": usage.drafted_tokens,
+        "accepted_tokens": usage.accepted_tokens,
+    }

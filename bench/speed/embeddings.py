@@ -1,4 +1,4 @@
-"""`python -m polarlm.bench.speed.embeddings`: tokens per second of the texts of an embedding model, beside llama.cpp.
+"""`polarlm speed --only embeddings`: tokens per second of the texts of an embedding model, beside llama.cpp.
 
 Ids in, vectors out. Both engines take turns, round after round, and the best round of each counts. llama.cpp computes
 several texts in a batch; its batches have 512 tokens by default, and the best of four sizes is named as well.
@@ -6,109 +6,88 @@ several texts in a batch; its batches have 512 tokens by default, and the best o
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from polarlm.bench import report
-from polarlm.bench.command import at_least
-from polarlm.bench.report import Output, table
+from polarlm.bench.report import table
+from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child, Failed
+from polarlm.bench.speed.compare import peer_paths
+from polarlm.bench.speed.options import Options
+from polarlm.bench.speed.referee import in_turn
 from polarlm.engine import Engine, EngineError
-from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import parse
-from polarlm.engine.config import setting
+from polarlm.engine.cli.commands import note
 
 _PEER = "polarlm.bench.speed.llama_embedder"
+_OURS = "ours"
 _DEFAULT_BATCH = 512  # of llama.cpp
 _BATCHES = 128, 256, _DEFAULT_BATCH, 1024
 _LENGTHS = {"32 tokens": (32, 32), "8 to 128 tokens": (8, 128)}
 _FIRST_ID = 1000  # in BERT's vocabulary, control tokens and unused ones come before it
 
 
-@dataclass(frozen=True)
-class Options:
-    """The flags."""
-
-    weights: str = setting("", "--weights", "-m", metavar="PATH,…", help=".gguf files of encoders")
-    peer: str = setting(sys.executable, "--peer", metavar="PATH", help="a Python that has llama-cpp-python")
-    threads: int = setting(1, "--threads", metavar="N", help="CPU threads of both engines")
-    tokens: int = setting(8192, "--tokens", metavar="N", help="of all texts of a round")
-    rounds: int = setting(3, "--rounds", metavar="N", help="of which the best one counts")
-
-
-@command
-def main(argv: Sequence[str]) -> None:
-    """Measures, writes JSON, prints the table."""
-    options, destination = parse(
-        argv,
-        {"Embeddings": Options, "Output": Output},
-        prog="python -m polarlm.bench.speed.embeddings",
-        description="Tokens a second of the texts of an embedding model, beside llama.cpp.",
-        checks=dict.fromkeys(("threads", "tokens", "rounds"), at_least(1)),
-    )
-    paths = [Path(part.strip()) for part in options.weights.split(",") if part.strip()]
+def measure(options: Options) -> dict[str, Any]:
+    """What llama.cpp says about itself, and the rows of all models. Raises FlagError, EngineError or LoadError."""
+    paths = [part.strip() for part in (options.weights or "").split(",") if part.strip()]
     if not paths:
         raise EngineError("--weights names no .gguf file of an encoder")
-    output = destination.path("embeddings", " ".join(path.stem for path in paths))
+    python = peer_paths(options.peer).get(peers.DEFAULT)
+    if python is None:
+        raise EngineError(f"--peer {options.peer}: texts are compared with {peers.DEFAULT}")
     rows: list[dict[str, Any]] = []
-    about: dict[str, str] = {}
-    for path in paths:
-        about, own = _measured(path, options)
-        rows += own
-    result = {"options": asdict(options), "peer": about, "rows": rows}
-    report.write(output, "speed.embeddings", argv, result)
-    note(f"Written to {output}")
-    print(format_result(result))
-
-
-def _measured(path: Path, options: Options) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """What llama.cpp says about itself, and the rows of a model. Raises EngineError."""
     try:
-        with ExitStack() as stack:
-            engine = stack.enter_context(Engine.load(str(path), threads=options.threads))
-            if not engine.model.config.is_encoder:
-                raise EngineError(f"{path} is no encoder, such as BERT")
-            peers = {size: stack.enter_context(closing(Child(_PEER, options.peer))) for size in _BATCHES}
-            for size, peer in peers.items():
-                peer.call("start", str(path), options.threads, size)
-            rows = [_row(name, engine, peers, options) for name in _LENGTHS]
-            return peers[_DEFAULT_BATCH].call("about"), rows
+        for path in paths:
+            about, rows_of_model = _measured(path, python, options)
+            rows += rows_of_model
     except Failed as reason:
-        raise EngineError(f"llama-cpp-python of --peer {options.peer}: {reason}") from None
+        raise EngineError(f"{peers.DEFAULT} of --peer {python}: {reason}") from None
+    return {"peer": about, "rows": rows}
 
 
-def _row(name: str, engine: Engine, peers: Mapping[int, Child], options: Options) -> dict[str, Any]:
-    """The tokens per second of texts of some lengths: all rounds of each engine, the first of which is not among them.
+def _measured(path: str, python: str, options: Options) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """What llama.cpp says about itself, and the rows of a model. Raises Failed."""
+    threads = options.thread_count(1)
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine.load(path, threads=threads))
+        if not engine.model.config.is_encoder:
+            raise EngineError(f"{path} is no encoder, such as BERT")
+        children = {size: stack.enter_context(closing(Child(_PEER, python))) for size in _BATCHES}
+        for size, child in children.items():
+            child.call("start", path, threads, size)
+        rows = [_row(name, engine, children, options) for name in _LENGTHS]
+        return children[_DEFAULT_BATCH].call("about"), rows
+
+
+def _row(lengths: str, engine: Engine, children: Mapping[int, Child], options: Options) -> dict[str, Any]:
+    """The tokens per second of texts of some lengths in all rounds of each engine.
 
     cosine: between the vectors of both engines, of the first text.
     """
-    texts = _texts(*_LENGTHS[name], options.tokens, len(engine.model.vocabulary))
+    texts = _texts(*_LENGTHS[lengths], options.token_count(), len(engine.model.vocabulary))
     count = sum(map(len, texts))
-    for peer in peers.values():
-        peer.call("take", texts)
-    ours: list[float] = []
-    theirs: dict[int, list[float]] = {size: [] for size in peers}
-    cosine = 1.0
-    for number in range(-1, options.rounds):
+    for child in children.values():
+        child.call("take", texts)
+
+    def ours() -> dict[str, Any]:
         began = time.perf_counter()
         vector = engine.embed_each(texts)[0].vector
-        seconds = time.perf_counter() - began
-        found = {size: peer.call("vectors") for size, peer in peers.items()}
-        cosine = min(float(vector @ np.asarray(one["first"])) for one in found.values())
-        if number >= 0:
-            ours.append(count / seconds)
-            for size, one in found.items():
-                theirs[size].append(count / one["seconds"])
-    dtype, best = engine.model.dtype, max(max(rates) for rates in theirs.values())
-    note(f"{dtype}, texts of {name}: {max(ours):,.0f} tokens/s, llama.cpp {best:,.0f}")
-    return {"weights": dtype, "texts": name, "tokens": count, "ours": ours, "theirs": theirs, "cosine": cosine}
+        return {"seconds": time.perf_counter() - began, "first": vector}
+
+    contestants: dict[str, Callable[[], dict[str, Any]]] = {_OURS: ours}
+    contestants |= {str(size): partial(child.call, "vectors") for size, child in children.items()}
+    rounds = in_turn(contestants, options.repeat)
+    vector = rounds[_OURS][0]["first"]
+    cosine = min(float(vector @ np.asarray(run["first"])) for runs in rounds.values() for run in runs)
+    rates = {name: [count / run["seconds"] for run in runs] for name, runs in rounds.items()}
+    own_rates, dtype = rates.pop(_OURS), engine.model.dtype
+    best = max(max(runs) for runs in rates.values())
+    note(f"{dtype}, texts of {lengths}: {max(own_rates):,.0f} tokens/s, llama.cpp {best:,.0f}")
+    return {"weights": dtype, "texts": lengths, "tokens": count, "ours": own_rates, "theirs": rates, "cosine": cosine}
 
 
 def _texts(shortest: int, longest: int, tokens: int, vocabulary: int) -> list[list[int]]:
@@ -134,7 +113,3 @@ def format_result(result: Mapping[str, Any]) -> str:
         )
     headings = ["Weights", "Texts of", "polarlm", f"llama.cpp, {_DEFAULT_BATCH}", "llama.cpp, best", "polarlm / best"]
     return table(headings, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

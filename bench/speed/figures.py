@@ -37,22 +37,22 @@ class Cell:
 
     def as_json(self, bandwidth: Mapping[int, Sequence[float]]) -> dict[str, Any]:
         """The cell as JSON. bandwidth: number of threads → bytes per second of each measurement."""
-        found: dict[str, Any] = {"engine": self.contestant.engine, "cache": self.contestant.cache}
+        cell: dict[str, Any] = {"engine": self.contestant.engine, "cache": self.contestant.cache}
         if self.tried:
-            found["tried"] = {str(threads): list(runs) for threads, runs in self.tried.items()}
+            cell["tried"] = {str(threads): list(runs) for threads, runs in self.tried.items()}
         if self.failure is not None or not self.runs:
-            return {**found, "failure": self.failure or "not measured"}
-        found |= {"threads": self.threads, "median": self.median, "fastest": max(self.runs), "runs": self.runs}
+            return {**cell, "failure": self.failure or "not measured"}
+        cell |= {"threads": self.threads, "median": self.median, "fastest": max(self.runs), "runs": self.runs}
         if self.read is not None:
-            found["bytes_read"] = dict(self.read)
+            cell["bytes_read"] = dict(self.read)
             if self.threads in bandwidth:
-                found["bandwidth_share"] = sum(self.read.values()) * self.median / max(bandwidth[self.threads])
-        return found
+                cell["bandwidth_share"] = sum(self.read.values()) * self.median / max(bandwidth[self.threads])
+        return cell
 
 
 def is_far_behind(cell: Cell, cells: Sequence[Cell]) -> bool:
-    """Whether the same contestant is so much faster with more threads, in one of `cells`, and stable, that those of
-    `cell` are not its best."""
+    """Whether the same contestant, in one of `cells`, is stable and so much faster with more threads that the number of
+    `cell` cannot be its best."""
     return any(
         cell.runs and more.is_stable and max(more.runs) > FAR_BEHIND * max(cell.runs)
         for more in cells
@@ -61,9 +61,9 @@ def is_far_behind(cell: Cell, cells: Sequence[Cell]) -> bool:
 
 
 def best(cells: Sequence[Cell]) -> Cell:
-    """The best of the cells of a peer in one row, which have different numbers of threads: the fastest that is stable.
+    """The cell that counts among a peer's cells in one row, one for each number of threads: the fastest stable cell.
 
-    If none is, the fastest one is no figure but a failure.
+    If no cell is stable, the fastest becomes a failure.
     """
     measured = [cell for cell in cells if cell.runs and cell.failure is None]
     if not measured:
@@ -83,6 +83,10 @@ class Row:
     name: str
     tokens: int  # tokens of the prompt or before the steps; for batches, the number of sequences
     cells: list[Cell] = field(default_factory=list)
+
+    def as_json(self, bandwidth: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+        cells = [cell.as_json(bandwidth) for cell in self.cells]
+        return {"section": self.section, "name": self.name, "tokens": self.tokens, "cells": cells}
 
 
 @dataclass
@@ -109,39 +113,13 @@ class Speed:
     left_out: list[str] = field(default_factory=list)  # sentences
 
     def as_json(self) -> dict[str, Any]:
+        same = ("model", "weights", "file_bytes", "device", "ours", "peers", "memory", "starts", "left_out")
+        threads = {"most": self.most_threads, "peers": list(self.peer_threads)}
         return {
-            "model": self.model,
-            "weights": self.weights,
-            "file_bytes": self.file_bytes,
-            "device": self.device,
-            "ours": self.ours,
-            "peers": self.peers,
-            "contestants": [
-                {
-                    "engine": contestant.engine,
-                    "cache": contestant.cache,
-                    **({"types": contestant.types.pair} if contestant.types else {}),
-                }
-                for contestant in self.contestants
-            ],
-            "threads": {
-                "most": self.most_threads,
-                "peers": list(self.peer_threads),
-                "chosen": self.chosen,
-                "tried": self.tried,
-            },
+            **{name: getattr(self, name) for name in same},
+            "contestants": [contestant.as_json() for contestant in self.contestants],
+            "threads": {**threads, "chosen": self.chosen, "tried": self.tried},
             "bytes_per_second": self.bandwidth,
             "unit": "tokens/s",
-            "rows": [
-                {
-                    "section": row.section,
-                    "name": row.name,
-                    "tokens": row.tokens,
-                    "cells": [cell.as_json(self.bandwidth) for cell in row.cells],
-                }
-                for row in self.rows
-            ],
-            "memory": self.memory,
-            "starts": self.starts,
-            "left_out": self.left_out,
+            "rows": [row.as_json(self.bandwidth) for row in self.rows],
         }

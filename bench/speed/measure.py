@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from polarlm.bench import report
 from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Child, Failed, memory
 from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed, best
+from polarlm.bench.speed.options import RATES, STARTS
 from polarlm.bench.speed.referee import Referee, Runs
-from polarlm.bench.speed.starts import START_TOKENS, expected_starts, measure_starts
+from polarlm.bench.speed.starts import START_TOKENS, WITH_EMPTY_FOLDER, measure_starts
 from polarlm.engine import EngineConfig
 from polarlm.engine.cli.commands import note
 
-RATES, STARTS = "rates", "starts"  # of `Plan.only`
 # Short generation: from this context to 64 tokens.
-SHORT_DEPTH, SHORT_STEPS = 8, 56
+SHORT, SHORT_DEPTH, SHORT_STEPS = "generation, depth ≤ 64", 8, 56
 # As many steps as a block has tokens, so that each run encodes one block.
 DEEP_STEPS = EngineConfig.block_size
 # Numbers of sequences in steps of several sequences, each with its own prompt.
 SEQUENCES = (1, 8, 16)
 _BATCH_DEPTH, _BATCH_STEPS = 128, 24
 _WHOLE = 256  # tokens; llama.cpp rounds its cache size up to a multiple
-# Growth of the expected times of a step and of a prompt's token, for the progress bar.
-_CACHE_WEIGHT = 2.0  # time of a byte of the cache relative to a byte of the weights
-_PROMPT_DOUBLES = 7000  # tokens of context after which a token of a prompt takes twice as long
+# Work for the progress bar, in tokens of a prompt, roughly.
+_STEP_WORK = 5
+_START_WORK = 1000
 
 
 @dataclass(frozen=True)
@@ -83,38 +83,41 @@ class Measurement:
         self._referee = Referee(children, plan.repeat)
         self._rng = np.random.default_rng(0)
         self._deep = self._ids(max([1, *plan.prompts, *plan.depths]))  # prompts and contexts start with these tokens
-        self._step: dict[str, float] = {}  # engine → seconds of a step with a short context
-        self._token: dict[str, float] = {}  # engine → seconds of a token of the shortest prompt
-        self._weights: dict[str, int] = {}  # engine → bytes of its matrices
 
     def run(self) -> None:
         """Measure everything. A contestant that fails is left out up to the end of the part; its cells say why.
 
-        Each part starts processes with settings of their own: what ends one may well not end the next.
+        Batches, memory and starts have processes with settings of their own: what ends one may well not end the next.
         """
+        parts = self._parts()
         try:
-            if self._plan.only == STARTS:
-                starts = {contestant.engine: 1.0 for contestant in self._speed.contestants}  # not seconds
-                self._referee.show(expected_starts(self._speed, self._plan.repeat, starts))
-                self._measure_starts(starts)
-                return
-            self._choose_threads()
-            self._referee.show(self._expected())
-            self._generate("generation, depth ≤ 64", SHORT_DEPTH, SHORT_STEPS)
-            for prompt in self._plan.prompts:
-                self._measure_prompt(prompt)
-            for depth in self._plan.depths:
-                self._generate(f"generation at {depth:,}", depth, DEEP_STEPS)
-            if self._plan.only == RATES:
-                return
-            self._children.end_part()
-            self._measure_batches()
-            self._children.end_part()
-            self._measure_memory()
-            self._children.end_part()
-            self._measure_starts(self._children.start_seconds)
+            self._referee.show(sum(work for work, _ in parts))
+            for work, measure in parts:
+                self._referee.begin(work)
+                measure()
         finally:
             self._referee.close()
+
+    def _parts(self) -> list[tuple[float, Callable[[], None]]]:
+        """What is measured, in order, each with its work for the progress bar."""
+        plan, contestants, runs = self._plan, len(self._speed.contestants), 1 + self._plan.repeat
+        parts: list[tuple[float, Callable[[], None]]] = []
+        if plan.only != STARTS:
+            short = runs * SHORT_STEPS * _STEP_WORK
+            parts.append((short * len(plan.threads), self._choose_threads))
+            parts.append((short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)))
+            for tokens in plan.prompts:
+                parts.append((runs * tokens * contestants, partial(self._measure_prompt, tokens)))
+            for depth in plan.depths:
+                work = (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
+                parts.append((work, partial(self._generate, f"generation at {depth:,}", depth, DEEP_STEPS)))
+        if plan.only is None:
+            parts.append((runs * len(SEQUENCES) * _BATCH_STEPS * 3 * _STEP_WORK, self._measure_batches))
+            parts.append(((plan.memory_tokens + DEEP_STEPS * _STEP_WORK) * contestants, self._measure_memory))
+        if plan.only != RATES:
+            engines = len({contestant.engine for contestant in self._speed.contestants})
+            parts.append(((runs * engines + WITH_EMPTY_FOLDER) * _START_WORK, self._measure_starts))
+        return parts
 
     # -- the machine -------------------------------------------------------------------------------------------
 
@@ -129,40 +132,21 @@ class Measurement:
         """Find the number of threads with which our engine generates fastest after a short context.
 
         Its first contestant decides. Prompts use the most threads, since they have work for all. A peer's best number
-        is found in each row; here it runs for the progress bar.
+        is found in each row.
         """
-        plan, speed = self._plan, self._speed
-        leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
-        cells = {
-            (c.engine, threads): Cell(c, threads)
-            for c in leaders.values()
-            for threads in (plan.threads if c.is_ours else plan.threads[-1:])
-        }
+        plan, speed, leader = self._plan, self._speed, self._leader
+        cells = {threads: Cell(leader, threads) for threads in plan.threads}
         note("Loading, and trying the numbers of threads" if len(plan.threads) > 1 else "Loading")
-        self._referee.measure("threads", [self._generation(c, SHORT_DEPTH, SHORT_STEPS) for c in cells.values()])
-        for engine, leader in leaders.items():
-            runs = {threads: cell.runs for (own, threads), cell in cells.items() if own == engine}
-            medians = {threads: float(np.median(rates)) for threads, rates in runs.items() if rates}
-            chosen = max(medians, key=lambda threads: medians[threads], default=speed.most_threads)
-            if leader.is_ours:
-                speed.tried[engine], speed.chosen[engine] = runs, chosen
-            self._expect(leader, medians.get(chosen, 1.0))
-        self._children.close(lambda contestant, threads: contestant.is_ours and threads != speed.chosen[OURS])
-
-    def _expect(self, leader: Contestant, steps: float) -> None:
-        """Record the costs of an engine's runs, for the progress bar, and what our engine says about itself."""
-        self._step[leader.engine] = 1 / steps
+        self._referee.measure("threads", [self._generation(cell, SHORT_DEPTH, SHORT_STEPS) for cell in cells.values()])
+        speed.tried[OURS] = {threads: cell.runs for threads, cell in cells.items()}
+        medians = {threads: cell.median for threads, cell in cells.items() if cell.runs}
+        speed.chosen[OURS] = max(medians, key=medians.__getitem__, default=speed.most_threads)
         if leader not in self._children.failures:
             try:
-                rate = self._child(leader, self._speed.most_threads).call(
-                    "prompt_rate", self._ids(self._plan.prompts[0])
-                )
-                self._token[leader.engine] = 1 / rate
-                self._weights[leader.engine] = self._weight_bytes(leader)
-                if leader.is_ours:
-                    self._speed.ours = self._child(leader, self._speed.chosen[leader.engine]).call("about")
+                speed.ours = self._child(leader, speed.chosen[OURS]).call("about")
             except Failed as error:
                 self._children.fail(leader, str(error))
+        self._children.close(lambda contestant, threads: contestant.is_ours and threads != speed.chosen[OURS])
 
     # -- sections ----------------------------------------------------------------------------------------------
 
@@ -171,10 +155,8 @@ class Measurement:
         self._measure_bandwidth()
         row = Row(GENERATION, name, depth)
         cells = self._cells(self._speed.chosen[OURS])
-        expected = sum(self._generation_seconds(cell.contestant, depth, steps) for cell in cells)
         first = depth == SHORT_DEPTH  # later contexts need no warm-up
-        runs = [self._generation(c, depth, steps) for c in cells]
-        self._referee.measure(name, runs, warm_up=first, expected=expected)
+        self._referee.measure(name, [self._generation(cell, depth, steps) for cell in cells], warm_up=first)
         row.cells += self._best(cells)
         for cell in row.cells:
             cache = self._cache_bytes(cell.contestant, depth) if cell.runs else None
@@ -220,13 +202,13 @@ class Measurement:
             return Runs(cell, run)
 
         first = tokens == self._plan.prompts[0]  # longer prompts need no warm-up
-        expected = sum(self._prompt_seconds(cell.contestant, tokens) for cell in cells)
-        self._referee.measure(row.name, [runs(cell) for cell in cells], warm_up=first, expected=expected)
+        self._referee.measure(row.name, [runs(cell) for cell in cells], warm_up=first)
         row.cells += self._best(cells)
         self._add(row)
 
     def _measure_batches(self) -> None:
         """Measure steps of several sequences together, and of one alone, with our first cache."""
+        self._children.end_part()
         leader = self._leader
         prompts = [self._ids(_BATCH_DEPTH) for _ in range(max(SEQUENCES))]
         rows = [
@@ -244,7 +226,7 @@ class Measurement:
 
             return Runs(cell, run)
 
-        self._referee.measure("batches", [runs(row) for row in rows], expected=self._batch_seconds())
+        self._referee.measure("batches", [runs(row) for row in rows])
         for row in rows:
             self._add(row)
 
@@ -256,6 +238,7 @@ class Measurement:
     def _measure_memory(self) -> None:
         """Measure the memory of fresh processes after the longest prompt and some steps, with a cache for little more
         than these."""
+        self._children.end_part()
         tokens = self._plan.memory_tokens
         ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
         context = self._plan.memory_context
@@ -271,16 +254,14 @@ class Measurement:
                 measured = {"failure": str(error)}
             self._children.close()
             self._speed.memory.append(found | measured | {"tokens": tokens, "context": context})
-            self._referee.advance(self._memory_seconds(contestant))
+            self._referee.advance(1 / len(self._speed.contestants))
         self._on_progress(self._speed)
 
-    def _measure_starts(self, seconds: Mapping[str, float]) -> None:
-        """Measure starts of each engine with its first contestant, and the first start ever of ours.
-
-        seconds: engine → those that a start should take.
-        """
+    def _measure_starts(self) -> None:
+        """Measure starts of each engine with its first contestant, and the first start ever of ours."""
+        self._children.end_part()
         context, ids = self._plan.memory_context, self._ids(START_TOKENS)
-        measure_starts(self._speed, self._subject, self._referee, context, ids, seconds)
+        measure_starts(self._speed, self._subject, self._referee, context, ids)
         self._on_progress(self._speed)
 
     # -- help --------------------------------------------------------------------------------------------------
@@ -311,50 +292,3 @@ class Measurement:
             return int(child.call("cache_bytes", tokens))
         bits = contestant.peer.caches[contestant.cache]
         return None if bits is None else self._subject.kv_bytes(bits, tokens)
-
-    # -- expected seconds --------------------------------------------------------------------------------------
-
-    def _expected(self) -> float:
-        """An estimate of the seconds of all sections from the first runs, which it also prints."""
-        plan, contestants = self._plan, self._speed.contestants
-        generation = [(SHORT_DEPTH, SHORT_STEPS), *((depth, DEEP_STEPS) for depth in plan.depths)]
-        seconds = sum(
-            (1 if c.is_ours else len(plan.threads))
-            * (
-                sum(self._generation_seconds(c, *runs) for runs in generation)
-                + sum(self._prompt_seconds(c, tokens) for tokens in plan.prompts)
-            )
-            for c in contestants
-        )
-        if plan.only != RATES:
-            seconds += sum(map(self._memory_seconds, contestants)) + self._batch_seconds()
-            seconds += expected_starts(self._speed, plan.repeat, self._children.start_seconds)
-        note(f"Takes about {report.duration(seconds)}")
-        return seconds
-
-    def _step_seconds(self, contestant: Contestant, depth: int) -> float:
-        step, weights = self._step.get(contestant.engine, 0), self._weights.get(contestant.engine)
-        f16 = self._subject.kv_bytes(16, depth)
-        return step * (1 + _CACHE_WEIGHT * f16 / weights) if weights else step
-
-    def _fill_seconds(self, contestant: Contestant, first: int, last: int) -> float:
-        """The expected seconds of tokens `first` to `last` of a prompt."""
-        return self._token.get(contestant.engine, 0) * (last - first) * (1 + (first + last) / 2 / _PROMPT_DOUBLES)
-
-    def _prompt_seconds(self, contestant: Contestant, tokens: int) -> float:
-        runs = self._plan.repeat + (tokens == self._plan.prompts[0])
-        return runs * self._fill_seconds(contestant, 0, tokens)
-
-    def _generation_seconds(self, contestant: Contestant, depth: int, steps: int) -> float:
-        before = max([0, *(n for n in (*self._plan.prompts, *self._plan.depths) if n < depth)])
-        fill = 0.0 if depth in self._plan.prompts else self._fill_seconds(contestant, before, depth)
-        runs = self._plan.repeat + (depth == SHORT_DEPTH)
-        return fill + runs * steps * self._step_seconds(contestant, depth)
-
-    def _batch_seconds(self) -> float:
-        step = 3 * self._step_seconds(self._leader, _BATCH_DEPTH)  # a step of many takes longer than one alone
-        return (1 + self._plan.repeat) * len(SEQUENCES) * _BATCH_STEPS * step
-
-    def _memory_seconds(self, contestant: Contestant) -> float:
-        tokens = self._plan.memory_tokens
-        return self._fill_seconds(contestant, 0, tokens) + DEEP_STEPS * self._step_seconds(contestant, tokens)

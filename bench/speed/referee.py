@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import Children
@@ -15,6 +15,8 @@ from polarlm.engine.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+T = TypeVar("T")
 
 # A library's idle threads may spin for a moment, which would slow down the next run.
 _REST_SECONDS = 0.1
@@ -29,20 +31,32 @@ class Runs:
 
 
 class Referee:
-    """Runs contestants in turn. The progress bar counts expected seconds, since some runs are much longer; it moves in
-    long runs, too."""
+    """Runs contestants in turn, and shows a progress bar of work, whose parts `begin` names in order."""
 
     def __init__(self, children: Children, repeat: int) -> None:
         self.repeat = repeat
         self._children = children
         self._bars = ExitStack()
         self._bar: tqdm[Any] | None = None
+        self._work = self._begun = 0.0  # of the current part, and of all parts before it
 
-    def show(self, expected: float) -> None:
-        """Show a progress bar for runs of which `expected` is the sum of what `advance` will be called with."""
+    def show(self, work: float) -> None:
+        """Show a progress bar of the work of all parts."""
         layout = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
-        bar = progress_bar(True, total=round(expected, 1), desc="Measuring", bar_format=layout)
+        bar = progress_bar(True, total=work, desc="Measuring", bar_format=layout)
         self._bar = self._bars.enter_context(bar)
+
+    def begin(self, work: float) -> None:
+        """Begin the next part. All work of the parts before it counts as done."""
+        self._begun += self._work
+        self._work = work
+        if self._bar is not None:
+            self._bar.update(self._begun - self._bar.n)
+
+    def advance(self, share: float) -> None:
+        """Advance the progress bar by a share of the current part."""
+        if self._bar is not None:
+            self._bar.update(min(share * self._work, self._begun + self._work - self._bar.n))
 
     def close(self) -> None:
         self._bars.close()
@@ -52,34 +66,35 @@ class Referee:
         if self._bar is not None:
             self._bar.set_postfix_str(name)
 
-    def measure(self, name: str, runs: Sequence[Runs], warm_up: bool = True, expected: float = 0) -> None:
+    def measure(self, name: str, runs: Sequence[Runs], warm_up: bool = True, share: float = 1.0) -> None:
         """Measure each `repeat` times, in turn, with `warm_up` after a run that does not count; fewer times where more
         threads leave a contestant's fewer ones far behind.
 
-        expected: the seconds that all runs should take.
+        share: which share of the current part this is.
         """
         self.announce(name)
-        numbers = range(-1 if warm_up else 0, self.repeat)
-        for number in numbers:
-            for one in runs:
-                if not is_far_behind(one.cell, [other.cell for other in runs]):
-                    rate = self._run(one, number)
+        rounds = range(-1 if warm_up else 0, self.repeat)
+        for number in rounds:
+            for entry in runs:
+                if not is_far_behind(entry.cell, [other.cell for other in runs]):
+                    rate = self._run(entry, number)
                     if rate is not None and number >= 0:
-                        one.cell.runs.append(rate)
-                self.advance(expected / (len(numbers) * len(runs)))
+                        entry.cell.runs.append(rate)
+                self.advance(share / (len(rounds) * len(runs)))
 
-    def advance(self, seconds: float) -> None:
-        """Advance the progress bar by work that was expected to take `seconds`."""
-        if self._bar is not None:
-            self._bar.update(min(seconds, self._bar.total - self._bar.n))  # sums of parts are rounded
-
-    def _run(self, one: Runs, number: int) -> float | None:
-        contestant = one.cell.contestant
+    def _run(self, entry: Runs, number: int) -> float | None:
+        contestant = entry.cell.contestant
         if contestant not in self._children.failures:
             time.sleep(_REST_SECONDS)
             try:
-                return one.run(number)
+                return entry.run(number)
             except Failed as error:
                 self._children.fail(contestant, str(error))
-        one.cell.failure = self._children.failures[contestant]
+        entry.cell.failure = self._children.failures[contestant]
         return None
+
+
+def in_turn(runs: Mapping[str, Callable[[], T]], repeat: int) -> dict[str, list[T]]:
+    """Call all of `runs` in turn, `repeat` times after a round that does not count; returns what each has returned."""
+    rounds = [{name: run() for name, run in runs.items()} for _ in range(1 + repeat)]
+    return {name: [results[name] for results in rounds[1:]] for name in runs}

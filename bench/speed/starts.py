@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench.speed.child import Failed, memory
-from polarlm.bench.speed.contestants import OURS, Contestant, Subject, new_child, start
+from polarlm.bench.speed.contestants import Contestant, Subject, new_child, start
 from polarlm.bench.speed.figures import Cell, Speed
 from polarlm.bench.speed.referee import Referee, Runs
 from polarlm.engine.backends.numpy import host_memory
@@ -26,7 +26,7 @@ _TILE_CACHE = {"tile_cache": "1000G"}
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
 _WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
 _MIB, _GIB = 1 << 20, 1 << 30
-_WITH_EMPTY_FOLDER = 14  # starts that take as long as those of `Starter.first_ever`, roughly
+WITH_EMPTY_FOLDER = 14  # starts that take as long as those of `Starter.first_ever`, roughly
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,8 @@ def ready_memory(size: int) -> None:
         subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
 
 
-def expected_starts(speed: Speed, repeat: int, seconds: Mapping[str, float]) -> float:
-    """Return the seconds that all starts should take. seconds: engine → those of one."""
-    engines = {contestant.engine for contestant in speed.contestants}
-    alternating = (1 + repeat) * sum(seconds.get(engine, 0.0) for engine in engines)
-    return alternating + _WITH_EMPTY_FOLDER * seconds.get(OURS, 0.0)
-
-
-def measure_starts(
-    speed: Speed, subject: Subject, referee: Referee, context: int, ids: Sequence[int], seconds: Mapping[str, float]
-) -> None:
-    """Add the starts of each engine's first contestant to `speed`, in turn, after one that does not count.
-
-    seconds: of `expected_starts`.
-    """
+def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: int, ids: Sequence[int]) -> None:
+    """Add the starts of each engine's first contestant to `speed`, in turn, after one that does not count."""
     starter = Starter(subject, speed.most_threads, context, ids)
     leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
     cells = [Cell(leader, speed.most_threads) for leader in reversed(leaders.values())]
@@ -135,9 +123,9 @@ def measure_starts(
         return Runs(cell, run)
 
     note("Starting new processes")
-    first = _WITH_EMPTY_FOLDER * seconds.get(OURS, 0.0)
-    expected = expected_starts(speed, referee.repeat, seconds) - first
-    referee.measure("starts", [runs(cell) for cell in cells], expected=expected)
+    alternating = (1 + referee.repeat) * len(cells)
+    share = alternating / (alternating + WITH_EMPTY_FOLDER)
+    referee.measure("starts", [runs(cell) for cell in cells], share=share)
     for cell in cells:
         row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
         row |= {"threads": cell.threads, "context": context}
@@ -150,7 +138,7 @@ def measure_starts(
                     row |= starter.first_ever(cell.contestant, row["median"], referee.repeat)
                 except Failed as error:
                     note(f"The first start ever cannot be measured: {error}")
-                referee.advance(first)
+                referee.advance(1 - share)
         else:
             row["failure"] = cell.failure
         speed.starts.append(row)

@@ -19,19 +19,18 @@ _OF_THE_FIRST = ("seconds", "fit", "compiling")  # figures of our first start ev
 
 def format_tables(measured: Measured) -> str:
     """All tables, each with a title, for the terminal."""
-    parts = [_about(measured)]
-    if any(row["section"] == PROMPT for row in measured["rows"]):
-        parts.append(f"Prompts, tokens/s\n\n{rates_table(measured, [PROMPT], spread=True)}")
-    if any(row["section"] == GENERATION for row in measured["rows"]):
-        parts.append(f"Generation, tokens/s\n\n{rates_table(measured, [GENERATION], spread=True)}")
-        parts.append(f"Bytes that a step reads, and share of the memory's bandwidth\n\n{bandwidth_table(measured)}")
-    if any(row["section"] == BATCHES for row in measured["rows"]):
-        parts.append(f"Steps of several sequences together\n\n{batches_table(measured)}")
-    if measured["memory"]:
-        parts.append(f"Memory of the process\n\n{memory_table(measured)}")
-    if measured["starts"]:
-        parts.append(f"Starts\n\n{starts_table(measured)}\n\n{starts_in_parts(measured)}")
-    return "\n\n".join([*parts, *measured["left_out"]])
+    sections = {row["section"] for row in measured["rows"]}
+    starts = f"{starts_table(measured)}\n\n{starts_in_parts(measured)}" if measured["starts"] else ""
+    read = "Bytes that a step reads, and share of the memory's bandwidth"
+    parts = [
+        ("Prompts, tokens/s", PROMPT in sections and rates_table(measured, [PROMPT], spread=True)),
+        ("Generation, tokens/s", GENERATION in sections and rates_table(measured, [GENERATION], spread=True)),
+        (read, GENERATION in sections and bandwidth_table(measured)),
+        ("Steps of several sequences together", BATCHES in sections and batches_table(measured)),
+        ("Memory of the process", measured["memory"] and memory_table(measured)),
+        ("Starts", starts),
+    ]
+    return "\n\n".join([_about(measured), *(f"{title}\n\n{t}" for title, t in parts if t), *measured["left_out"]])
 
 
 def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = False) -> str:

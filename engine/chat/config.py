@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,23 +72,6 @@ class ChatConfig:
         "--verbose",
         help="say why no GPU is used and which kernels are, and show where an unexpected error came from",
     )
-    gpu_layers: str | None = setting(
-        None,
-        "-ngl",
-        "--n-gpu-layers",
-        "--gpu-layers",
-        metavar="N",
-        bare="all",
-        help="has no effect: all layers are on the GPUs that --device names, or on the CPU",
-    )
-    flash_attn: str | None = setting(
-        None,
-        "-fa",
-        "--flash-attn",
-        metavar="MODE",
-        bare="on",
-        help="has no effect: attention never holds a whole row of scores for the context in memory",
-    )
 
 
 GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Sampling": SamplingParams, "Chat": ChatConfig}
@@ -142,15 +125,6 @@ def _read_schema(file: str) -> str:
     except ValueError as error:
         raise FlagError(f"--json-schema: {file} is not JSON: {error}") from None
     return text
-
-
-def ignored_flags(chat: ChatConfig) -> list[str]:
-    """A sentence for each given flag that has no effect here."""
-    return [
-        f"{field.metadata['flags'][0]} {field.metadata['help']}"
-        for field in fields(chat)
-        if field.name in ("gpu_layers", "flash_attn") and getattr(chat, field.name) is not None
-    ]
 
 
 def _sampling(name: str, value: Any) -> str | None:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
-from polarlm.engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
+from polarlm.engine.chat.config import ChatConfig, read_command_line, read_prompt
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
 from polarlm.engine.cli.commands import lost_output, note_in_flags, use_utf8
@@ -67,8 +67,6 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
 def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: Callable[..., Engine]) -> int:
     prompt = read_prompt(chat)
     console = Console(chat.color)
-    for sentence in ignored_flags(chat):
-        console.note(f"note: {sentence}")
     if chat.conversation and prompt == "":
         raise FlagError("-p/--prompt and -f/--file need a text that is not empty")
     if not chat.conversation:

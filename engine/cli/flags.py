@@ -12,6 +12,7 @@ import argparse
 import importlib.metadata
 import os
 import re
+import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,18 @@ from polarlm.engine.errors import EngineError
 
 Check = Callable[[Any], "str | None"]
 """Returns what is wrong with a value, as a sentence for the user; None if it is valid."""
+
+IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
+    ("-ngl", "--n-gpu-layers", "--gpu-layers"): (
+        "N",
+        "all layers are on the GPUs that --device names, or on the CPU",
+    ),
+    ("-fa", "--flash-attn"): ("MODE", "attention never holds a whole row of scores for the context in memory"),
+    ("--no-mmap",): ("", "the weights file is read, and never mapped"),
+    ("--draft-min", "--draft-n-min"): ("N", "a draft is as long as pays most"),
+    ("--spec-ngram-size-n",): ("N", "ngram-simple looks for the newest 4 tokens"),
+}
+"""llama.cpp's flags that have no effect here: names → the name of the value (empty for a switch), and why."""
 
 _HUB_NAME = re.compile(r"(hf:)?\w[\w.-]*/\w[\w.-]*(?<!\.gguf)([@:]\S+)?")
 
@@ -87,7 +100,19 @@ def parser(
         types = typing.get_type_hints(cls)
         for field in _on_command_line(cls):
             _add(group, field, types[field.name], checks.get(field.name))
+    if EngineConfig in groups.values():
+        group = made.add_argument_group("Flags of llama.cpp without effect")
+        for names, (value, reason) in IGNORED.items():
+            takes: dict[str, Any] = {"nargs": "?", "metavar": value} if value else {"nargs": 0}
+            group.add_argument(*names, action=_Ignore, dest="ignored", help=reason, **takes)
     return made
+
+
+class _Ignore(argparse.Action):
+    """Collects the sentences about given flags that have no effect."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        namespace.ignored = [*getattr(namespace, "ignored", ()), f"{option_string} has no effect: {self.help}"]
 
 
 def parse(
@@ -95,7 +120,8 @@ def parse(
 ) -> list[Any]:
     """One instance per dataclass of `groups` (title: class), with the values in `argv`, else the fields' defaults.
 
-    checks: field name → check. Raises FlagError; `--help` and `--version` print and raise SystemExit(0).
+    checks: field name → check. Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help`
+    and `--version` print and raise SystemExit(0).
     """
     made = parser(groups, prog=prog, description=description, checks=checks)
     joined = _join_values(argv, groups)
@@ -110,6 +136,8 @@ def parse(
     if unknown:
         raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], groups)}") from None
     given = vars(namespace)
+    for sentence in given.pop("ignored", ()):
+        print(f"note: {sentence}", file=sys.stderr)
     return [cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in groups.values()]
 
 

@@ -61,7 +61,8 @@ from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
 NAMES = ("polarquant",)
 
-# Level → the decoded angles, radians; `scripts.lloyd.polar_angles` derives levels 2 to 4. They are symmetric about π/4.
+# Level → the decoded angles, radians, symmetric about π/4. For levels 2 to 4, Lloyd's algorithm on the angles' density,
+# sin^(2^(level−1) − 1)(2θ) (scripts/lloyd.py of commit 0db755bb).
 CENTRES = {
     1: tuple((code + 0.5) * np.pi / 8 for code in range(16)),
     2: (0.309756116982453, 0.6339802399913297, 0.9368160868035673, 1.2610402098124438),

@@ -5,7 +5,8 @@
 Source: Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", 2025, Algorithm 1
 (least mean squared error: rotate, then one Lloyd–Max quantizer for all coordinates). As in its common implementations,
 the rotation is sign flip → Walsh–Hadamard → sign flip instead of a dense matrix, and the levels are those of N(0, 1/D).
-Levels: Max, "Quantizing for minimum distortion", 1960, by Lloyd's algorithm on the density (`scripts/lloyd.py`).
+Levels: Max, "Quantizing for minimum distortion", 1960, by Lloyd's algorithm on the density; scripts/lloyd.py of
+commit 0db755bb computes them.
 Bits per value: b + 16/D, for `turbo2`, `turbo3` and `turbo4` with b = 2, 3, 4. Mean squared error on Gaussian vectors
 of 128 values: .116, .0340, .0093 per variance.
 Decode, per value: a quarter of a lookup of four values and one multiplication by the norm.
@@ -38,7 +39,7 @@ from polarlm.engine.codecs.schema.joined import join
 
 NAMES = ("turbo2", "turbo3", "turbo4")
 
-# Bits → the positive half of the levels for N(0, 1), ascending; `scripts.lloyd.gaussian_levels` derives them.
+# Bits → the positive half of the levels for N(0, 1), ascending.
 LEVELS = {
     2: (0.4527800346366299, 1.5104176084993848),
     3: (0.24509417894464633, 0.7560052812070376, 1.3439092785065845, 2.1519457045385577),

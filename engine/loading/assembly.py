@@ -294,15 +294,17 @@ def with_cache(
     config: EngineConfig,
     verbose: Say | None = None,
     planned: Callable[[CacheShape], StorePlan] | None = None,
+    encoding: Encoding = WHOLE,
 ) -> Parts:
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
     weight type and device. Closing either parts closes the files of both. Raises EngineError.
 
-    planned: returns the plan of the store for its shape; None for that of `config`.
+    planned: returns the plan of the store for its shape; None for that of `config`. encoding: the parts of the encoder
+    that are on.
     """
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
-    placement = parts.placement.loaded(config, planned)
-    store = _store(config, WHOLE, ops, source, weights, placement.store_plan, verbose)
+    placement = parts.placement.loaded(config, planned, encoding)
+    store = _store(config, encoding, ops, source, weights, placement.store_plan, verbose)
     return Parts(config, source, placement, Transformer(ops, source.config, weights, store))
 
 

@@ -62,24 +62,15 @@ def _check_values(config: EngineConfig) -> None:
         raise EngineError(f"block_size is {config.block_size}, but must be a multiple of 4")
     if config.parallel < 1:
         raise _wrong("parallel", config, "give the number of requests to compute at a time, 1 or more")
-    if not 0 < config.prefill_share < 1:
-        raise _wrong("prefill_share", config, "give a number between 0 and 1, such as 0.5")
     if config.spec_type not in DRAFTS:
         raise _wrong("spec_type", config, f"choose from {', '.join(DRAFTS)}")
     if not 0 <= config.draft_max <= MOST_DRAFTED:
         raise _wrong("draft_max", config, f"give the most tokens of a draft, 0 to {MOST_DRAFTED}")
-    if not 0 <= config.draft_min <= config.draft_max:
-        raise EngineError(
-            f"draft_min={config.draft_min}: give the fewest tokens of a draft, 0 to draft_max ({config.draft_max})",
-            settings=("draft_min", "draft_max"),
-        )
     if config.spec_type == DRAFT_MODEL and config.model_draft is None:
         raise EngineError(
             f"spec_type={DRAFT_MODEL}: there is no draft model; give one with model_draft",
             settings=("spec_type", "model_draft"),
         )
-    if config.spec_ngram_size_n < 1:
-        raise _wrong("spec_ngram_size_n", config, "give the number of newest tokens to look for, 1 or more")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     for setting in ("kv_memory", "state_cache", "cache_disk", "cache_ram", "tile_cache", "expert_cache"):

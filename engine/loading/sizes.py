@@ -100,10 +100,7 @@ def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
     """Return the shape with the snapshots of recurrent layers that `config` asks for. Raises EngineError."""
     codes = snapshot_codes.ALL[config.state_type]
     layers = [replace(one, codes=codes) if isinstance(one, DeltaShape) else one for one in shape.layers]
-    try:
-        each = sum(one.quantized_bytes(shape.block_size) for one in layers if isinstance(one, DeltaShape))
-    except ValueError as error:
-        raise EngineError(str(error), settings=("state_type",)) from None
+    each = sum(one.quantized_bytes(shape.block_size) for one in layers if isinstance(one, DeltaShape))
     if config.state_cache is not None:
         count = parse_size(config.state_cache, "state_cache") // max(1, each)
         layers = [replace(one, snapshots=count) if isinstance(one, DeltaShape) else one for one in layers]

@@ -13,6 +13,8 @@ from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.params import PromptOptions
+from polarlm.engine.state.salts import joined
 from polarlm.engine.state.store import RowAdapter, Span
 from polarlm.engine.weight_formats import Deltas, ExpertLinear, WeightFormat, get
 from polarlm.model_loaders import hub
@@ -50,6 +52,10 @@ class Adapters:
     def scales(self) -> dict[str, float]:
         """Their names and scales."""
         return {name: one.scale for name, one in self.by_name.items()}
+
+    def salt(self, options: PromptOptions) -> str:
+        """Return the salt of a request with these options. Raises EngineError for an unknown adapter."""
+        return joined(options.cache_salt, self.asked(options.lora, options.lora_scale)[1])
 
     def asked(self, name: str, scale: float) -> tuple[RowAdapter | None, str]:
         """Return the adapter that a request names, times a factor, and what tells its K/V from others, as `joined`

@@ -21,17 +21,15 @@ from typing import Any
 
 from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.sampling.detokenizer import text_of
+from polarlm.engine.storage.sessions import KEY_BYTES, Known
 from polarlm.engine.storage.tiers.tiers import Tiers
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.forks import renew_in_children
-
-KEY_BYTES = 32  # size of a digest
 
 _CAPACITY = 1 << 20  # tokens, 4 bytes each
 _ENTRY = 64  # overhead of an entry, in tokens
 
 Message = Mapping[str, Any]
-Known = Sequence[tuple[str, Sequence[int]]]  # (hex digest of a conversation that ends with an answer, the answer's ids)
 
 
 class Answers:

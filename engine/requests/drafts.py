@@ -33,6 +33,7 @@ _STALE = 512  # steps after which a median expires: contexts grow, and requests 
 _ROW = 0.15  # time that each row adds to a step, relative to a step of no row; used until steps are measured
 _DECAY = 0.8  # factor on the counts of accepted tokens at each verified draft
 _MARGIN = 1.02  # least speed-up for which a draft is made
+NGRAM = 4  # newest tokens that ngram-simple looks for
 _PAUSES = 8, 64  # tokens: the first pause of a drafter that does not pay, and the longest
 
 
@@ -147,15 +148,15 @@ class Batch:
 class Drafts:
     """The drafts of one request. drafted, accepted: tokens so far.
 
-    A draft has `most` tokens, or one fewer than a number in `DRAFT_ROWS`, but at least `least`. The estimate of p
+    A draft has `most` tokens, or one fewer than a number in `DRAFT_ROWS`. The estimate of p
     starts at 1/2, so that first drafts are short. While no length pays, drafts pause, for twice as many tokens each
     time. The shortest draft is tried after each pause, and again as long as all of it is right.
     """
 
-    def __init__(self, drafter: Drafter, most: int, least: int, seconds: Callable[[int], float]) -> None:
-        """1 ≤ most; least ≤ most. seconds: returns the time of a step, given its rows."""
+    def __init__(self, drafter: Drafter, most: int, seconds: Callable[[int], float]) -> None:
+        """1 ≤ most. seconds: returns the time of a step, given its rows."""
         self._drafter, self._seconds = drafter, seconds
-        self._lengths = sorted({rows - 1 for rows in DRAFT_ROWS if least <= rows - 1 <= most} | {most})
+        self._lengths = sorted({rows - 1 for rows in DRAFT_ROWS if 0 < rows - 1 <= most} | {most})
         self._right, self._tried = 1.0, 2.0  # decaying counts of drafted tokens after right ones: right ones, and all
         self._pause = _PAUSES[0]
         self._resumes = 0  # length of the sequence at which drafts resume
@@ -229,17 +230,16 @@ class Drafting:
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
         most = config.draft_max if params.draft_max is None else params.draft_max
-        least = config.draft_min if params.draft_min is None else params.draft_min
         if params.spec_type is None and kind == NONE and self.model is not None:
             kind = DRAFT_MODEL
         if kind == NONE or most == 0:
             return None
-        return Drafts(self.drafter(kind, ids), most, min(least, most), self.seconds)
+        return Drafts(self.drafter(kind, ids), most, self.seconds)
 
     def drafter(self, kind: str, ids: Sequence[int]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
         if kind != DRAFT_MODEL:
-            return PromptLookup(self._config.spec_ngram_size_n, self._vocabulary, ids)
+            return PromptLookup(NGRAM, self._vocabulary, ids)
         if self.model is None:
             sentence = f"spec_type={kind} needs a draft model: load the engine with model_draft"
             raise EngineError(sentence, settings=("spec_type", "model_draft"))

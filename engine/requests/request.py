@@ -19,7 +19,6 @@ from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
 from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, yes_and_no
-from polarlm.engine.requests.salts import salt_of
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
@@ -97,8 +96,8 @@ class Request:
     found: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     saved: Snapshot | None = None  # what the store held when the request was preempted
     clock: Clock = field(default_factory=Clock)
-    adapter: RowAdapter | None = None  # that computes its tokens
-    salt: str = ""  # what keeps its K/V apart; see `engine.requests.salts`
+    adapter: RowAdapter | None = None  # LoRA adapter of this request
+    salt: str = ""  # what keeps its K/V apart; see `engine.state.salts`
     warnings: Sequence[str] = ()  # see `Ticket`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
     why_damaged: Callable[[], str | None] | None = None  # as in `ModelWeights`
@@ -146,7 +145,8 @@ class Request:
             constraint,
             warnings=warnings,
         )
-        request.adapter, request.salt = adapters.asked(options.lora, options.lora_scale)[0], salt_of(options, adapters)
+        request.adapter, _ = adapters.asked(options.lora, options.lora_scale)
+        request.salt = adapters.salt(options)
         if request.sampler.reach_ahead:
             request.drafts = drafting.drafts(ids, params)
         return request

@@ -31,7 +31,7 @@ class StoredSequence:
 
     ids: tuple[int, ...] = ()  # ids of its stored tokens
     bytes: int = 0
-    salt: str = ""  # what it is found with; see `engine.requests.salts`
+    salt: str = ""  # what it is found with; see `engine.state.salts`
 
 
 class Runner:

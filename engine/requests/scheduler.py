@@ -4,7 +4,7 @@
                 ▲                    │                           │
                 └─────────────── requeue, preempt ───────────────┘
 
-Prefill and steps share seconds, not units: while both have work, prefill gets `prefill_share` of the time. Between two
+Prefill and steps share seconds, not units: while both have work, prefill gets `_PREFILL_SHARE` of the time. Between two
 steps its budget is the median step's time in that proportion, times `_CATCH_UP`. Slow steps reduce the budget, so that
 delays do not add up: by the time that the last step took beyond the median, and by the time that the next one is going
 to take beyond it if it fills a block, which is then encoded. A unit that starts within the budget may exceed it.
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 _RECENT = 8  # latest steps, whose median is taken
+_PREFILL_SHARE = 0.5  # of the time, while both have work
 _CATCH_UP = 1.5  # prefill's budget between two steps, in multiples of its share
 
 
@@ -63,9 +64,8 @@ class Unit:
 class Scheduler:
     """The queue of sequences. At most `parallel` of them run at a time; the others wait."""
 
-    def __init__(self, parallel: int, prefill_share: float = 0.5, block_size: int = 64) -> None:
+    def __init__(self, parallel: int, block_size: int = 64) -> None:
         self._parallel = parallel
-        self._prefill_share = prefill_share
         self._block_size = block_size
         self._arrivals = 0
         self._waiting: list[TokenSequence] = []  # by arrival
@@ -116,7 +116,7 @@ class Scheduler:
     def _prefill_is_due(self) -> bool:
         if self._prefill_ahead > 0 or not self._steps:
             return False
-        share, usual = self._prefill_share, median(self._steps)
+        share, usual = _PREFILL_SHARE, median(self._steps)
         budget = _CATCH_UP * share / (1 - share) * usual - max(0.0, self._steps[-1] - usual)
         if self._filling_steps and self._step_fills_a_block:
             budget -= max(0.0, median(self._filling_steps) - usual)
@@ -128,7 +128,7 @@ class Scheduler:
 
     def record_time(self, unit: Unit, seconds: float) -> None:
         """Record how long a unit took."""
-        share = self._prefill_share
+        share = _PREFILL_SHARE
         if unit.is_prefill:
             self._prefill_ahead += seconds * (1 - share)
             self._prefill_since += seconds

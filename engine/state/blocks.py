@@ -37,7 +37,7 @@ class BlockAllocator:
         self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be allocated
         self._free_firsts: OrderedDict[int, None] = OrderedDict()  # first blocks of sequences, in that order
         self._kept: dict[int, Callable[[], None]] = {}
-        self._firsts: set[int] = set()  # those of `_kept` that are first blocks of sequences
+        self._firsts: set[int] = set()  # kept blocks that are first blocks of sequences
 
     @property
     def size(self) -> int:

@@ -13,7 +13,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.state.layer_shapes import FinerKind
 from polarlm.engine.state.shapes import CacheShape
 
-# (type of keys, type of values), chosen by measurement: see docs/quality.md and `bench.quality`.
+# (type of keys, type of values), chosen by measurement: see docs/quality.md.
 PRESETS = {
     "quality": ("ring5", "ring4"),
     "balanced": ("ring4", "ring3.5"),
@@ -103,7 +103,7 @@ def not_two_kinds(config: EngineConfig, why: str) -> EngineError:
 
 
 def by_layer(names: Sequence[str | None]) -> str:
-    """Return the setting that gives each layer its type: the commonest, then those of other layers. None: any type.
+    """Return the setting that gives each layer its type: the commonest type first, then other layers' types. None: any.
 
     >>> by_layer(["ring3", "ring4", "ring4", "ring3", "ring5", "ring3"])
     'ring3,ring4@1-2,ring5@4'

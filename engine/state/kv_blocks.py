@@ -44,8 +44,7 @@ class KVBlocks(TableGroup):
         is_shared: bool = False,
     ):
         """caches: one per layer. blocks: the numbers of quantized blocks and of full-precision slots. is_shared:
-        whether layers without K/V read those of the last layer, so that no other group may write to a prompt's buffer.
-        """
+        whether layers without K/V read the last layer's K/V, so that no other group may write to a prompt's buffer."""
         super().__init__(shape.block_size, window, *blocks)
         self.layers = layers
         self._ops, self._shape = ops, shape

@@ -106,7 +106,7 @@ class OwnShape(StateShape, Protocol):
 
 NEWEST = 3
 """Complete blocks at the end of a sequence that have more bits than older ones, where blocks are of two kinds: their
-errors cost more than those of all older ones together (docs/quality.md, "Deeper in a text")."""
+errors cost more than the errors of all older blocks together (docs/quality.md, "Deeper in a text")."""
 
 
 class FinerKind(NamedTuple):
@@ -187,7 +187,7 @@ class LayerShape(TokenBlocks):
 
 @dataclass(frozen=True)
 class SharedShape(TokenBlocks):
-    """A layer that stores nothing: its K/V are those of the last layer before it with a LayerShape of its group."""
+    """A layer that stores nothing: it reads the K/V of the last layer before it with a LayerShape of its group."""
 
     kv_heads: int  # K
     head_dim: int  # D

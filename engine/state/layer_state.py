@@ -43,8 +43,8 @@ class LayerState(Protocol):
     def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
         """Reserve blocks for a prompt's `count` tokens from position `start`, and a buffer that its layers write to.
 
-        If it raises OutOfBlocks, nothing has changed. buffers: those of the span so far, to use or to add to. as_steps:
-        see `KVStore.open`.
+        If it raises OutOfBlocks, nothing has changed. buffers: the span's buffers so far, to use or to add to.
+        as_steps: see `KVStore.open`.
         """
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
@@ -74,7 +74,7 @@ class LayerState(Protocol):
     def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> Sequence[FilledBlocks]:
         """Return the blocks that steps have filled, to be encoded before these are committed.
 
-        growths: those of the steps, each with the length that its sequence will have.
+        growths: the growths of the steps, each with the length that its sequence will have.
         """
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:

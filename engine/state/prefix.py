@@ -2,7 +2,7 @@
 
 The hash of a block covers the hash of the block before it and its own token ids. The chain starts from a root: a hash
 of everything else that determines the stored K/V (model, codecs, conditioning, calibration, block size) and of the
-salt, which separates equal prompts (`engine.requests.salts`). A block can be found while a sequence holds it, and
+salt, which separates equal prompts (`engine.state.salts`). A block can be found while a sequence holds it, and
 until the allocator reuses it: those that have been free the longest first, first blocks of sequences after current
 ones. Full-precision blocks, which these two are, match in part as well: the tokens in common with a prompt are copied.
 

@@ -20,7 +20,7 @@ class CacheShape:
     # Layer with K/V → the bytes of a quantized block and of a full-precision slot on the backend, all KV heads. Layers
     # that are absent have no padding.
     stored: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
-    has_host: bool = False  # whether snapshots are in the computer's memory, and all else in that of a GPU
+    has_host: bool = False  # whether snapshots are in the computer's memory, and all else in a GPU's memory
 
     def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of the cache of a layer with K/V, for the ops."""
@@ -163,7 +163,7 @@ class CacheShape:
         return total
 
     def snapshot_bytes(self, quantized_blocks: tuple[int, ...]) -> int:
-        """Return the bytes of those of `quantized_blocks` that are snapshots."""
+        """Return the bytes of the snapshots among `quantized_blocks`."""
         blocks = zip(self.groups, quantized_blocks, strict=True)
         sparse = ((layers, count) for (_, layers), count in blocks if self.layers[layers[0]].is_sparse)
         return sum(count * self.quantized_bytes(layers) for layers, count in sparse)

@@ -47,7 +47,7 @@ Metrics = tuple[Metric | None, Metric | None]
 
 
 class RowAdapter(NamedTuple):
-    """An adapter by its number among those of the model, and the factor of what it adds."""
+    """An adapter by its number among the model's adapters, and the factor of what it adds."""
 
     number: int
     scale: float
@@ -332,7 +332,7 @@ class KVStore:
 
     @property
     def changes(self) -> int:
-        """How many times blocks have been moved: `spans` and `view` of before are not valid any more."""
+        """Generation counter of block moves: spans and views from an earlier generation are invalid."""
         return 0 if self.finer is None else self.finer.changes
 
     def bytes_held(self, sequence: SequenceKV) -> int:

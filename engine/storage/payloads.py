@@ -28,7 +28,7 @@ _NOT_FINITE = "not all of its numbers are finite"
 
 @dataclass(frozen=True)
 class Part:
-    """The position of one array of a layer in a payload. shape: that of one block, (K, …)."""
+    """The position of one array of a layer in a payload. shape: shape in one block, (K, …)."""
 
     layer: int
     name: str

@@ -27,10 +27,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from polarlm.engine.errors import EngineError, counted
-from polarlm.engine.requests.answers import KEY_BYTES, Known
-from polarlm.engine.requests.salts import adapter_of, joined
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.salts import adapter_of, joined
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage import files, identity, objects
@@ -42,7 +41,10 @@ _NAME = b"polarlm session\0"  # the name of the first object
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
 _VERSION = "3"  # the version of the file and of the meaning of all codes
 
+KEY_BYTES = 32  # size of the digest of a conversation
+
 SessionPath = str | PathLike[str]
+Known = Sequence[tuple[str, Sequence[int]]]  # (hex digest of a conversation that ends with an answer, the answer's ids)
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
@@ -53,7 +55,7 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # the known answers of its conversation
-    salt: str = ""  # of a session that was read, that of its K/V; see `engine.requests.salts`
+    salt: str = ""  # salt of the K/V of a session that was read; see `engine.state.salts`
 
 
 def _check_types(shape: CacheShape) -> None:
@@ -71,8 +73,8 @@ def write(
 ) -> None:
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
 
-    After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: that of the
-    tokens in `saved`. salt: that of the sequence, see `engine.requests.salts`; "" for none.
+    After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: the ids,
+    note and answers for `saved`. salt: the sequence's salt, see `engine.state.salts`; "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
@@ -109,7 +111,7 @@ def write(
 
 
 def is_session(path: SessionPath) -> bool:
-    """Whether `path` is a file whose first bytes are those of a session. False for some damaged sessions."""
+    """Whether `path` is a file that begins as a session does. False for some damaged sessions."""
     try:
         if not os.path.isfile(path):
             return False

@@ -37,7 +37,7 @@ class WaitingBlocks:
         """In a forked child, forget what waits: the parent writes it."""
         self._waiting: set[Key] = set()
         self._copies: dict[Key, Object] = {}
-        self._bytes = 0  # of the copies
+        self._bytes = 0  # bytes of the copies
         self._is_troubled = False  # whether a copy that failed has been logged
         self._lock = threading.Lock()
 

@@ -1,1 +1,1 @@
-"""PolarLM on several machines with Ray Serve: `python -m examples.ray_serve`; see README.md in this folder."""
+"""Replicas of the engine with Ray Serve."""

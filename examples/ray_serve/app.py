@@ -1,147 +1,89 @@
-"""The application: replicas of the engine, each with the whole HTTP API, and an ingress that chooses among them."""
+"""The deployment: replicas of the engine, each with the server's whole HTTP API."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError
-from ray.serve.handle import DeploymentHandle
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from examples.ray_serve.prefixes import prefix_key
-from examples.ray_serve.settings import read
-from polarlm.engine import Engine
-from polarlm.server.http.app import create_app, error_shapes
-from polarlm.server.http.bodies import read_bytes
-from polarlm.server.http.errors import ApiError, api_error
-from polarlm.server.running import journal, refused
+from polarlm.engine import Engine, EngineConfig
+from polarlm.engine.cli.flags import FlagError
+from polarlm.server.config import ServerConfig, read_command_line
+from polarlm.server.http.app import create_app
+from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
 
-# Of a request's scope; the rest belongs to a process.
-_SENT_ON = {"type", "http_version", "method", "scheme", "query_string", "headers", "client", "server"}
-_ATTEMPTS = 3
+_NOT_HERE = {
+    "host": "Ray listens, where http_options says",
+    "port": "Ray listens, where http_options says",
+    "socket_port": "a replica has no socket for JSON lines",
+    "unix": "a replica has no socket for JSON lines",
+    "sessions": "only the replica that loads a session has it",
+}
 
 
 class EngineReplica:
     """One engine, with as many threads as Ray gives it cores, on the GPU that Ray gives it if there is one."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
-        self._ends = AsyncExitStack()
-        given = ray.get_runtime_context().get_assigned_resources()
-        mine = {"device": "cuda" if given.get("GPU") else "cpu", "threads": max(1, int(given.get("CPU", 1)))}
-        model, config = read({**mine, **settings})
+        resources = ray.get_runtime_context().get_assigned_resources()
+        device = "cuda" if resources.get("GPU") else "cpu"
+        model, config = read({"device": device, "threads": max(1, int(resources.get("CPU", 1))), **settings})
         journal.set_up()
-        engine = await asyncio.to_thread(Engine.load, model.weights, config=model)
-        self._ends.callback(engine.close)
-        self._driver = Driver(engine, config)
+        self._engine = await asyncio.to_thread(Engine.load, model.weights, config=model)
+        self._driver = Driver(self._engine, config)
         await self._driver.start()
-        self._ends.push_async_callback(self._driver.stop)
-        self._app = journal.Journaled(create_app(self._driver, config))
-        self._name = serve.get_replica_context().replica_id.unique_id.encode()
+        name = serve.get_replica_context().replica_id.unique_id
+        self._app = _Named(journal.Journaled(create_app(self._driver, config)), name)
 
-    async def __call__(self, _key: str, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-        """The ASGI messages of the response to a request, in lists of those that are there at the same time."""
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Message:
-            while not requests:
-                await asyncio.sleep(3600)  # a client that disconnects ends this task
-            return requests.pop()
-
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"x-replica", self._name)]}
-            messages.put_nowait(message)
-
-        async def respond() -> None:
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                messages.put_nowait(None)
-
-        responding = asyncio.create_task(respond())
-        try:
-            ended = False
-            while not ended:
-                ready = [await messages.get()]
-                while not messages.empty():
-                    ready.append(messages.get_nowait())
-                ended = ready[-1] is None
-                if found := [message for message in ready if message is not None]:
-                    yield found
-            await responding
-        finally:
-            responding.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await responding
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
 
     async def check_health(self) -> None:
-        """Raises if no answer comes from the engine."""
+        """Raises if the engine does not answer; Ray then replaces the replica."""
         await self._driver.status()
 
     async def __del__(self) -> None:
-        """Called when no request is under way."""
-        await self._ends.aclose()
+        """Called by Ray when no request is under way."""
+        await self._driver.stop()
+        self._engine.close()
 
 
-class _Forward:
-    """An ASGI application whose responses come from replicas."""
+class _Named:
+    """ASGI middleware: the header x-replica of a response names the replica."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body: int) -> None:
-        self._replicas = replicas.options(stream=True)
-        self._max_body = max_body
-        self._errors = error_shapes()
+    def __init__(self, app: ASGIApp, name: str) -> None:
+        self._app, self._name = app, name.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = bytes(await read_bytes(Request(scope, receive), self._max_body))
-            path = scope["path"].removeprefix(scope.get("root_path", ""))  # without the application's route_prefix
-            sent_on = {**{name: scope[name] for name in _SENT_ON if name in scope}, "path": path}
-            await self._forward(prefix_key(body), sent_on, body, send)
-        except ClientDisconnect:
-            return
-        except ApiError as error:
-            await self._errors.response(scope["path"], error)(scope, receive, send)
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-replica", self._name)]}
+            await send(message)
 
-    async def _forward(self, key: str, scope: Scope, body: bytes, send: Send) -> None:
-        """Send the response of a replica, or of another one if the first dies before it has sent anything."""
-        for _ in range(_ATTEMPTS):
-            response: Any = self._replicas.remote(key, scope, body)
-            begun = False
-            try:
-                async for messages in response:
-                    for message in messages:
-                        begun = True
-                        await send(message)
-                return
-            except BackPressureError:
-                raise api_error(refused.busy("All replicas are busy", 1)) from None
-            except RayActorError:
-                if begun:
-                    raise
-            finally:
-                response.cancel()  # where the client has gone
-        raise ApiError(503, "Every replica that has tried to answer this request has died", "replica_died")
+        await self._app(scope, receive, send_named)
 
 
-class PrefixIngress:
-    """The HTTP API of all replicas: it reads the beginning of each prompt, which their router goes by."""
+def read(settings: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
+    """The configurations of a replica from flags of `polarlm serve` without their dashes, as in {"ctx-size": 4096}.
 
-    def __init__(self, replicas: DeploymentHandle, max_body: int) -> None:
-        self._forward = _Forward(replicas, max_body)
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Starlette(routes=[Route("/{path:path}", self._forward)])
+    True stands for a flag without a value, a list for a flag that is repeated. Raises FlagError or EngineError with a
+    sentence that names the flag.
+    """
+    flags: list[str] = []
+    for name, setting in settings.items():
+        for value in setting if isinstance(setting, list) else [setting]:
+            if value is not False:
+                flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    model, config = read_command_line(flags)
+    for field, reason in _NOT_HERE.items():
+        if getattr(config, field) != getattr(ServerConfig, field):
+            raise FlagError(f"--{field.replace('_', '-')} cannot be set here: {reason}")
+    return model, config
 
 
 Replica = serve.deployment(
@@ -150,17 +92,13 @@ Replica = serve.deployment(
     max_queued_requests=256,
     graceful_shutdown_timeout_s=600,
     max_constructor_retry_count=3,
-    request_router_config={"request_router_class": "examples.ray_serve.router:PrefixRouter"},
-)(EngineReplica)
-Ingress = serve.deployment(
-    name="Ingress",
-    max_ongoing_requests=1000,
-    graceful_shutdown_timeout_s=600,
-    ray_actor_options={"num_cpus": 0},
-)(serve.ingress()(PrefixIngress))
+    request_router_config={
+        "request_router_class": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+    },
+)(serve.ingress()(EngineReplica))
 
 
 def build(settings: dict[str, Any]) -> serve.Application:
-    """The application, with settings of its replicas. Raises FlagError or EngineError if one is wrong."""
-    _, config = read(settings)
-    return Ingress.bind(Replica.bind(settings), config.max_body)
+    """The application of a configuration's `args`. Raises FlagError or EngineError."""
+    read(settings)
+    return Replica.bind(settings)

@@ -115,7 +115,7 @@ class CallFormat:
         return hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]
 
     def _arguments(self, text: str) -> Any:
-        """Arguments of a past call as the template accepts them; those of a call that was cut off may be any text."""
+        """Arguments of a past call as the template accepts them; they may be any text if the call was cut off."""
         value = json_object(text)
         if value is None:
             return text if self.takes_any_text else ("{}" if self.arguments_as_text else {})

@@ -153,7 +153,7 @@ def _format(
 def _as_message(
     prompt: str | LoadError, one: str | LoadError, result: str | LoadError, **found: Any
 ) -> CallFormat | None:
-    """The format of calls that are messages: a call follows the prompt in the place of an answer, and ends the turn."""
+    """The format of calls that are messages: a call follows the prompt instead of an answer, and ends the turn."""
     if not isinstance(prompt, str) or not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
         return None
     call = _between(one, prompt, "")

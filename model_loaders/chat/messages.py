@@ -16,7 +16,7 @@ class Message:
     """A message as a template gets it, and the ids that it was generated as."""
 
     shown: dict[str, Any]  # what the template gets; "role" and "content" are text
-    token_ids: tuple[int, ...] | None = None  # the generated ids; they replace those of content, reasoning and calls
+    token_ids: tuple[int, ...] | None = None  # the generated ids; they replace the ids of content, reasoning and calls
     reasoned: bool = False  # whether these ids begin with reasoning
 
     @property

@@ -57,9 +57,9 @@ def put_otherwise(
 ) -> Put:
     """`messages` as the template takes them: unchanged, or with the least harmful changes that lose no text.
 
-    messages: those of `checked_messages`. Late system texts stay late, so that a longer conversation begins as it did.
-    A conversation that the template refuses however it is put stays as it is. Raises LoadError if the template takes
-    too much time or memory.
+    messages: as `checked_messages` returns them. Late system texts stay late, so that a longer conversation begins as
+    it did. A conversation that the template refuses however it is put stays as it is. Raises LoadError if the template
+    takes too much time or memory.
     """
     format, given = None, dict(variables)
     if tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):

@@ -214,7 +214,7 @@ class _Rendering:
         return text.endswith(rest[-1]) and len(text) - len(rest[-1]) >= at
 
     def _text(self, framed: tuple[int, ...], length: int | None = None) -> str:
-        """The text of the first `length` messages (None: of all), those of `framed` in frames. Raises LoadError."""
+        """The text of the first `length` messages (None: of all), with `framed` ones in frames. Raises LoadError."""
         if (framed, length) not in self._texts:
             self._render((framed, length))
         if isinstance(text := self._texts[framed, length], LoadError):
@@ -242,7 +242,7 @@ class _Rendering:
         return None if any(self._edge in part for part in parts if isinstance(part, str)) else parts
 
     def _as_prompted(self, parts: list[str | int]) -> list[str | int]:
-        """`parts` with the text before each answer replaced by that of the prompt for the answer.
+        """`parts` with the text before each answer replaced by the end of the prompt for the answer.
 
         Before a past answer, templates write white space that its prompt did not have ("Assistant: Hi" for
         "Assistant:"), or leave out what the prompt opened for it ("<think>"). The text between question and answer is

@@ -53,7 +53,7 @@ class ChatTemplate:
         self.changes: dict[str, tuple[int, bool]] = {}  # see `put_otherwise`
 
     def with_text(self, old: str, new: str) -> ChatTemplate:
-        """The template with `new` in the place of the text `old`."""
+        """The template with `new` instead of the text `old`."""
         tokens = {name: self._constants[name] or "" for name in ("bos_token", "eos_token")}
         changed = self.source.replace(old, new)
         return ChatTemplate(changed, is_default=self.is_default, **tokens)

@@ -7,7 +7,7 @@ Such a module defines
 - `tensors(config) -> TensorTable`: the tensors of a file, by the slots that they fill;
 - optionally `GGUF`, the layout of the family's GGUF files;
 - optionally `PREFIXES`: prefixes of tensor names in some files → the table's prefixes;
-- optionally `take_apart(config, stored)`: the table's tensors in those of safetensors files, by name;
+- optionally `take_apart(config, stored)`: the table's tensors, found in the tensors of safetensors files, by name;
 - optionally `QUANTIZATIONS`, the values of `quant_method` in a configuration whose weights it reads.
 
 Modules that begin with an underscore are helpers.
@@ -37,7 +37,7 @@ def families() -> tuple[str, ...]:
 def configure(fields: Fields) -> ModelConfig:
     """The ModelConfig of a configuration with Hugging Face's keys.
 
-    Raises LoadError for a model type without a family file, for a class other than those of the family,
+    Raises LoadError for a model type without a family file, for a class that is not the family's,
     and for values that the family does not support.
     """
     name = fields.text("model_type")

@@ -145,7 +145,7 @@ def layer_count(fields: Fields, key: str = "num_hidden_layers") -> int:
 
 
 def with_mixer(config: ModelConfig, mixer: Mixer, has_it: Sequence[bool]) -> ModelConfig:
-    """The configuration with `mixer` in the place of attention in the layers that have it."""
+    """The configuration with `mixer` instead of attention in the layers that have it."""
     layers = (Layer(mixer, layer.ffn) if own else layer for layer, own in zip(config.layers, has_it, strict=True))
     return replace(config, layers=tuple(layers))
 

@@ -104,7 +104,7 @@ def _delta(fields: Fields, tiled: bool) -> GatedDelta:
 
 
 def tensors(config: ModelConfig, names: Names) -> TensorTable:
-    """The tensors of a hybrid. The rows of a head's gate follow those of its queries."""
+    """The tensors of a hybrid. The rows of a head's gate follow the rows of its queries."""
     table, layers = tensor_table(config, names, norm_offset=1.0), []
     for layer, slots in zip(config.layers, table.layers, strict=True):
         mixer = layer.mixer

@@ -11,7 +11,7 @@ from polarlm.model_loaders.files.tensor_table import Names
 
 _MAX_HEADS, _MAX_DIM, _MAX_WIDTH = 65536, 4096, 16
 _BIASES = "mamba_proj_bias", "mlp_bias", "use_bias"
-_INNER = "mamba_inner_size"  # GGUF files have it in the place of the head dim
+_INNER = "mamba_inner_size"  # GGUF files have it instead of the head dim
 
 
 class Keys(NamedTuple):

@@ -24,7 +24,7 @@ PREFIXES = {
     **{"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."},
     **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # of Gemma3TextModel
 }
-_DEFAULTS = {  # published configurations omit values that equal those of the 4B model
+_DEFAULTS = {  # published configurations omit values that equal the 4B model's
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,

@@ -1,7 +1,7 @@
 """Gemma 4: Gemma 3's norms and windows, with wider heads in layers without a window, and normed values.
 
-Those of E2B and E4B have an embedding for each layer, and their last layers share the K/V of earlier ones; those of
-26B-A4B have experts beside the network of each layer. Of models for images and sound it loads the text part.
+E2B and E4B have an embedding for each layer, and their last layers share the K/V of earlier layers.
+26B-A4B has experts beside the network of each layer. Of models for images and sound, the text part is loaded.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _widths(sizes: object) -> Mapping[str, object]:
-    """Of a list, the size of networks, and whether those of some layers are twice as wide."""
+    """The size of networks in a list of sizes, and whether networks of some layers are twice as wide."""
     if not isinstance(sizes, list) or not sizes:
         return {}
     return {"intermediate_size": min(sizes), "use_double_wide_mlp": max(sizes) == 2 * min(sizes)}

@@ -62,7 +62,7 @@ def with_defaults(fields: Fields) -> Fields:
 
 
 def with_convolutions(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """The configuration with a convolution in the place of attention in the layers that have one."""
+    """The configuration with a convolution instead of attention in the layers that have one."""
     count = len(config.layers)
     kinds = fields.texts("layer_types")
     if not kinds:

@@ -19,7 +19,7 @@ MODEL_TYPES = ("muse_glimmer", "muse_glimmer_text")
 ARCHITECTURES = ("MuseGlimmerForConditionalGeneration", "MuseGlimmerForCausalLM")
 PREFIXES = {"model.language_model.": "model."}
 _GATE = {"output_gate": (("self_attn.gate_proj", "attn_gate"),)}
-_DEFAULTS = {  # those of the 30B model, which configurations may omit
+_DEFAULTS = {  # values of the 30B model, which configurations may omit
     "vocab_size": 202_048,
     "hidden_size": 6656,
     "intermediate_size": 19968,

@@ -1,4 +1,4 @@
-"""XLM-R and RoBERTa: BERT whose first token has the position after that of padding. multilingual-e5, bge-m3.
+"""XLM-R and RoBERTa: BERT whose first token has the position after padding's. multilingual-e5, bge-m3.
 
 bge-reranker has a head that scores pairs of texts.
 """

@@ -95,7 +95,7 @@ def _refuse_other_layouts(folder: Path) -> None:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The models in folders below; those of the hub's cache lie by their commits."""
+    """The models in folders below; the hub's cache has a folder for each commit."""
     cache = next((one for one in (folder, *folder.parents) if one.name.startswith("models--")), folder)
     inside = [one for steps in ("*", "snapshots/*", "*/snapshots/*") for one in _visible(cache, steps) if one.is_dir()]
     return [one for one in inside if _is_model(one)] or [file for one in inside for file in _ggufs(one)]

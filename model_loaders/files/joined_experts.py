@@ -1,6 +1,6 @@
 """Tensors of all experts of a layer, as some safetensors have them, taken apart into one matrix for each expert.
 
-In those of gpt-oss a matrix is transposed, or in MXFP4 with its scales in a tensor of their own. Rows of gate and up
+In gpt-oss's files a matrix is transposed, or in MXFP4 with its scales in a tensor of their own. Rows of gate and up
 projection alternate. In others the matrices of the experts follow each other.
 """
 
@@ -41,7 +41,7 @@ class _Columns(StoredTensor):
 class _Blocks(StoredTensor):
     """A matrix in MXFP4 whose rows are every `step`-th of the stored ones, from row `first` on.
 
-    `offset` is that of the codes, two neighbouring values in a byte; the scales begin at `scales_at` in `scales`.
+    `offset` is the offset of the codes, two neighbouring values in a byte; the scales begin at `scales_at` in `scales`.
     """
 
     scales: StoredTensor | None = None
@@ -50,7 +50,7 @@ class _Blocks(StoredTensor):
     step: int = 1
 
     def raw(self, rows: slice) -> np.ndarray:
-        """As in GGUF: a block is its scale and 16 bytes, of which byte j has the values j and j + 16."""
+        """As in GGUF: a block is its scale and 16 bytes, and byte j has the values j and j + 16."""
         assert self.scales is not None
         count, blocks = rows.stop - rows.start, self.columns // _BLOCK
         raw = np.empty((count, blocks, 1 + _CODES), np.uint8)

@@ -1,4 +1,4 @@
-"""How a model's states become the vector of a text, as its files say: those of sentence-transformers, or GGUF's."""
+"""How a model's states become the vector of a text, as files of sentence-transformers or a GGUF file say."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
 
 
 def with_dense(weights: StoredWeights, folders: list[Path]) -> StoredWeights:
-    """`weights`, and those of the products in `folders`. Raises LoadError."""
+    """`weights`, and the weights of the products in `folders`. Raises LoadError."""
     for number, folder in enumerate(folders):
         own = open_safetensors(folder)
         weights = weights.beside(own.renamed(lambda name: f"model.dense.{number}.{name.removeprefix('linear.')}"))  # noqa: B023

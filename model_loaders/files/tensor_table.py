@@ -87,7 +87,7 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 class TensorTable:
     """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head; with embeddings of
     layers also layer_embedding, layer_projection and layer_projection_norm. Where sums are normed, it has
-    embedding_norm in the place of norm, and positions and token_types if there are such tables. The products after
+    embedding_norm instead of norm, and positions and token_types if there are such tables. The products after
     pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
@@ -95,8 +95,8 @@ class TensorTable:
     gated delta rule, delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay, delta_dt_bias,
     delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv, mamba_decay,
     mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone if there is
-    no gate), down, ffn_post_norm. A mixture of experts has, in the place of gate_up and down, router, choice_bias,
-    experts_gate_up and experts_down (all tensors of the first expert, then those of the next), expert_factors,
+    no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router, choice_bias,
+    experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next), expert_factors,
     shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm, experts_post_norm,
     shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
     Biases are in slots with names

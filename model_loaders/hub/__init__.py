@@ -88,7 +88,7 @@ class _Fetching:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
         self._verbose, self._progress, self._of_adapter = verbose, progress, of_adapter
         self._listing = Listing(name.repo, "", {})
-        self._is_cut_off = False  # whether the hub cannot be reached and the listing is that of the cache
+        self._is_cut_off = False  # whether the hub cannot be reached and the listing comes from the cache
 
     def say(self, text: str) -> None:
         if self._verbose is not None:

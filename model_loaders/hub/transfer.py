@@ -27,7 +27,7 @@ _TROUBLE = (500, 502, 503, 504)  # statuses of the server after which the next a
 
 
 class _WrongContentError(Exception):
-    """The bytes that arrived are not those of the file."""
+    """The bytes that arrived are not the file's bytes."""
 
 
 def fetch_file(client: Client, repo: str, commit: str, file: HubFile, moved: Moved, say: Callable[[str], None]) -> Path:
@@ -98,7 +98,7 @@ class _Content:
         self.size, self._hash = 0, self._new_hash()
 
     def check(self) -> None:
-        """Raises _WrongContentError if the hash is not that of the file."""
+        """Raises _WrongContentError if the hash is not the file's hash."""
         if self._hash.hexdigest() != self.file.digest:
             raise _WrongContentError
 

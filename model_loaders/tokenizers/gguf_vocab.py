@@ -1,6 +1,6 @@
 """The vocabulary inside a GGUF file, rebuilt as a library's model from the lists of `tokenizer.ggml.*`.
 
-Keys and token types are those of ggml's docs/gguf.md, defaults of absent keys those of llama.cpp.
+Keys and token types follow ggml's docs/gguf.md; absent keys have llama.cpp's defaults.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
 
 
 def _spaced_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
-    """Merges of characters, where "▁" stands for a space. Characters without a token become those of their bytes."""
+    """Merges of characters, where "▁" stands for a space. Characters without a token become bytes."""
     control = vocabulary.control
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if token not in control}
     merges = _Merges(vocabulary.list_of("tokenizer.ggml.merges", str))

@@ -37,7 +37,7 @@ _TURNS_OF_PHI = frozenset(("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 def ends(names: Collection[str]) -> frozenset[str]:
     """The tokens of a vocabulary that end an answer.
 
-    Where answers are messages in channels, <|end|> is that of a message, and more of the answer follows.
+    Where answers are messages in channels, <|end|> ends a message, and more of the answer follows.
     """
     found = (ENDS | _ADDED_ENDS).intersection(names) - words(names)
     in_channels = ("<|return|>" in found and "<|channel|>" in names) or {"<|calls|>", "<|flush|>"} <= found
@@ -60,7 +60,7 @@ def begins_with_bos(family: str, names: Collection[str], flag: object, default: 
 
 
 def class_adds_bos(name: str, bos: str | None) -> bool:
-    """Whether a tokenizer begins sequences with BOS though tokenizer.json does not. name: that of transformers' class.
+    """Whether a tokenizer begins sequences with BOS though tokenizer.json does not. name: transformers' class.
 
     Llama 2's class adds it in code; Llama 3's first files had no post-processor to say so.
     """
@@ -70,7 +70,7 @@ def class_adds_bos(name: str, bos: str | None) -> bool:
 def white_space(family: str, model: str, kind: str, control: Collection[str]) -> dict[str, Takes]:
     """The control tokens of a GGUF file that remove white space around them; its vocabulary has no flag for it.
 
-    family: the architecture. model: the name of the model. kind: that of the vocabulary (`tokenizer.ggml.model`).
+    family: the architecture. model: the name of the model. kind: the kind of vocabulary (`tokenizer.ggml.model`).
     """
     if kind == "t5" and "<mask>" in control:  # XLM-R's
         return {"<mask>": Takes(before=True)}

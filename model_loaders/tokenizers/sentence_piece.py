@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies: `tokenizer.model`, and those of GGUF files, rebuilt as the same protobuf."""
+"""SentencePiece vocabularies: `tokenizer.model`, and vocabularies of GGUF files, rebuilt as the same protobuf."""
 
 from __future__ import annotations
 

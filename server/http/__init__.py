@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's endpoints, those of other APIs, and plain ones for sessions, tokens and status."""
+"""The HTTP API: OpenAI's endpoints, endpoints of other APIs, and plain ones for sessions, tokens and status."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -44,41 +45,134 @@ from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.refused import Refused
 
+_ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
+_NO_ENDS = {"first_id": None, "last_id": None}
+
 
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
     """The ASGI application over `driver`: OpenAI's endpoints, the dialects, sessions, tokens, status and the page.
 
     servers: the MCP servers that the page may use.
     """
-    api = _Api(driver, config)
+    front = _OneModel(driver, config)
     routes = [
         *with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
         *with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
-        *with_and_without_v1("/models", api.models),
-        *with_and_without_v1("/models/{name:path}", api.model),
-        *with_and_without_v1("/health", api.health),
         *Embeddings(driver).routes(),
         *Rerank(driver).routes(),
         *Tokens(driver).routes(),
-        Route("/ping", api.health),  # vLLM's other name of /health
-        Route("/version", api.version),
-        Route("/metrics", api.metrics),
-        Route("/stats", api.stats),
+        Route("/stats", front.stats),
         *Sessions(driver).routes(),
-        *Conversations(config).routes(),
-        *Documents(config).routes(),
-        *McpTools(config, servers).routes(),
         *_blocks(driver, config),
         *(route for dialect in dialects() for route in dialect.routes(driver)),
-        Route("/", page),
     ]
-    shapes = error_shapes()
-    errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
-    return Starlette(
-        routes=routes,
-        middleware=[*cors(config), Middleware(Guard, config=config, errors=shapes)],
-        exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: no_response},
-    )
+    return front.application(routes, servers)
+
+
+class Front(ABC):
+    """What an application of one model and one of several have in common: lists of models, monitors, the chat page."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._since = int(time.time())
+
+    def application(self, routes: Sequence[Route], servers: McpServers | None) -> Starlette:
+        """The ASGI application with further routes. servers: the MCP servers that the page may use."""
+        config, shapes = self._config, error_shapes()
+        common = [
+            *with_and_without_v1("/models", self.models),
+            *with_and_without_v1("/models/{name:path}", self.model),
+            *with_and_without_v1("/health", self.health),
+            Route("/ping", self.health),  # vLLM's other name of /health
+            Route("/version", self.version),
+            Route("/metrics", self.metrics),
+            *Conversations(config).routes(),
+            *Documents(config).routes(),
+            *McpTools(config, servers).routes(),
+            Route("/", page),
+        ]
+        errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
+        return Starlette(
+            routes=[*routes, *common],
+            middleware=[*_cors(config), Middleware(Guard, config=config, errors=shapes)],
+            exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: _no_response},
+        )
+
+    @property
+    @abstractmethod
+    def closing(self) -> bool:
+        """Whether new requests are refused because the server is closing."""
+
+    @abstractmethod
+    def listed(self) -> dict[str, Mapping[str, Any]]:
+        """The models that requests may name, with fields that OpenAI's lists do not have."""
+
+    @abstractmethod
+    def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        """One of them. Raises ApiError or Refused."""
+
+    @abstractmethod
+    async def metrics(self, request: Request) -> Response:
+        """/metrics, for Prometheus."""
+
+    async def models(self, request: Request) -> Response:
+        """The models, in OpenAI's shape, or in Anthropic's for its clients."""
+        models = [self._entry(request, *model) for model in self.listed().items()]
+        if _ANTHROPIC in request.headers:
+            ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else _NO_ENDS
+            return JSONResponse({"data": models, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": models})
+
+    async def model(self, request: Request) -> Response:
+        """One model. Raises ApiError or Refused."""
+        return JSONResponse(self._entry(request, *self.find(request.path_params["name"])))
+
+    def _entry(self, request: Request, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        if _ANTHROPIC in request.headers:
+            created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
+            return {"type": "model", "id": name, "display_name": name, "created_at": created}
+        return {"id": name, "object": "model", "created": self._since, "owned_by": "polarlm", **more}
+
+    async def health(self, _request: Request) -> Response:
+        """200 while the server accepts requests, 503 while it closes."""
+        return JSONResponse({"status": "closing" if self.closing else "ok"}, 503 if self.closing else 200)
+
+    async def version(self, _request: Request) -> Response:
+        """{"version"}, as vLLM's endpoint."""
+        return JSONResponse({"version": release() or "0.0.0"})
+
+
+class _OneModel(Front):
+    def __init__(self, driver: Driver, config: ServerConfig) -> None:
+        super().__init__(config)
+        self._driver = driver
+
+    @property
+    def closing(self) -> bool:
+        return self._driver.closing
+
+    def listed(self) -> dict[str, Mapping[str, Any]]:
+        """The model and its adapters."""
+        engine = self._driver.engine
+        context, parent = {"context_length": engine.context}, {"parent": engine.model.name}
+        return {engine.model.name: context, **dict.fromkeys(engine.adapters.by_name, context | parent)}
+
+    def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        if name not in (models := self.listed()):
+            raise ApiError(404, "There is no such model here; /v1/models lists what there is", "model_not_found")
+        return name, models[name]
+
+    async def metrics(self, _request: Request) -> Response:
+        hidden = self._config.hide_cached_tokens
+        now, engine = await self._driver.status(), self._driver.engine
+        page = exposition(engine, self._driver.snapshot(), now, without_cached=hidden)
+        return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def stats(self, request: Request) -> Response:
+        """/stats?tokens=N adds the memory of a sequence of N tokens."""
+        tokens = asked_tokens(request.query_params)
+        now, done = await self._driver.status(), self._driver.snapshot()
+        return JSONResponse(stats(self._driver.engine, done, now, tokens))
 
 
 def error_shapes() -> ErrorShapes:
@@ -99,7 +193,7 @@ def _blocks(driver: Driver, config: ServerConfig) -> list[Route]:
     return Blocks(engine.kept_blocks, Payloads(engine.cache_shape).most_object_bytes).routes()
 
 
-def cors(config: ServerConfig) -> list[Middleware]:
+def _cors(config: ServerConfig) -> list[Middleware]:
     """The middleware that lets web pages from other origins use the API; none without --cors-origin."""
     if not config.cors_origin:
         return []
@@ -115,67 +209,5 @@ def cors(config: ServerConfig) -> list[Middleware]:
     ]
 
 
-ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
-
-
-async def no_response(_request: Request, _error: Exception) -> Any:
+async def _no_response(_request: Request, _error: Exception) -> Any:
     """Returns None: the client is gone."""
-
-
-class _Api:
-    def __init__(self, driver: Driver, config: ServerConfig) -> None:
-        self._driver = driver
-        self._config = config
-        self._since = int(time.time())
-
-    async def models(self, request: Request) -> Response:
-        """The model and its adapters, in OpenAI's shape, or in Anthropic's for its clients."""
-        found = [self._model(request, name) for name in self._names()]
-        if ANTHROPIC in request.headers:
-            ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
-            return JSONResponse({"data": found, "has_more": False, **ends})
-        return JSONResponse({"object": "list", "data": found})
-
-    async def model(self, request: Request) -> Response:
-        if (name := request.path_params["name"]) not in self._names():
-            raise ApiError(404, "There is no such model here; /v1/models lists what there is", "model_not_found")
-        return JSONResponse(self._model(request, name))
-
-    def _names(self) -> list[str]:
-        """Names that requests may give as the model: its own, and those of its adapters."""
-        return [self._driver.engine.model.name, *self._driver.engine.adapters.by_name]
-
-    def _model(self, request: Request, name: str) -> dict[str, Any]:
-        engine = self._driver.engine
-        if ANTHROPIC in request.headers:
-            created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
-            return {"type": "model", "id": name, "display_name": name, "created_at": created}
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._since,
-            "owned_by": "polarlm",
-            "context_length": engine.context,
-            **({"parent": engine.model.name} if name in engine.adapters.by_name else {}),
-        }
-
-    async def health(self, _request: Request) -> Response:
-        """200 while the server accepts requests, 503 while it closes."""
-        closing = self._driver.closing
-        return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
-
-    async def version(self, _request: Request) -> Response:
-        """{"version"}, as vLLM's endpoint."""
-        return JSONResponse({"version": release() or "0.0.0"})
-
-    async def metrics(self, _request: Request) -> Response:
-        hidden = self._config.hide_cached_tokens
-        now, engine = await self._driver.status(), self._driver.engine
-        page = exposition(engine, self._driver.snapshot(), now, without_cached=hidden)
-        return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def stats(self, request: Request) -> Response:
-        """/stats?tokens=N adds the memory of a sequence of N tokens."""
-        tokens = asked_tokens(request.query_params)
-        now, done = await self._driver.status(), self._driver.snapshot()
-        return JSONResponse(stats(self._driver.engine, done, now, tokens))

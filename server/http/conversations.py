@@ -1,4 +1,4 @@
-"""/conversations: the chat page's conversations at the server, the same in every browser of its user."""
+"""/conversations: the chat page's conversations, kept on the server and shared by all of a user's browsers."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Conversations:
     async def since(self, request: Request) -> Response:
         """/conversations?since=N: {"kept", "conversations": {ID: {"head", "messages": {ID: …}}}, "revision", "more"}
 
-        They are those changed after revision N, with what changed in them; the head of a deleted one is null.
+        The conversations that changed after revision N, with what changed; a deleted conversation has the head null.
         {"kept": false} if no conversations of this client are kept here.
         """
         if self._store is None or not self._knows(request):
             return JSONResponse({"kept": False})
         store = self._store
-        given = request.query_params.get("since", "0")
-        if re.fullmatch("[0-9]{1,15}", given) is None:
+        since = request.query_params.get("since", "0")
+        if re.fullmatch("[0-9]{1,15}", since) is None:
             raise BadRequest("since", "since must be a revision: a whole number")
-        found, revision, more = await asyncio.to_thread(store.since, int(given))
-        shown = ",".join(f"{json.dumps(name)}:{_written(change)}" for name, change in found.items())
+        changes, revision, more = await asyncio.to_thread(store.since, int(since))
+        shown = ",".join(f"{json.dumps(name)}:{_written(change)}" for name, change in changes.items())
         body = f'{{"kept":true,"revision":{revision},"more":{json.dumps(more)},"conversations":{{{shown}}}}}'
         return Response(body, media_type="application/json")
 

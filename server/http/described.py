@@ -41,7 +41,7 @@ def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is
 
 
 def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
-    """A model with its template, its shape and what it can do. entry: that of a list."""
+    """A model with its template, its shape and what it can do. entry: the model's entry in a list."""
     return {
         "modelfile": "",
         "parameters": "",

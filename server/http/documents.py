@@ -46,12 +46,12 @@ class Documents:
         try:
             data = bytes(await read_bytes(request, LARGER * self._most))
             async with self._free:  # only now: a slow client keeps nobody else from it
-                found = json.loads(await while_there(request.receive, _read(data, self._most)))
+                read = json.loads(await while_there(request.receive, _read(data, self._most)))
         finally:
             self._files -= 1
-        if "error" in found:
-            raise ApiError(400, found["error"], "invalid_request")
-        return JSONResponse(found)
+        if "error" in read:
+            raise ApiError(400, read["error"], "invalid_request")
+        return JSONResponse(read)
 
 
 async def _read(data: bytes, most: int) -> bytes:

@@ -20,7 +20,7 @@ _OPEN = {
 }  # paths that need no key: the first three are for monitors, and the page asks its user for the key
 
 _BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers that only browsers send
-_TYPES = {"/documents/text": "application/pdf"}  # of bodies that are no JSON; forms of other origins cannot send these
+_TYPES = {"/documents/text": "application/pdf"}  # bodies that are no JSON; a form of another origin cannot send them
 _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 
 
@@ -98,9 +98,9 @@ class Guard:
         is_bearer = self._is_key(key.strip()) and scheme.lower() == "bearer"
         return self._is_key(bare[0] if len(bare) == 1 else "") or is_bearer
 
-    def _is_key(self, given: str) -> bool:
+    def _is_key(self, sent: str) -> bool:
         # In constant time, so that no client can find the key byte by byte.
-        return self._key is None or hmac.compare_digest(given.encode(), self._key)
+        return self._key is None or hmac.compare_digest(sent.encode(), self._key)
 
 
 def _is(wanted: str, content_types: list[str], may_be_missing: bool) -> bool:
@@ -111,8 +111,8 @@ def _is(wanted: str, content_types: list[str], may_be_missing: bool) -> bool:
 
 def _without_port(host: str) -> str:
     """The name or address in a Host header, `[::1]:8080` as `::1`; empty for anything else."""
-    found = re.fullmatch(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?", host)
-    return "" if found is None else _bare(found[1])
+    parts = re.fullmatch(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?", host)
+    return "" if parts is None else _bare(parts[1])
 
 
 def _bare(host: str) -> str:

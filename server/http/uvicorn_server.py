@@ -74,7 +74,7 @@ class Web(uvicorn.Server):
         yield
 
     def refuse(self) -> None:
-        """Accept no more connections; those that are open continue."""
+        """Accept no more connections; open connections continue."""
         for server in self.servers:
             server.close()
 
@@ -92,8 +92,8 @@ def _in_origin_form(app: ASGIApp) -> ASGIApp:
     """
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        if found := _ABSOLUTE.fullmatch(scope.get("raw_path", b"")):
-            host, path = found[1].lower(), found[2] or b"/"
+        if target := _ABSOLUTE.fullmatch(scope.get("raw_path", b"")):
+            host, path = target[1].lower(), target[2] or b"/"
             others = [item for item in scope["headers"] if item[0] != b"host" or item[1].lower() != host]
             scope.update(headers=[*others, (b"host", host)], raw_path=path, path=unquote(path.decode("ascii")))
         await app(scope, receive, send)

@@ -42,7 +42,7 @@ from polarlm.server.mcp.file import McpServer
 _MEMORY = 32 << 20  # bytes that what a server sends may take here, besides several times what an answer may have
 _LOOK_SECONDS = 0.1  # between two looks at that
 _MESSAGES = 10_000  # that a server may send between two answers
-_PAGES = 20  # of a list of tools
+_PAGES = 20  # most pages of a list of tools
 _GONE = {-32000, -32600}  # codes of errors after which a connection is of no use: closed; the session is not known
 _STDERR = 4096  # characters of a program's messages that are kept
 _ID = re.compile(r'"id"\s*:\s*(\d{1,15})')
@@ -122,7 +122,7 @@ class _Session:
         self._messages = _Messages() if server.url is None else None
         self._calls: dict[int, anyio.CancelScope] = {}
         self._stream: _Watched | None = None
-        self._status = ""  # of an address that answers with an error, in brackets
+        self._status = ""  # the HTTP status of an address that answers with an error, in brackets
         self._programs: set[int] | None = None  # the processes that the transport has started, once they are known
 
     async def run(self) -> None:
@@ -235,30 +235,30 @@ class _Session:
 
 async def _tools(client: Client) -> list[dict[str, Any]]:
     """All tools of a server."""
-    found: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
     cursor = None
     for _ in range(_PAGES):
         page = await client.list_tools(cursor=cursor)
-        found += [
+        tools += [
             {"name": tool.name, "description": tool.description or tool.title, "parameters": tool.input_schema}
             for tool in page.tools
         ]
         cursor = page.next_cursor
         if cursor is None:
-            return found
+            return tools
     raise _Trouble(f"Its list of tools has more than {_PAGES} pages")
 
 
 def _unreadable(error: ValidationError) -> SessionMessage | ValidationError:
-    """An error for the request that a message is the answer of; the message as it is, if it is of none."""
+    """The error that an unreadable answer becomes for its request; `error` itself if the message answers no request."""
     wrong = error.errors(include_url=False)[0]
     said = wrong["input"]
     if isinstance(said, str):  # no JSON, or JSON that the protocol's own package does not read
         try:
             said = json.loads(said)
         except (ValueError, RecursionError):
-            found = _ID.search(said) if '"jsonrpc"' in said else None
-            said = {"jsonrpc": "2.0", "id": found and int(found[1])}
+            number = _ID.search(said) if '"jsonrpc"' in said else None
+            said = {"jsonrpc": "2.0", "id": number and int(number[1])}
     if not isinstance(said, dict) or "jsonrpc" not in said or "method" in said or not isinstance(said.get("id"), int):
         return error  # such as a line of a log
     told = ErrorData(code=PARSE_ERROR, message=f"The answer cannot be read ({wrong['msg']})")

@@ -50,22 +50,22 @@ def read_mcp_file(path: str) -> list[McpServer]:
     servers = value.get("mcpServers") if isinstance(value, dict) else None
     if not isinstance(servers, dict):
         raise EngineError(f"--mcp-config {path} names no servers: it has to be {_EXAMPLE}", "mcp")
-    found = []
-    for name, given in servers.items():
+    enabled = []
+    for name, entry in servers.items():
         try:
-            found += [] if isinstance(given, dict) and given.get("disabled") is True else [_server(name, given)]
+            enabled += [] if isinstance(entry, dict) and entry.get("disabled") is True else [_server(name, entry)]
         except ValueError as error:
             raise EngineError(f"--mcp-config {path}: the server {name!r} {error}", "mcp") from None
-    return found
+    return enabled
 
 
-def _server(name: str, given: Any) -> McpServer:
+def _server(name: str, entry: Any) -> McpServer:
     """One server. Raises ValueError with the end of a sentence."""
-    if not isinstance(given, dict):
+    if not isinstance(entry, dict):
         raise ValueError(f"has to be an object: {_EXAMPLE}")
     if re.fullmatch(r"[^\x00-\x1f\x7f]{1,64}", name) is None:
         raise ValueError("needs a name of 1 to 64 characters, without control characters")
-    command, url, kind = (given.get(key) for key in ("command", "url", "type"))
+    command, url, kind = (entry.get(key) for key in ("command", "url", "type"))
     if (command is None) == (url is None):
         raise ValueError("needs either a command or a url")
     if kind not in (None, *({"stdio"} if url is None else _HTTP)):
@@ -73,19 +73,19 @@ def _server(name: str, given: Any) -> McpServer:
     if url is not None:
         if not isinstance(url, str) or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError("needs a url that begins with http:// or https://")
-        return McpServer(name, url=url, headers=_strings(given, "headers"))
-    args, cwd = given.get("args", []), given.get("cwd")
+        return McpServer(name, url=url, headers=_strings(entry, "headers"))
+    args, cwd = entry.get("args", []), entry.get("cwd")
     if not _is_text(command) or not command:
         raise ValueError("needs a command that is text")
     if not isinstance(args, list) or not all(map(_is_text, args)):
         raise ValueError("needs args that are an array of strings")
     if cwd is not None and not _is_text(cwd):
         raise ValueError("needs a cwd that is text")
-    return McpServer(name, command, tuple(args), _strings(given, "env"), cwd)
+    return McpServer(name, command, tuple(args), _strings(entry, "env"), cwd)
 
 
-def _strings(given: Mapping[str, Any], key: str) -> dict[str, str]:
-    value = given.get(key, {})
+def _strings(entry: Mapping[str, Any], key: str) -> dict[str, str]:
+    value = entry.get(key, {})
     if not isinstance(value, dict) or not all(map(_is_text, value.values())):
         raise ValueError(f"needs {key} that are an object of strings")
     return value

@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-_ROUNDS, _ROUND_SECONDS = 20, 0.1  # of ending them, since they may start more meanwhile
+_ROUNDS, _ROUND_SECONDS = 20, 0.1  # rounds of killing, since a process may start others meanwhile
 
 
 def adopt() -> None:

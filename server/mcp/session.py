@@ -42,7 +42,7 @@ class Session:
         """most: bytes that an answer may have."""
         self.name = server.name
         self.state = OFF
-        self.trouble: str | None = None  # of a failed one, a sentence
+        self.trouble: str | None = None  # a sentence about why it failed
         self.tools: list[Tool] = []
         self._server, self._most = server, most
         self._child: Child | None = None
@@ -143,8 +143,8 @@ class Session:
 
 
 def _read_tools(server: str, tools: Sequence[dict[str, Any]]) -> list[Tool]:
-    """The tools of a server, with the names that models call them by: those of the server and the tool."""
-    found: list[Tool] = []
+    """The tools of a server, each with the name that models call it by: the server's name and the tool's."""
+    read: list[Tool] = []
     for tool in tools:
         name = re.sub("[^A-Za-z0-9_-]+", "_", f"{server}_{tool['name']}")[:_NAME]
         function = {**tool, "name": name}
@@ -153,7 +153,7 @@ def _read_tools(server: str, tools: Sequence[dict[str, Any]]) -> list[Tool]:
             read_tools({"messages": [], "tools": [{"type": "function", "function": function}]})
         except BadRequest as error:
             trouble = error.message.replace("tools[0].function", "the tool")
-        if any(name == other.function["name"] for other in found):
+        if any(name == other.function["name"] for other in read):
             trouble = "another tool of this server has the same name"
-        found.append(Tool(tool["name"], function, trouble))
-    return found
+        read.append(Tool(tool["name"], function, trouble))
+    return read

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import EngineError
-from polarlm.engine.cli.flags import release
 from polarlm.model_loaders import LoadError
 from polarlm.server.config import ServerConfig
-from polarlm.server.http.app import ANTHROPIC, cors, error_shapes, no_response, with_and_without_v1
+from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.conversations import Conversations
 from polarlm.server.http.described import OLLAMA
-from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, api_error
-from polarlm.server.http.guard import Guard
-from polarlm.server.http.page import page
-from polarlm.server.http.plain.mcp_tools import McpTools
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.servers import McpServers
@@ -62,35 +54,20 @@ def create_models_app(
     supervisor: Supervisor, proxy: Proxy, config: ServerConfig, servers: McpServers | None = None
 ) -> Starlette:
     """The ASGI application over the models' processes. servers: the MCP servers that the page may use."""
-    api, shapes = _Api(supervisor, proxy, config), error_shapes()
+    front = _SeveralModels(supervisor, proxy, config)
     routes = [
-        *with_and_without_v1("/models", api.models),
-        Route("/models/load", api.load, methods=["POST"]),
-        Route("/models/unload", api.unload, methods=["POST"]),
-        *with_and_without_v1("/models/{name:path}", api.model),
-        *with_and_without_v1("/health", api.health),
-        Route("/ping", api.health),
-        Route("/version", api.version),
-        Route("/metrics", api.metrics),
-        Route("/api/tags", api.tags),
-        Route("/api/ps", api.running),
-        Route("/api/show", api.show, methods=["POST"]),
-        Route("/api/pull", api.pull, methods=["POST"]),
-        Route("/api/version", api.ollama_version),
-        *Conversations(config).routes(),
-        *Documents(config).routes(),
-        *McpTools(config, servers).routes(),
-        Route("/", page),
+        Route("/models/load", front.load, methods=["POST"]),
+        Route("/models/unload", front.unload, methods=["POST"]),
+        Route("/api/tags", front.tags),
+        Route("/api/ps", front.running),
+        Route("/api/show", front.show, methods=["POST"]),
+        Route("/api/pull", front.pull, methods=["POST"]),
+        Route("/api/version", front.ollama_version),
         *(Route(path, proxy.serve, methods=["POST"]) for path in spelt(POSTED)),
         *(Route(path, proxy.serve) for path in spelt(ASKED)),
         Route("/sessions/{name}", proxy.serve, methods=["DELETE"]),
     ]
-    errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
-    return Starlette(
-        routes=routes,
-        middleware=[*cors(config), Middleware(Guard, config=config, errors=shapes)],
-        exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: no_response},
-    )
+    return front.application(routes, servers)
 
 
 def spelt(paths: tuple[str, ...]) -> list[str]:
@@ -113,30 +90,28 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
         await proxy.close()
 
 
-class _Api:
+class _SeveralModels(Front):
     """The endpoints that no model's process answers."""
 
     def __init__(self, supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> None:
-        self._supervisor, self._proxy, self._config = supervisor, proxy, config
+        super().__init__(config)
+        self._supervisor, self._proxy = supervisor, proxy
         self._lists = Lists(supervisor)
         self._pulls = asyncio.Semaphore(AT_ONCE)
 
     # -- OpenAI's, Anthropic's and llama-server's --------------------------------------------------------------
 
-    async def models(self, request: Request) -> Response:
-        """The models, in OpenAI's shape with llama-server's fields, or in Anthropic's for its clients."""
-        models = self._supervisor.all()
-        if ANTHROPIC in request.headers:
-            data = [self._lists.anthropic(one) for one in models]
-            ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-            return JSONResponse({"data": data, "has_more": False, **ends})
-        return JSONResponse({"object": "list", "data": [self._lists.openai(one) for one in models]})
+    @property
+    def closing(self) -> bool:
+        return self._supervisor.closing
 
-    async def model(self, request: Request) -> Response:
-        """One model. Raises Refused."""
-        served = self._supervisor.find(request.path_params["name"])
-        written = self._lists.anthropic(served) if ANTHROPIC in request.headers else self._lists.openai(served)
-        return JSONResponse(written)
+    def listed(self) -> dict[str, Mapping[str, Any]]:
+        """Every model, with llama-server's fields."""
+        return {one.model.name: self._lists.openai(one) for one in self._supervisor.all()}
+
+    def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        served = self._supervisor.find(name)
+        return served.model.name, self._lists.openai(served)
 
     async def load(self, request: Request) -> Response:
         """POST /models/load: begins to load a model; /models tells when it is. Raises ApiError or Refused."""
@@ -176,13 +151,13 @@ class _Api:
         """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refused."""
         served = await self._named(request)
         try:
-            found = await self._lists.ollama_shown(served.model)
+            shown = await self._lists.ollama_shown(served.model)
         except LoadError as error:
             raise ApiError(500, str(error), "model_unavailable") from None
-        if found is None:
+        if shown is None:
             sentence = f"{served.model.name} has to be fetched first: pull it, or ask it something"
             raise Refused("model_not_loaded", sentence)
-        return JSONResponse(found)
+        return JSONResponse(shown)
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: downloads a model of the hub, and adds it. Raises ApiError or BadRequest."""
@@ -216,14 +191,6 @@ class _Api:
 
     # -- for monitors ------------------------------------------------------------------------------------------
 
-    async def health(self, _request: Request) -> Response:
-        """200 while the server accepts requests, 503 while it closes."""
-        closing = self._supervisor.closing
-        return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
-
-    async def version(self, _request: Request) -> Response:
-        return JSONResponse({"version": release() or "0.0.0"})
-
     async def ollama_version(self, _request: Request) -> Response:
         return JSONResponse({"version": OLLAMA})
 
@@ -231,17 +198,17 @@ class _Api:
         """The models' states; with ?model=NAME, the metrics of a loaded one."""
         if request.query_params.get("model"):
             return await self._proxy.serve(request)
-        found = CollectorRegistry()
+        states = CollectorRegistry()
         gauges = {
-            "loaded": Gauge("polarlm_model_loaded", "Whether a model is in memory", ["model"], registry=found),
-            "starts": Gauge("polarlm_model_starts", "How often its process was started", ["model"], registry=found),
-            "active": Gauge("polarlm_model_requests", "Requests that it has", ["model"], registry=found),
+            "loaded": Gauge("polarlm_model_loaded", "Whether a model is in memory", ["model"], registry=states),
+            "starts": Gauge("polarlm_model_starts", "How often its process was started", ["model"], registry=states),
+            "active": Gauge("polarlm_model_requests", "Requests that it has", ["model"], registry=states),
         }
         for one in self._supervisor.all():
             values = {"loaded": one.state == READY, "starts": one.starts, "active": one.active}
             for name, value in values.items():
                 gauges[name].labels(one.model.name).set(value)
-        return Response(generate_latest(found), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(states), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:

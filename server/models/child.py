@@ -78,7 +78,7 @@ def _end() -> None:
 
 
 class _FromParent:
-    """ASGI middleware that puts the parent's client in the place of the parent."""
+    """ASGI middleware that replaces the client, which is the parent, with the client of the parent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -137,15 +137,15 @@ def _run(parent: _Server) -> None:
 def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
     """The settings to load the model with, once the parent says so. Raises EngineError.
 
-    Beside other models the KV store may be less than `kv_memory`; on a CPU it is what was told, since another model may
-    take memory before this one does. It is 0 of an encoder, and where it does not fit.
+    Beside other models the KV store may get less than `kv_memory`. On a CPU it gets exactly what the parent was told,
+    since another model may take memory first. That is 0 for an encoder, and for a model that does not fit.
     """
     settings = model
     while not (said := parent.hear())["load"]:
-        found = need(model, said["reserved"], said["most"])
-        parent.tell(fit=asdict(found))
-        limited = found.store and (found.device == "cpu" or said["reserved"] or said["most"] is not None)
-        settings = replace(model, kv_memory=str(found.store)) if limited else model
+        needed = need(model, said["reserved"], said["most"])
+        parent.tell(fit=asdict(needed))
+        limited = needed.store and (needed.device == "cpu" or said["reserved"] or said["most"] is not None)
+        settings = replace(model, kv_memory=str(needed.store)) if limited else model
     return settings
 
 

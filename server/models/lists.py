@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from datetime import datetime, timezone
 from typing import Any
 
 from polarlm import model_loaders
@@ -22,20 +20,15 @@ class Lists:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._since = int(time.time())
         self._read: dict[tuple[str, float], dict[str, Any]] = {}
 
     def openai(self, served: Served) -> dict[str, Any]:
-        """In OpenAI's shape, with the fields of llama-server's router: aliases, and "unloaded", "loading", "loaded"."""
+        """The fields of llama-server's router in OpenAI's lists: aliases, and "unloaded", "loading", "loaded"."""
         value = {STOPPING: READY, WAITING: LOADING}.get(served.state, served.state)
         status: dict[str, Any] = {"value": value, "args": []}
         if served.state == FAILED:
             status |= {"value": "unloaded", "failed": True, "error": str(served.error or "an unexpected error")}
         described: dict[str, Any] = {
-            "id": served.model.name,
-            "object": "model",
-            "created": self._since,
-            "owned_by": "polarlm",
             "aliases": list(served.model.aliases),
             "status": status,
             "pinned": served.model.pinned,
@@ -44,23 +37,18 @@ class Lists:
             described |= {"context_length": served.need.tokens, "memory": served.need.bytes}
         return described
 
-    def anthropic(self, served: Served) -> dict[str, Any]:
-        created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
-        name = served.model.name
-        return {"type": "model", "id": name, "display_name": name, "created_at": created}
-
     async def ollama(self, served: Served) -> dict[str, Any]:
         """An entry of /api/tags, without details if the model has to be fetched yet or its files are wrong."""
         return await asyncio.to_thread(self._entry, served.model)
 
     async def ollama_loaded(self) -> list[dict[str, Any]]:
         """The entries of /api/ps."""
-        found = []
+        entries = []
         for one in self._supervisor.all():
             if one.state in (READY, STOPPING):
                 until, need = one.expires, one.need
                 on_gpu = need is not None and need.device != "cpu"
-                found.append(
+                entries.append(
                     await self.ollama(one)
                     | {
                         "size": need.bytes if need else 0,
@@ -69,7 +57,7 @@ class Lists:
                         "context_length": need.tokens if need else 0,
                     }
                 )
-        return found
+        return entries
 
     async def ollama_shown(self, model: NamedModel) -> dict[str, Any] | None:
         """The answer of /api/show, from the model's files; None if they have to be fetched yet. Raises LoadError."""

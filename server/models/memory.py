@@ -1,4 +1,4 @@
-"""Which memory models have, what is set aside for those that are being loaded, and who gets what comes free."""
+"""How much memory each model has or gets while it is loaded, and which model gets memory that becomes free."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Memory:
         changed.set()
 
     def before(self, served: Served) -> list[Served]:
-        """The other models with memory; of those that wait for it, only the ones before this model."""
+        """The other models with memory. Of the models that wait for memory, only the ones before this model count."""
         later = self.short[self.short.index(served) :] if served in self.short else [served]
         return [one for one in self._models.values() if one.need is not None and one not in later]
 
@@ -54,16 +54,16 @@ class Memory:
     def reserved(self, served: Served) -> dict[str, int]:
         """Bytes of each device's memory that others will still take: blocks that nothing was written to, and models
         that are being loaded or wait. What a GPU gives a model it has taken when it is loaded."""
-        found = self._promised(served)
+        reserved = self._promised(served)
         for one in self.before(served):
             if one.need is None or one.process is None or one in self.short:
                 continue
             if one.need.device != "cpu":
-                found[one.need.device] += one.need.bytes * (one.state == LOADING)
+                reserved[one.need.device] += one.need.bytes * (one.state == LOADING)
                 continue
             with suppress(psutil.Error):
-                found["cpu"] += max(0, one.need.bytes - psutil.Process(one.process.pid).memory_info().rss)
-        return dict(+found)
+                reserved["cpu"] += max(0, one.need.bytes - psutil.Process(one.process.pid).memory_info().rss)
+        return dict(+reserved)
 
     def waits_for_others(self, served: Served) -> bool:
         """Whether a model without another to unload may yet get room: some are being loaded, or wait before it."""

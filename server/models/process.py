@@ -34,7 +34,7 @@ class ModelProcess:
     """A running process. Its methods belong to one event loop."""
 
     def __init__(self, model: NamedModel, config: ServerConfig | None, ended: Callable[[int], object]) -> None:
-        """Start the process of a model. config: that of its parent; None for a process that only fetches the model.
+        """Start the process of a model. config: the parent's settings; None for a process that only fetches the model.
 
         ended: is called with the exit code.
         """
@@ -140,7 +140,7 @@ class ModelProcess:
 
 
 def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
-    """The settings of a child's server: those of its parent about requests, and an address and a key of its own."""
+    """The settings of a child's server: the parent's limits of requests, and an address and a key of its own."""
     folder = None if config.sessions is None else str(_sessions_of(Path(config.sessions).expanduser(), name))
     return replace(
         ServerConfig(),
@@ -159,17 +159,17 @@ def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
 
 
 def _sessions_of(folder: Path, name: str) -> Path:
-    """The folder of a model's sessions, in which a file says whose it is.
+    """The folder of a model's sessions. A file in it has the model's name.
 
-    Names such as a.b and a_b, or, on some disks, A and a, would have the same one: the second gets another.
+    Names such as a.b and a_b, or, on some disks, A and a, would share a folder: the second model gets another one.
     """
-    own = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
-    own += "_" * files.is_device(own)
+    folder_name = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
+    folder_name += "_" * files.is_device(folder_name)
     with suppress(OSError):  # the process says what is wrong with the folder
-        (folder / own).mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = folder / own / _OWNER
-        if not owner.exists():  # as of servers that wrote none
+        (folder / folder_name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder / folder_name / _OWNER
+        if not owner.exists():  # an earlier server wrote no such file
             owner.write_text(name, encoding="utf-8")
         if owner.read_text(encoding="utf-8", errors="replace") != name:
-            own += f"-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-    return folder / own
+            folder_name += f"-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return folder / folder_name

@@ -59,21 +59,21 @@ class Registry:
         self._fixed: dict[str, NamedModel] = {}
         self._found: dict[str, NamedModel] = {}
         if place is not None and self._folder is None:
-            for model in _written(place, common):
-                self.add(model)
+            for written in _written(place, common):
+                self.add(written)
         for name in names:
             self.add(self.on_hub(name))
         models = self.models()
         if self._folder is not None and not self._found:
             raise FlagError(f"--models {place}: there is no .gguf file and no folder of a model in it")
         for name in pinned:
-            found = self.find(name)
-            if found is None:
+            model = self.find(name)
+            if model is None:
                 raise FlagError(f"--pin {name}: there is no such model; there are {listed(models)}")
-            self._pinned.add(found.name)
+            self._pinned.add(model.name)
 
     def models(self) -> list[NamedModel]:
-        """All models: those of the folder by their names, those of the TOML file, and those of the hub."""
+        """All models: files of the folder, by name, then tables of the TOML file, then models of the hub."""
         if self._folder is not None:
             self._found = {model.name: model for model in _in_folder(self._folder, self._common)}
         return self._known()
@@ -105,14 +105,14 @@ class Registry:
 
 
 def _named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
-    found = next((one for one in models if name == one.name or name in one.aliases), None)
+    named = [model for model in models if name in (model.name, *model.aliases)]
     base, _, adapter = name.rpartition(":")
-    if found is None and base:
-        found = next((one for one in models if base in (one.name, *one.aliases) and adapter in one.config.lora), None)
-    if found is None and ":" not in name:
-        of_repo = [one for one in models if one.name.startswith(f"{name}:")]
-        found = of_repo[0] if len(of_repo) == 1 else None
-    return found
+    if not named and base:
+        named = [model for model in models if base in (model.name, *model.aliases) and adapter in model.config.lora]
+    if not named and ":" not in name:
+        quantizations = [model for model in models if model.name.startswith(f"{name}:")]
+        named = quantizations if len(quantizations) == 1 else []
+    return named[0] if named else None
 
 
 def listed(models: Sequence[NamedModel], most: int = 20) -> str:
@@ -123,18 +123,18 @@ def listed(models: Sequence[NamedModel], most: int = 20) -> str:
 
 
 def _in_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
-    """The models in a folder: .gguf files, of which the parts of one model count once, and folders of safetensors."""
-    found: dict[str, Path] = {}
+    """The models in a folder: .gguf files (the parts of one model count once) and folders of safetensors."""
+    paths: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith((".", _NOT_A_MODEL)):
             continue
         if path.is_dir() and (path / "config.json").is_file():
-            found[path.name] = path
+            paths[path.name] = path
         elif path.suffix == ".gguf" and path.is_file():
             part = _PART.search(path.stem)
             if part is None or int(part[1]) == 1:
-                found.setdefault(_PART.sub("", path.stem), path)
-    return [NamedModel(name, settle(path, common, {})) for name, path in found.items()]
+                paths.setdefault(_PART.sub("", path.stem), path)
+    return [NamedModel(name, settle(path, common, {})) for name, path in paths.items()]
 
 
 def _written(file: Path, common: EngineConfig) -> list[NamedModel]:
@@ -179,11 +179,11 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
     if not all(isinstance(alias, str) for alias in aliases):
         raise FlagError(f"{at}: aliases must be an array of names")
     idle = _value(at, table, "idle-unload", (int, float))
-    own = {_SETTINGS[key]: value for key, value in table.items() if key not in _KEYS}
+    settings = {_SETTINGS[key]: value for key, value in table.items() if key not in _KEYS}
     try:
         if path is None:
             hub.parse(source)
-        config = settle(source, common, own)
+        config = settle(source, common, settings)
     except LoadError as error:
         raise FlagError(f"{at}: {error}") from None
     except EngineError as error:

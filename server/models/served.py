@@ -38,7 +38,7 @@ class Served:
     state: str = UNLOADED
     process: ModelProcess | None = None
     need: Need | None = None  # memory that it has, or that is set aside for it
-    error: Exception | None = None  # of a failed one
+    error: Exception | None = None  # why it failed, if it did
     starts: int = 0
     active: int = 0  # requests that the process has
     used: float = field(default_factory=time.monotonic)  # when a request last began or ended

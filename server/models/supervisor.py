@@ -152,7 +152,7 @@ class Supervisor:
             served.state, served.stopping = STOPPING, loading
 
     async def close(self) -> None:
-        """Take no more requests, let the processes end those that they have, and end the processes."""
+        """Take no more requests, let the processes finish their requests, and end the processes."""
         self.closing = True
         if self._sweeper is not None:
             self._sweeper.cancel()

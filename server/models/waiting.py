@@ -13,7 +13,7 @@ from polarlm.server.reading.values import BadRequest, wrong
 _OF_OLLAMA = ("/api/chat", "/api/generate")
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _LONGEST = 100 * 365 * 86400.0  # seconds; beyond it there is no date
-_MOST_CHARACTERS = 100  # of a duration; the time of the expression grows with their cube
+_MOST_CHARACTERS = 100  # most characters of a duration; the time of the expression grows with their cube
 _DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(ms|us|µs|ns|h|m|s)")
 
 

@@ -116,7 +116,7 @@ RULES: Mapping[str, Rule] = {
         "`true` for a prompt, `false` for messages", lambda value, body: value is ("prompt" in body)
     ),
 }
-CAPS = {"repeat_last_n": PENALTY_WINDOW, "speculative.n_max": MOST_DRAFTED, "speculative.n_min": MOST_DRAFTED}
+CAPS = {"repeat_last_n": PENALTY_WINDOW, "speculative.n_max": MOST_DRAFTED}
 """Fields for which the most that there is here stands in the place of more, and of a negative number."""
 
 _MEANT_EMPTY: Mapping[str, tuple[Any, ...]] = {

@@ -15,7 +15,7 @@ from polarlm.engine.state.plan import format_bytes
 
 FILE = "conversations.sqlite3"
 _BUSY_SECONDS = 10.0  # for which another server with the same folder may write
-_MOST_BYTES = 4 << 20  # of an answer to `since`, and then the rest of one change
+_MOST_BYTES = 4 << 20  # size of an answer to `since`, beyond which only the current change is completed
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, revision INTEGER NOT NULL, head TEXT);

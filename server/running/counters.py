@@ -28,7 +28,7 @@ class Totals:
     requests: Counter[str] = field(default_factory=Counter)
     """By outcome: "stop", "length", "saved", "cancelled", "error", a refusal's code, …"""
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of complete answers, as are the next five counters
+    cached_tokens: int = 0  # this counter and the next five count complete answers only
     cached_from: Counter[str] = field(default_factory=Counter)  # `cached_tokens`, by place
     prefill_seconds: float = 0.0
     generation_seconds: float = 0.0

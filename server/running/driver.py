@@ -55,12 +55,12 @@ class Driver(Several):
         self._sessions = sessions
         self._totals = Totals()
         self._answers = _Queue(engine.config.parallel + config.max_queue)
-        self._transfers = _Queue(1 + config.max_queue)  # of its own: a hanging disk delays only sessions
-        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # of its own: texts generate nothing
+        self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
+        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
         self._closing = False
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
-        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # of its own: delays no prompt
+        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # apart: texts delay no prompt
         # A request whose constraint is being compiled waits in a thread, so each request may need one.
         self._grammar_pool = ThreadPoolExecutor(self._answers.room, thread_name_prefix="grammars")
         self._disk = Worker("sessions")
@@ -75,7 +75,7 @@ class Driver(Several):
         self._thread = EngineThread(self.engine, self._failed)
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests, wait for the current ones, and end those that are left after `seconds`."""
+        """Accept no more requests, wait for the current ones, and end the requests that are left after `seconds`."""
         self._closing = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)

@@ -43,7 +43,7 @@ class EarlyClients:
             connected.close()
 
     def hand_over(self) -> list[socket.socket]:
-        """Accept no more connections; return those that were kept. A second call returns none."""
+        """Accept no more connections; return the connections that were kept. A second call returns none."""
         self._wake.close()
         self._thread.join()
         kept, self._kept = self._kept, []

@@ -29,7 +29,7 @@ class Entry:
 
     client: str
     route: str
-    status: int | None = None  # that of an HTTP response
+    status: int | None = None  # HTTP status
     outcome: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0

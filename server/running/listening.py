@@ -30,10 +30,10 @@ def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
     Clients that connect wait until the connection is accepted.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ListenError(f"--host {host}: there is no such address ({error})") from None
-    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, kind, protocol, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
     bound = socket.socket(family, kind, protocol)
     try:
         if os.name == "posix":  # elsewhere this option shares a port that is in use

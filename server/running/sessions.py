@@ -70,7 +70,7 @@ class SessionFolder:
 
     def all(self) -> list[Saved]:
         """All sessions, ordered by name."""
-        found = []
+        sessions = []
         for path in sorted(self._folder.glob("*" + _SUFFIX)):
             name = path.name.removesuffix(_SUFFIX)
             try:
@@ -78,8 +78,8 @@ class SessionFolder:
             except OSError:  # removed meanwhile, or a broken link
                 continue
             if _NAME.fullmatch(name) and is_session(path):
-                found.append(Saved(name, status.st_size, int(status.st_mtime)))
-        return found
+                sessions.append(Saved(name, status.st_size, int(status.st_mtime)))
+        return sessions
 
     def limit(self, name: str) -> Callable[[int, int], None]:
         """A `progress` function for saving a session, which raises EngineError if the file is too large.
@@ -130,8 +130,8 @@ def read_saved(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[
 
 
 def read_name(field: str, value: Any) -> str:
-    """`value` as the name of a session. Raises BadRequest for other values, such as paths, and for names of which
-    Windows makes no file: on every system, since folders are copied and shared."""
+    """`value` as the name of a session. Raises BadRequest for other values, such as paths, and, on every system, for
+    names that Windows keeps for devices: folders are copied and shared."""
     if isinstance(value, str) and files.is_device(value):
         raise BadRequest(field, f"{field} is {value!r}, which Windows keeps for a device; choose another name")
     if not isinstance(value, str) or not _NAME.fullmatch(value):

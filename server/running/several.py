@@ -58,13 +58,13 @@ class Several(ABC):
         """
         jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
 
-        def written(chunks: Sequence[Chunk]) -> T:
+        def write_vector(chunks: Sequence[Chunk]) -> T:
             vector = embedding(chunks)
             if vector is None:
                 raise refused.closing()
             return write(vector)
 
-        return await self.each(jobs, written, "embedded")
+        return await self.each(jobs, write_vector, "embedded")
 
     async def each(
         self,
@@ -76,7 +76,7 @@ class Several(ABC):
 
         Raises and ends as `embed`. outcome: what the request counts as.
         """
-        found: list[T] = []
+        written: list[T] = []
         with self._job(self._answers) as (entry, job):
             # A decoder takes them one by one, between which the answers of others go on.
             together = _TOGETHER if self.engine.model.config.is_encoder else 1
@@ -91,6 +91,6 @@ class Several(ABC):
                     number, chunk = await self._next(job)
                     self._totals.count(chunk, job)
                     chunks[number].append(chunk)
-                found += await self._aside(lambda: [write(own) for own in chunks], self._pool)  # noqa: B023
+                written += await self._aside(lambda: [write(own) for own in chunks], self._pool)  # noqa: B023
             job.outcome = outcome
-        return found
+        return written

@@ -146,8 +146,8 @@ class Connection(asyncio.Protocol):
         connection."""
         key, wanted = message.get("api_key"), self._config.api_key
         if not self._known and wanted is not None:
-            given = key if isinstance(key, str) else ""
-            self._known = hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
+            sent = key if isinstance(key, str) else ""
+            self._known = hmac.compare_digest(sent.encode("utf-8", "surrogatepass"), wanted.encode())
             if self._known:
                 self._timers.pop("key").cancel()
             else:
@@ -163,7 +163,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, request_id: Id, message: dict[str, Any]) -> None:
         if request_id in self._requests:
-            raise BadRequest("id", "id is that of a request under way: choose another")
+            raise BadRequest("id", "id names a request that is under way: choose another")
         work = self._work(request_id, message)
         if idle := self._timers.pop("idle", None):
             idle.cancel()

@@ -25,7 +25,7 @@ def read_id(message: dict[str, Any]) -> Id:
 
 
 def likelihood(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
-    """A token's log-probability, and those of the most likely tokens at its position."""
+    """A token's log-probability, and the log-probabilities of the most likely tokens at its position."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)

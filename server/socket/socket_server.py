@@ -30,7 +30,7 @@ class SocketServer:
         )
 
     def refuse(self) -> None:
-        """Accept no more connections; those that are open continue."""
+        """Accept no more connections; open connections continue."""
         self._server.close()
 
     async def close(self) -> None:

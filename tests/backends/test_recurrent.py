@@ -11,6 +11,7 @@ import pytest
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
+from tests.pairs import in_turn
 from tests.recurrence import Weights, conv_inputs, make_rows, make_slots, make_weights, recurrence
 
 SHAPES = [  # and the tokens of a block
@@ -39,12 +40,9 @@ def backends() -> dict[str, Callable[[], Any]]:
 BACKENDS = backends()
 FULL = ("numpy", list(BACKENDS)[-1])  # every shape here; the other levels differ in how they compile a line
 CASES = [
-    pytest.param(name, *SHAPES[number], id=f"{name}-{number}")
-    for name in BACKENDS
-    for number in range(len(SHAPES))
-    if name in FULL or number in (1, 4)
+    (name, *SHAPES[number]) for name in BACKENDS for number in range(len(SHAPES)) if name in FULL or number in (1, 4)
 ]
-every_case = pytest.mark.parametrize(("name", "shape", "block"), CASES)
+every_case = in_turn("name shape block", CASES)
 
 
 def span(place: int, count: int, slot: int = 0, first: int = 0) -> np.ndarray:

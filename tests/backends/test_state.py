@@ -40,7 +40,6 @@ def state(value: object, seen: tuple[int, ...] = ()) -> object:
     return id(value)
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("device", "types"), [("cpu", "balanced"), ("emulated GPU", "balanced"), ("emulated GPU", "polarquant")]
 )

@@ -15,6 +15,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.transfer import FIELDS, RECORDS, TILES
 from polarlm.engine.quantization.conditioning import centre
 from tests.codecs.test_contract import NAMES, SHAPES
+from tests.pairs import in_turn
 
 B, K = 3, 2
 
@@ -72,7 +73,7 @@ def test_blocks_come_back_from_any_way_through_the_representations(
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize(("name", "dim", "size"), serving()[::3])
+@in_turn("name dim size", serving()[::5])
 def test_every_number_has_a_place_in_every_representation(name: str, dim: int, size: int) -> None:
     """And a number that is not finite is found there."""
     format = format_of(name, dim, size)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
-
 from polarlm.bench.quality.angles import gaussian_density, histograms, polar_angles
 
 

@@ -12,8 +12,9 @@ from polarlm.engine.loading.checks import settle
 
 pytest.importorskip("llvmlite")
 
-from polarlm.bench.quality import __main__ as quality
 from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
+
+from polarlm.bench.quality import __main__ as quality
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from tests.random_model import random_model

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from polarlm.bench.quality.attention_error import Recorder, Recording, Replay
 from polarlm.bench.quality.reference import Change, Reference
+
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading import assembly

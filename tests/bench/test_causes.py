@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from polarlm.bench.quality import causes
 from polarlm.bench.quality.causes import ALL, SERVED, Depth, measure
 from polarlm.bench.quality.coded_prompt import whole_store
+
+from polarlm.bench.quality import causes
 from polarlm.bench.quality.divergence import compare
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import Parts, assemble

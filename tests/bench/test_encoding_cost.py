@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.bench.quality import __main__ as quality
-from polarlm.bench.quality import encoding_cost
 from polarlm.bench.quality.encoding_cost import LEAST, measure_costs
 from polarlm.bench.quality.reference import Reference
+
+from polarlm.bench.quality import __main__ as quality
+from polarlm.bench.quality import encoding_cost
 from polarlm.bench.quality.types import chosen_types
 from polarlm.engine.backends.native.ops import NativeOps
 

@@ -24,16 +24,7 @@ from polarlm.bench.gpu import __main__ as kernels
 from polarlm.bench.gpu import peer, setup
 from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, layer_format, measure_attention
 from polarlm.bench.gpu.cache import Content, fill
-from polarlm.bench.gpu.peer import (
-    FLASH,
-    FLASHINFER,
-    NAMES,
-    TORCH,
-    PeerTime,
-    PromptPeerTime,
-    half_attention,
-    prompt_attention,
-)
+from polarlm.bench.gpu.peer import NAMES, PROMPT_NAMES, PeerTime, PromptPeerTime, half_attention, prompt_attention
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.shapes import LLAMA_8B, llama, parameters
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
@@ -135,34 +126,34 @@ def test_measurements_are_in_the_order_of_their_importance(
     printed = capsys.readouterr()
     assert "Not measured" not in printed.out
     parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[1:-1]]
-    attention = ["fp16 kernels of others", "attention", "attention"]
+    attention = ["fp16 kernels of PyTorch", "attention", "attention"]
     products = ["qkv", "out", "gate_up", "down"]
     steps, products = ["steps", "steps", "prefill of 48 tokens"], [*products, "head", *products, *products, *products]
-    model = [*steps, *steps, "fp16 kernels of others", *products, *products, "steps", "steps"]
+    model = [*steps, *steps, "fp16 kernels of PyTorch", *products, *products, "steps", "steps"]
     limits = "limits of the device"
     assert parts == [limits, *attention, *model, *attention, "encoding", limits]
 
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert found["machine"]["gpu"]["name"] == "Fake GPU"
-    assert (found["machine"]["gpu"]["driver_cuda"], found["machine"]["gpu"]["runtime_cuda"]) == ("13.2", "13.0")
-    assert [(row["cache_type"], row["batch"]) for row in found["attention"]] == [
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert results["machine"]["gpu"]["name"] == "Fake GPU"
+    assert (results["machine"]["gpu"]["driver_cuda"], results["machine"]["gpu"]["runtime_cuda"]) == ("13.2", "13.0")
+    assert [(row["cache_type"], row["batch"]) for row in results["attention"]] == [
         (name, batch) for batch in (1, 2) for name in types.split(",")
     ]
-    assert all(0 < row["error"] < 4e-3 for row in found["attention"])
+    assert all(0 < row["error"] < 4e-3 for row in results["attention"])
     kinds = ("bf16", "q4_k_m")
-    assert [(row["weights"], row["batch"], row["overlapped"]) for row in found["steps"]] == [
+    assert [(row["weights"], row["batch"], row["overlapped"]) for row in results["steps"]] == [
         *((kind, n, False) for kind in kinds for n in (1, 2)),
         *((kind, 1, True) for kind in kinds),
     ]
     assert "place_kv_kernel" in fake_gpu.overlapped
     rows = 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
-    assert [(row["weights"], row["rows"]) for row in found["matrices"]] == [
+    assert [(row["weights"], row["rows"]) for row in results["matrices"]] == [
         (kind, count) for kind in reversed(kinds) for count in rows
     ]
-    assert [row["blocks"] for row in found["encoding"]] == [3, 1]
-    assert len(found["limits"]) == 2
-    assert [row["weights"] for row in found["prefill"]] == [*kinds]
-    assert not found["not_measured"]
+    assert [row["blocks"] for row in results["encoding"]] == [3, 1]
+    assert len(results["limits"]) == 2
+    assert [row["weights"] for row in results["prefill"]] == [*kinds]
+    assert not results["not_measured"]
     table = printed.out.split("Attention of one token")[1].splitlines()[2:]
     assert [cells(line)[0] for line in table[2:10]] == 2 * ["one", "two", "f16", "ring4/ring3.5"]
 
@@ -173,14 +164,14 @@ def test_measurements_beyond_the_budget_are_named(
     now = itertools.chain([0, 1, 2, 3, 4], itertools.repeat(11))  # the start, two looks at the time for each task
     monkeypatch.setattr(kernels, "time", SimpleNamespace(monotonic=lambda: next(now)))
     assert run(tmp_path / "out.json", "--budget", "10", gpu=emulated()) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert len(found["limits"]) == 1
-    assert len(found["attention_peers"]) == 2
-    assert not found["attention"]
-    cut = [one["what"] for one in found["not_measured"]]
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert len(results["limits"]) == 1
+    assert len(results["attention_peers"]) == 2
+    assert not results["attention"]
+    cut = [one["what"] for one in results["not_measured"]]
     assert cut[0] == "attention, f16, 64 × 1"
     assert cut[-2:] == ["encoding", "limits of the device, once more"]
-    assert not found["complete"]
+    assert not results["complete"]
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "Not measured: limits of the device, once more: the 10 s of --budget were over."
 
@@ -200,11 +191,11 @@ def test_a_failing_task_does_not_affect_others(
 
     monkeypatch.setattr(kernels.Plan, "tasks", only("fp16", "limits", "attention"))
     assert run(tmp_path / "out.json", "--types", "f16", "--batches", "1", gpu=emulated(), peers=broken) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert [(one["what"], one["why"]) for one in found["not_measured"]] == [
-        ("fp16 kernels of others, 64 × 1", "failed: RuntimeError: an illegal access")
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert [(one["what"], one["why"]) for one in results["not_measured"]] == [
+        ("fp16 kernels of PyTorch, 64 × 1", "failed: RuntimeError: an illegal access")
     ]
-    assert len(found["attention"]) == 1
+    assert len(results["attention"]) == 1
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
 
 
@@ -217,8 +208,10 @@ def test_results_before_a_lost_device_are_printed(tmp_path: Path) -> None:
 
     gpu.clock.free = free
     assert run(tmp_path / "out.json", gpu=gpu) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert {one["why"] for one in found["not_measured"]} == {"failed: RuntimeError: an illegal access was encountered"}
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert {one["why"] for one in results["not_measured"]} == {
+        "failed: RuntimeError: an illegal access was encountered"
+    }
 
 
 def test_the_file_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +225,8 @@ def test_the_file_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.
 def test_what_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.Plan, "tasks", only("attention", "steps", "qkv"))
     assert run(tmp_path / "out.json", "--types", "f16", "--batches", "1", gpu=emulated(free=8000)) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    reasons = {one["what"]: one["why"] for one in found["not_measured"]}
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    reasons = {one["what"]: one["why"] for one in results["not_measured"]}
     assert reasons["attention, f16, 64 × 1"] == "its 8.0 KiB do not fit into the 7.0 KiB that are free"
     assert reasons["steps, bf16, 64 × 1"].startswith(
         "no model of 1 layers (The model's weights take 0.0 GiB on emulated GPU"
@@ -277,10 +270,10 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return self._device.from_host(out + 0.01 * np.abs(out).max())
 
     content = Content.random(3, 16, 2, 16)
-    given = SIZES, content, CacheType.read("f16"), 64, 1
-    assert measure_attention(emulated(), *given).right
+    arguments = SIZES, content, CacheType.read("f16"), 64, 1
+    assert measure_attention(emulated(), *arguments).right
     monkeypatch.setattr(AttentionOps, "attention", off)
-    wrong = measure_attention(emulated(), *given)
+    wrong = measure_attention(emulated(), *arguments)
     assert not wrong.right
     assert wrong.error == pytest.approx(0.01, rel=0.5)
 
@@ -396,20 +389,19 @@ def test_without_limits_there_are_no_shares() -> None:
     assert ["bf16", "in turn", "8", "1", "1.00", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
 
 
-# -- other libraries -----------------------------------------------------------------------------------------------
+# -- PyTorch -------------------------------------------------------------------------------------------------------
 
 
 class FakeTorch(ModuleType):
     """The used part of PyTorch; tensors are their shapes, and a kernel takes a millisecond."""
 
-    float16 = uint8 = int32 = "type"
+    float16 = "type"
 
-    def __init__(self, *, recordable: bool = True, gpu: bool = True):
+    def __init__(self, *, recordable: bool = True, gpu: bool = True, room: int = 1 << 30):
         super().__init__("torch")
         self.calls: list[tuple[Any, ...]] = []
-        self.now = 0.0
+        self.now, self.tensors = 0.0, 0
         self.recording: list[Any] | None = None
-        self.tensors = 0
         owner = self
 
         class Event:
@@ -429,72 +421,50 @@ class FakeTorch(ModuleType):
             def replay(self) -> None:
                 owner.now += len(self.work)
 
-        class Recording:
-            def __init__(self, graph: Any):
-                self.graph = graph
+        @contextmanager
+        def recording(graph: Any) -> Iterator[None]:
+            if not recordable:
+                raise RuntimeError("capture failed")
+            owner.recording = graph.work = []
+            yield
+            owner.recording = None
 
-            def __enter__(self) -> None:
-                if not recordable:
-                    raise RuntimeError("capture failed")
-                owner.recording = self.graph.work = []
-
-            def __exit__(self, *error: object) -> None:
-                owner.recording = None
+        @contextmanager
+        def sdpa_kernel(backend: str) -> Iterator[None]:
+            owner.backend = backend
+            yield
 
         self.cuda = SimpleNamespace(
             is_available=lambda: gpu,
-            mem_get_info=lambda: (1 << 30, 2 << 30),
+            mem_get_info=lambda: (room, 2 * room),
             empty_cache=lambda: None,
             synchronize=lambda: None,
             Event=Event,
             CUDAGraph=Graph,
-            graph=Recording,
+            graph=recording,
         )
         self.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=self.attention))
-        self.backends: list[str] = []
-        self.installed = {"torch": self, "torch.nn": self.nn, "torch.nn.attention": self._attention_module()}
-
-    def _attention_module(self) -> Any:
-        @contextmanager
-        def sdpa_kernel(backend: str) -> Iterator[None]:
-            self.backends.append(backend)
-            yield
-            self.backends.append("any")
-
-        backends = SimpleNamespace(FLASH_ATTENTION="flash", CUDNN_ATTENTION="cuDNN")
-        return SimpleNamespace(SDPBackend=backends, sdpa_kernel=sdpa_kernel)
+        kinds = SimpleNamespace(FLASH_ATTENTION="flash", CUDNN_ATTENTION="cuDNN")
+        attention = SimpleNamespace(SDPBackend=kinds, sdpa_kernel=sdpa_kernel)
+        self.modules = {"torch": self, "torch.nn": self.nn, "torch.nn.attention": attention}
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(peer, "WARM_SECONDS", 0)
-        for name, module in self.installed.items():
+        for name, module in self.modules.items():
             patch.setitem(sys.modules, name, module)
 
     def randn(self, shape: Sequence[int], device: str, dtype: str) -> tuple[int, ...]:
         self.tensors += 1
         return tuple(shape)
 
-    def empty(self, size: int, device: str, dtype: str) -> tuple[int, ...]:
-        return (size,)
-
-    def tensor(self, values: list[int], device: str, dtype: str) -> list[int]:
-        assert isinstance(values, list)
-        return values
-
     def attention(self, *shapes: Any, **options: Any) -> None:
-        self.calls.append((*shapes, *options, *self.backends[-1:]))
+        self.calls.append((*shapes, *options, self.backend))
         if self.recording is None:
             self.now += 1
         else:
             self.recording.append(shapes)
 
 
-@pytest.fixture
-def no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("flashinfer", "flash_attn", "flash_attn_interface"):
-        monkeypatch.setitem(sys.modules, name, None)
-
-
-@pytest.mark.usefixtures("no_others")
 @pytest.mark.parametrize("recordable", [True, False])
 def test_pytorch_is_timed_by_each_backend_in_two_layouts(monkeypatch: pytest.MonkeyPatch, recordable: bool) -> None:
     torch = FakeTorch(recordable=recordable)
@@ -503,8 +473,7 @@ def test_pytorch_is_timed_by_each_backend_in_two_layouts(monkeypatch: pytest.Mon
     times = half_attention(CONFIG, 64, 3, rotated=5 * size - 1, runs=3)
     note = "" if recordable else "not recorded"
     assert [(time.name, time.seconds, time.note) for time in times] == [
-        *((name, pytest.approx(1e-3), note) for name in TORCH),
-        *((name, None, "not installed") for name in (*FLASH, FLASHINFER)),
+        (name, pytest.approx(1e-3), note) for name in NAMES
     ]
     for backend in ("flash", "cuDNN"):
         assert ((3, 4, 1, 16), (3, 2, 64, 16), (3, 2, 64, 16), "enable_gqa", backend) in torch.calls
@@ -512,61 +481,18 @@ def test_pytorch_is_timed_by_each_backend_in_two_layouts(monkeypatch: pytest.Mon
     assert torch.tensors == 4 * (1 + 2 * 5), "queries, and five sets of keys and values"
 
 
-@pytest.mark.usefixtures("no_others")
-def test_flash_attention_reads_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = FakeTorch()
-    torch.install(monkeypatch)
-    module = SimpleNamespace(flash_attn_with_kvcache=torch.attention)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    times = {time.name: time.seconds for time in half_attention(CONFIG, 70, 2, rotated=1, runs=2)}
-    assert times["FlashAttention 3"] == pytest.approx(1e-3)
-    assert times["FlashAttention 2"] is None
-    assert torch.calls[-1][:4] == ((2, 1, 4, 16), (2, 70, 2, 16), (2, 70, 2, 16), "cache_seqlens")
-
-
-@pytest.mark.usefixtures("no_others")
 def test_a_prompt_is_timed_by_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch()
     torch.install(monkeypatch)
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=torch.attention))
     times = prompt_attention(CONFIG, 70, runs=2)
-    assert [(time.name, time.seconds, time.note) for time in times] == [
-        ("torch flash", pytest.approx(1e-3), ""),
-        ("torch cuDNN", pytest.approx(1e-3), ""),
-        ("FlashAttention 3", None, "not installed"),
-        ("FlashAttention 2", pytest.approx(1e-3), ""),
-    ]
+    assert [(time.name, time.seconds) for time in times] == [(name, pytest.approx(1e-3)) for name in PROMPT_NAMES]
     assert {time.flops for time in times} == {4 * 4 * 16 * 70 * 71 / 2}
     for backend in ("flash", "cuDNN"):
-        sizes = (1, 4, 70, 16), (1, 2, 70, 16), (1, 2, 70, 16)
-        assert (*sizes, "is_causal", "enable_gqa", backend) in torch.calls
-    assert torch.calls[-1][:4] == ((1, 70, 4, 16), (1, 70, 2, 16), (1, 70, 2, 16), "causal")
+        assert ((1, 4, 70, 16), *((1, 2, 70, 16),) * 2, "is_causal", "enable_gqa", backend) in torch.calls
 
 
-def test_flashinfer_reads_pages_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = FakeTorch()
-    planned: list[Any] = []
-
-    class Wrapper:
-        def __init__(self, workspace: Any, layout: str, use_tensor_cores: bool):
-            assert (layout, use_tensor_cores) == ("NHD", True)
-
-        def plan(self, *given: Any) -> None:
-            planned.extend(given)
-
-        run = staticmethod(torch.attention)
-
-    torch.install(monkeypatch)
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper))
-    times = half_attention(CONFIG, 70, 2, rotated=1, runs=2)
-    assert times[-1].seconds == pytest.approx(1e-3)
-    assert planned == [[0, 5, 10], list(range(10)), [6, 6], 4, 2, 16, 16]
-    assert torch.calls[-1][:2] == ((2, 4, 16), (10, 2, 16, 2, 16))
-
-
-@pytest.mark.usefixtures("no_others")
 def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_kernel(*given: Any, **options: Any) -> None:
+    def no_kernel(*shapes: Any, **options: Any) -> None:
         raise RuntimeError("no kernel for this shape\nand more")
 
     def notes() -> set[str]:
@@ -578,18 +504,12 @@ def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes() == {"PyTorch is not installed"}
     monkeypatch.setitem(sys.modules, "torch", FakeTorch(gpu=False))
     assert notes() == {"PyTorch sees no GPU"}
+    FakeTorch(room=1000).install(monkeypatch)
+    assert notes() == {"does not work: there is too little memory for an fp16 cache of this size"}
     broken = FakeTorch()
     broken.nn.functional.scaled_dot_product_attention = no_kernel
     broken.install(monkeypatch)
-    assert notes() == {"does not work: no kernel for this shape", "not installed"}
-
-
-def test_a_cache_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = FakeTorch()
-    torch.cuda.mem_get_info = lambda: (1000, 2000)
-    torch.install(monkeypatch)
-    first = half_attention(CONFIG, 64, 1, 1, 1)[0]
-    assert first.note == "does not work: there is too little memory for an fp16 cache of this size"
+    assert notes() == {"does not work: no kernel for this shape"}
 
 
 def test_the_clock_records_events_on_the_current_stream(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from polarlm.bench.quality.needle import Cell, Prompt
+from polarlm.bench.quality.reference import Reference
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.quality.__main__ import needle
-from polarlm.bench.quality.needle import Cell, Prompt
-from polarlm.bench.quality.reference import Reference
 from tests.shared_data import shared
 
 DEPTHS = (0, 25, 50, 75, 100)

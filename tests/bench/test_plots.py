@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from polarlm.bench.quality.angles import histograms
 
 from polarlm.bench.plot_style import can_draw
 from polarlm.bench.quality.__main__ import plots
-from polarlm.bench.quality.angles import histograms
 
 pytestmark = pytest.mark.skipif(not can_draw(), reason="needs matplotlib, which the extra `bench` has")
 

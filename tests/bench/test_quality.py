@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from polarlm.bench.quality.reference import Reference
 
 from polarlm.bench import command, report
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.bench.quality import __main__ as quality
 from polarlm.bench.quality import needle, plots, scores
 from polarlm.bench.quality.divergence import Divergence, compare, perplexity
-from polarlm.bench.quality.reference import Reference
 from polarlm.bench.quality.scores import Quality, Stretch, by_position, measure, windows
 from polarlm.engine.cli.flags import FlagError
 from tests.shared_data import shared

@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-
 from polarlm.bench.quality.needle import Prompt, find
 from polarlm.bench.quality.reference import Reference
+
 from polarlm.bench.quality.scores import measure
 from polarlm.bench.quality.types import all_types, chosen_types
 from polarlm.engine import codecs

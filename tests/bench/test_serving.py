@@ -12,15 +12,12 @@ import httpx
 import numpy as np
 import pytest
 
-from polarlm.bench.serving import __main__ as serve
 from polarlm.bench.serving import load
+from polarlm.bench.serving.__main__ import main
 from polarlm.bench.serving.client import Answer, ask
-from polarlm.bench.serving.load import Seen, _ask
-from polarlm.bench.serving.plan import Plan, poisson, prompts
+from polarlm.bench.serving.load import Plan, Seen, _ask, poisson, prompts, summary
 from tests.ports import free_port
-
-OPTIONS = serve.Options()
-
+from tests.random_model import random_model
 
 # -- what is asked, and when ---------------------------------------------------------------------------------------
 
@@ -55,11 +52,11 @@ def answered(
         bodies.append(json.loads(request.content))
         return httpx.Response(status, text="".join(f"{line}\n\n" for line in lines))
 
-    async def main() -> Answer:
+    async def run() -> Answer:
         async with httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://server") as http:
             return await send(http)
 
-    return asyncio.run(main()), *bodies
+    return asyncio.run(run()), *bodies
 
 
 def asked(status: int, lines: Sequence[str]) -> Answer:
@@ -125,7 +122,7 @@ def test_figures_of_a_load() -> None:
         Answer(0.6, 1.0, [], 1.1, error="429 busy"),
         Answer(0.7, 1.5, [1.9], 2.0, error="cut off"),
     ]
-    found = serve.summary(OPTIONS, Seen(2.0, answers, 30, 12, 2))
+    found = summary(Seen(2.0, answers, 30, 12, 2))
     assert found["errors"] == {"429 busy": 1, "cut off": 1}
     assert (found["requests"], found["requests_per_second"], found["tokens_per_second"]) == (4, 1.0, 3.0)
     assert found["prefix_hit_rate"] == 0.4
@@ -149,7 +146,7 @@ def test_a_server_of_its_own_is_measured(
     monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
     flags = ["--clients", "3", "--rate", "40", "--seconds", "30", "--requests", "12", "--max-tokens", "9"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "70", "--output", str(tmp_path / "out.json")]
-    assert serve.main(["--weights", str(tiny_path), *flags]) == 0
+    assert main(["--weights", str(tiny_path), *flags]) == 0
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert {"cpu", "cores", "numpy", "blas"} <= found["machine"].keys()
     assert found["command"].startswith("python -m polarlm.bench.serving --weights ")
@@ -186,7 +183,7 @@ def test_results_are_kept_when_the_command_is_stopped(
     monkeypatch.setattr(load, "_ask", stopped_at_the_third)
     flags = ["--clients", "1", "--rate", "40", "--seconds", "30", "--requests", "5", "--max-tokens", "3"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "10", "--output", str(tmp_path / "out.json")]
-    assert serve.main(["--weights", str(tiny_path), *flags]) == 130
+    assert main(["--weights", str(tiny_path), *flags]) == 130
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert (found["requests"], found["complete"]) == (2, False)
     printed = capsys.readouterr()
@@ -194,22 +191,58 @@ def test_results_are_kept_when_the_command_is_stopped(
     assert "Requests arrive for 30 s" in printed.err
 
 
+@pytest.mark.slow
+def test_each_turn_is_found_where_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow: it starts three servers."""
+    output = tmp_path / "agents.json"
+    flags = ["--agents", "2", "--opening", "24", "--turn", "4", "--max-tokens", "4", "--threads", "1"]
+    flags += ["--weights", str(random_model(tmp_path)), "--output", str(output)]
+    assert main(["--only", "agents", *flags]) == 0
+    turns = json.loads(output.read_text(encoding="utf-8"))["turns"]
+    tiers = {when: [set(turn["cached_from"]) for turn in visit] for when, visit in turns.items()}
+    assert tiers["next turn"] == [{"store"}] * 2
+    assert tiers["next turn, after a restart"] == [{"disk"}] * 2
+    assert tiers["next turn, on another server"] == [{"remote"}] * 2
+    for opened, again in zip(turns["new conversation"], turns["next turn, on another server"], strict=True):
+        assert sum(again["cached_from"].values()) >= opened["prompt_tokens"] - 1 > 64
+    assert "100 % disk" not in capsys.readouterr().out  # the new words are computed
+
+
+@pytest.mark.slow
+def test_more_conversations_than_fit_are_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow: it starts four servers."""
+    output = tmp_path / "pressure.json"
+    flags = ["--opening", "40", "--turn", "4", "--max-tokens", "4", "--rounds", "2", "--threads", "1"]
+    flags += ["--types", "f16", "--times", "0.05,1", "--kv-memory", "2M", "--output", str(output)]
+    assert main(["--only", "pressure", "--weights", str(random_model(tmp_path)), *flags]) == 0
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["times"], row["disk"]) for row in rows] == [(0.05, False), (0.05, True), (1, False), (1, True)]
+    few, _, many, _ = ([sum(turn["cached_from"].values()) for turn in row["rounds"][1]] for row in rows)
+    assert len(few) < len(many)  # conversations
+    assert min(few) >= 64  # the complete blocks of each opening
+    assert sum(cached >= 64 for cached in many) < len(many) / 2
+    out = capsys.readouterr().out
+    assert out.count("f16 and a disk") == 1
+    assert f"{len(few)} conversations, 0.05×" in out
+    assert f"{len(many)} conversations, 1×" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (["--url", "http://127.0.0.1:{port}"], "--url http://127.0.0.1:{port}: no such server answers there"),
-        (["--url", "nonsense"], "--url nonsense: no such server answers there"),
         (["--url", "http://a", "--weights", "b"], "--url and --weights or -hf both say which server it is"),
         (["--rate", "0"], "--rate: must be more than 0"),
-        (["--clients", "0"], "--clients: must be at least 1"),
-        (["--weights", "{tmp}/none"], "The server did not start: {tmp}/none does not exist"),
+        (["--only", "agents", "--agents", "0"], "--agents: must be at least 1"),
+        (["--only", "agents", "--url", "http://a"], "--url and --only agents, which starts its own servers"),
+        (["--only", "pressure", "--times", "2,x"], "--times must be numbers above 0 such as 2,4,8, not '2,x'"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(
     flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = {"port": free_port(), "tmp": tmp_path}
-    assert serve.main([flag.format(**known) for flag in flags]) == 2
+    assert main([flag.format(**known) for flag in flags]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(**known)}")

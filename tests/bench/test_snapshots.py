@@ -12,7 +12,7 @@ from polarlm.bench.quality import cost, page, snapshot_cost, snapshots
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.quantization.snapshot_codes import ALL, EIGHT_BITS, EXACT, FIVE_BITS
+from polarlm.engine.quantization.snapshot_codes import ALL, EIGHT_BITS, EXACT
 from polarlm.engine.state.prefix import PrefixCache
 from tests.conftest import TRAINED_HYBRID
 from tests.tiny import make_model
@@ -58,7 +58,7 @@ def probabilities(ids: list[int], state_type: str) -> np.ndarray:
 def test_figures_are_those_of_engines_with_these_settings(ids: list[int]) -> None:
     """Divergences computed from the steps of an engine for each state type, in float64."""
     parts = assemble(settle(TRAINED_HYBRID, None, {**snapshots.SETTINGS, "ctx_size": 512}), None, ops=NumpyOps(1))
-    (found,) = snapshots.continuations(parts.model, ids, [EIGHT_BITS, FIVE_BITS])
+    (found,) = snapshots.continuations(parts.model, ids, [EIGHT_BITS])
     assert all(group.full.free == group.full.size for group in parts.model.store.groups)
     parts.close()
     p = probabilities(ids, "f32")
@@ -74,10 +74,10 @@ def test_figures_are_those_of_engines_with_these_settings(ids: list[int]) -> Non
 def test_a_row_for_each_distance() -> None:
     parts = assemble(settle(TRAINED_HYBRID, None, {**snapshots.SETTINGS, "ctx_size": 512}), None, ops=NumpyOps(1))
     kl = np.arange(256) / 256
-    rows = snapshots.rows_of(parts.model, [FIVE_BITS], [{"5bit": snapshots.Divergence(kl, kl < 0.5, 1 - kl)}])
+    rows = snapshots.rows_of(parts.model, [EIGHT_BITS], [{"8bit": snapshots.Divergence(kl, kl < 0.5, 1 - kl)}])
     parts.close()
     exact, coded = rows
-    assert (exact.type, coded.type) == ("f32", "5bit")
+    assert (exact.type, coded.type) == ("f32", "8bit")
     assert vars(exact.distances[-1]) == vars(
         snapshots.Distance(0.0, 0.0, 0.0, 0.0, None, 0.0, 1.0, 1.0, errors=None, tokens=256)
     )
@@ -85,9 +85,9 @@ def test_a_row_for_each_distance() -> None:
     assert [one.kl_max for one in coded.distances] == [0, 15 / 256, 63 / 256, 255 / 256]
     assert coded.distances[-1].kl_mean == pytest.approx(255 / 512)
     assert coded.distances[-1].same_top1 == 0.5
-    # Three layers of two heads: 128 × 128 codes and 128 halves; and three inputs of 768 channels as halves.
-    assert coded.bytes == 3 * (2 * (128 * 80 + 128 * 2) + 3 * 768 * 2)
-    assert coded.bits == 8 * (128 * 80 + 128 * 2) / 128**2
+    # Three layers of two heads: 128 × 128 codes of 8 bits and 128 scales; and three inputs of 768 channels.
+    assert coded.bytes == 3 * (2 * (128 * 128 + 128 * 4) + 3 * 768 * 4)
+    assert coded.bits == 8 * (128 * 128 + 128 * 4) / 128**2
     assert exact.bytes == 3 * (2 * 128 * 128 * 4 + 3 * 768 * 4)
 
 
@@ -103,7 +103,7 @@ def test_the_page_and_the_terminal_have_the_same_rows(tmp_path: Path, capsys) ->
     assert found["snapshots"] >= 1
     assert [row["type"] for row in found["rows"]] == ["f32", *(name for name in ALL if name != EXACT.name)]
     by_type = {row["type"]: row["distances"][-1] for row in found["rows"]}
-    assert 0 < by_type["8bit"]["kl_mean"] < by_type["5bit"]["kl_mean"] < 0.01
+    assert 0 < by_type["8bit"]["kl_mean"] < 0.01
     shown, printed = output.read_text(encoding="utf-8"), capsys.readouterr().out
     for row in snapshot_cost.cells(found["rows"]):
         assert "".join(f"<td>{cell}</td>" for cell in row) in shown

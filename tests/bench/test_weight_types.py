@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from polarlm.bench.quality.reference import Reference
+from polarlm.bench.quality.weight_types import bits_per_weight, chosen_weight_types, measure_weights
 
 from polarlm.bench.quality import __main__ as quality
 from polarlm.bench.quality import weight_types
-from polarlm.bench.quality.reference import Reference
-from polarlm.bench.quality.weight_types import bits_per_weight, chosen_weight_types, measure_weights
 from polarlm.model_loaders import load_weights
 from tests.model_loaders.checkpoints import quantized_model
 

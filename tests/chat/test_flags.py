@@ -3,6 +3,7 @@
 import importlib.metadata
 import math
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,9 @@ WITH_VALUE = [
     ("-sys", "Be brief.", 2, "system_prompt", "Be brief."),
     ("--system-prompt", "Be brief.", 2, "system_prompt", "Be brief."),
     ("--color", "off", 2, "color", "off"),
-    ("-ngl", "99", 2, "gpu_layers", "99"),
-    ("--gpu-layers", "-1", 2, "gpu_layers", "-1"),
-    ("-fa", "auto", 2, "flash_attn", "auto"),
-    ("--flash-attn", "off", 2, "flash_attn", "off"),
 ]
 SWITCHES = [
-    ("--no-key-conditioning", 0, "key_conditioning", False),
-    ("--no-mmap", 0, "mmap", False),
+    ("--no-calibration", 0, "calibration", False),
     ("--ignore-eos", 1, "ignore_eos", True),
     ("-no-cnv", 2, "conversation", False),
     ("--no-conversation", 2, "conversation", False),
@@ -88,9 +84,14 @@ def test_a_switch_needs_no_value(flag, group, name, value):
     assert settings[1].temperature == 0
 
 
-@pytest.mark.parametrize("flag", ["-ngl", "-fa"])
-def test_flags_that_mean_nothing_here_may_stand_alone(flag):
-    assert read_command_line([flag, "-n", "3"])[1].max_tokens == 3
+@pytest.mark.parametrize("flag", ["-ngl", "-ngl 99", "--gpu-layers -1", "-fa", "--flash-attn off", "--no-mmap"])
+def test_flags_of_llama_cpp_that_mean_nothing_here_are_noted(flag, capsys):
+    """By the chat and by the server: command lines are copied."""
+    for read in (read_command_line, partial(server_config.read_command_line, environment={})):
+        assert read([*flag.split(), "--draft-min", "2", "-c", "256"])[0].ctx_size == 256
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"note: {flag.split()[0]} has no effect: ")
+        assert second.startswith("note: --draft-min has no effect: ")
 
 
 @pytest.mark.parametrize("title", GROUPS)
@@ -111,7 +112,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 @pytest.mark.slow
 @given(TEXTS)
 @example("-x")
-@example("--no-mmap")
+@example("--no-calibration")
 @example("a=b")
 def test_a_text_is_taken_as_it_is(text):
     assert read_command_line(["-p", text])[2].prompt == text
@@ -271,10 +272,10 @@ def test_a_checkout_that_is_not_installed_says_where_it_is(capsys, monkeypatch):
 
 
 def test_an_error_names_settings_by_their_flags():
-    settings = ("ctx_size", "kv_memory", "key_conditioning", "device", "cache_type", "cache_type_k")
-    text = "give key_conditioning=False, raise ctx_size, device=cpu on this device, cache_type=x, cache_type_k: y"
+    settings = ("ctx_size", "kv_memory", "calibration", "device", "cache_type", "cache_type_k")
+    text = "give calibration=False, raise ctx_size, device=cpu on this device, cache_type=x, cache_type_k: y"
     assert in_flags(EngineError(text, settings=settings)) == (
-        "give --no-key-conditioning, raise --ctx-size, --device cpu on this device, --cache-type x, --cache-type-k: y"
+        "give --no-calibration, raise --ctx-size, --device cpu on this device, --cache-type x, --cache-type-k: y"
     )
     assert in_flags(EngineError("the file ctx_size is damaged")) == "the file ctx_size is damaged"
 

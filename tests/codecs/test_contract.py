@@ -1,6 +1,5 @@
 """The contract of `Codec`, for every codec."""
 
-import ast
 import itertools
 import pickle
 import re
@@ -15,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from polarlm.engine import codecs
 from tests.codecs.data import gaussian
+from tests.pairs import in_turn
 
 OPTIONS = [
     "ring3.5+norm16",
@@ -44,7 +44,7 @@ SHAPES = [
     (256, 16),
 ]
 
-every_codec = pytest.mark.parametrize("name", NAMES)
+every_codec = in_turn("name", NAMES)
 
 
 def serving(name, block_size, head_dim):
@@ -194,9 +194,8 @@ def test_denormal_vectors_stay_finite_and_small(name):
     assert np.abs(y).max() < 1e-30
 
 
-@pytest.mark.slow(keep=1)
-@every_codec
-@settings(deadline=None, max_examples=50)
+@pytest.mark.parametrize("name", ["ring4", "trellis3", "turbo3", "polarquant", "polarpair-m4n4", "kivi4"])
+@settings(deadline=None, max_examples=20)
 @given(
     x=hnp.arrays(np.float32, (32, 32), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),
     block=hnp.arrays(np.float32, (32, 32), elements=st.floats(-8, 8, width=32)),
@@ -238,11 +237,6 @@ def test_only_a_per_layer_codec_keeps_state(name):
 
 
 @every_codec
-def test_serves_keys_values_or_both(name):
-    assert codecs.get(name).serves in ({"k"}, {"v"}, {"k", "v"})
-
-
-@every_codec
 def test_a_codec_is_restored_by_name_and_by_pickle(name):
     codec = codecs.get(name)
     assert codec.name == name
@@ -270,30 +264,3 @@ def test_every_codec_file_is_discovered():
     folder = Path(codecs.__file__).parent
     stems = {path.stem for path in folder.glob("*.py") if path.stem != "__init__"}
     assert stems <= {type(codecs.get(name)).__module__.rpartition(".")[2] for name in codecs.available()}
-
-
-def test_codecs_import_numpy_and_each_other_only():
-    allowed = {
-        "__future__",
-        "abc",
-        "collections",
-        "contextlib",
-        "dataclasses",
-        "functools",
-        "importlib",
-        "itertools",
-        "math",
-        "pkgutil",
-        "types",
-        "typing",
-    }
-    for path in Path(codecs.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module]
-            for module in names:
-                assert module.split(".")[0] in allowed | {"numpy"} or module.startswith("polarlm.engine.codecs"), (
-                    path,
-                    module,
-                )

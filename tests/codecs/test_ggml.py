@@ -56,12 +56,6 @@ def test_ties_and_values_just_below_round_as_in_gguf(name, theirs):
     assert_the_same(x, name, theirs)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("q8_0", 8.5), ("q4_0", 4.5)])
-def test_bits_and_no_rotation(name, bits):
-    assert codecs.bits_per_value(codecs.get(name), 64, 64) == bits
-    assert codecs.get(name).rotation(64) is None
-
-
 @pytest.mark.parametrize(("name", "reach"), [("q8_0", (-127, 127)), ("q4_0", (-8, 7))])
 def test_error_on_gaussian_values_is_that_of_equal_cells(name, reach):
     """Given its scale, a group has one value at the far end of the range and 31 Gaussian values within."""

@@ -16,7 +16,6 @@ def grouped(x, name):
     return x.reshape(-1, 32) if by_token else x.reshape(2, 32, -1).swapaxes(1, 2).reshape(-1, 32)
 
 
-# Product: a head has a group of 32 channels or several, which the codes of either kind lie across or along.
 @both
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 def test_codes_match_the_formula(name, head_dim):
@@ -36,13 +35,6 @@ def test_codes_match_the_formula(name, head_dim):
     assert np.allclose(decoded, scale * grouped(values, name) + zero, rtol=0, atol=1e-5)
 
 
-@both
-def test_five_bits_and_no_rotation(name):
-    assert codecs.bits_per_value(codecs.get(name), 64, 64) == 5
-    assert codecs.get(name).rotation(64) is None
-
-
-@pytest.mark.slow(keep=1)
 @both
 def test_error_on_gaussian_values_is_that_of_equal_cells(name):
     """Given its range, a group has its smallest and largest value at the ends and 30 Gaussian values within."""

@@ -81,9 +81,3 @@ def test_any_table(count, spread, seed):
     points = np.clip(np.round(random.standard_normal((count, 2)) * spread, 1), -2.5, 2.5).astype(np.float32)
     x = np.concatenate([random.standard_normal((2000, 2), np.float32) * 2, points, -points, np.round(points)])
     assert np.array_equal(NearestPoint(points)(x)[0], by_comparison(points, x))
-
-
-def test_no_pairs():
-    codes, points = search(6)(np.empty((0, 2), np.float32))
-    assert codes.shape == (0,)
-    assert points.shape == (0, 2)

@@ -30,15 +30,6 @@ def polar(x):
     return np.hypot(a, b), np.arctan2(b, a)
 
 
-@pytest.mark.parametrize(("name", "head_dim"), each(VARIANTS, HEAD_DIMS))
-def test_bits_count_codes_and_scales(name, head_dim):
-    base, *options = name.split("+")
-    group = int(options[-1][1:]) if options and options[-1].startswith("g") else 64
-    scales = 1 + ("minmax-radius" in options) + 3 * ("minmax" in options)
-    expected = (4 + RADIUS_BITS[base]) / 2 + scales * 16 / (2 * group)
-    assert codecs.bits_per_value(codecs.get(name), 64, head_dim) == expected
-
-
 def test_the_papers_bits_of_m4n4():
     """Table 3: 4 + 8/T + 16·s/T with one scale for the whole text and s = 128 tokens in full precision."""
     bits = codecs.bits_per_value(codecs.get("polarpair-m4n4"), T, D)
@@ -72,20 +63,6 @@ def test_codes_match_the_paper(name, head_dim):
         assert (code == expected)[clear].all()
 
 
-@pytest.mark.parametrize("steps", [1, 5, 13])
-def test_rotating_a_pair_by_sixteenths_of_a_turn_adds_to_its_angle_code(steps):
-    """The pairs are those of RoPE: channel j rotates with channel j + D/2, before the permutation."""
-    codec, x = codecs.get("polarpair-m4n4"), gaussian(64, 64)
-    w = codec.rotation(64)
-    a, b = np.split(x, 2, axis=-1)
-    c, s = np.cos(steps * np.pi / 8), np.sin(steps * np.pi / 8)
-    turned = np.concatenate([c * a - s * b, s * a + c * b], -1).astype(np.float32)
-    before, after = stored(codec, codec.encode(x @ w)), stored(codec, codec.encode(turned @ w))
-    assert np.mean(before[0] == after[0]) > 0.99  # except radii on a threshold
-    assert np.mean((before[1] + steps) % 16 == after[1]) > 0.99
-
-
-# Product: either option rounds radii of two bits and of four, by a formula of its own.
 @every_name
 @pytest.mark.parametrize("option", ["+minmax", "+minmax-radius"])
 def test_minmax_codes_match_the_authors_implementation(name, n, option):

@@ -76,7 +76,6 @@ def test_error_on_normalised_gaussian_vectors(name, target):
     assert np.square(codec.decode(codec.encode(x)) - x).mean() < 1.01 * target
 
 
-# Product: the fields of an option are put together with those of codes that have another number of bits.
 @every_ring
 @pytest.mark.parametrize("option", ["", "+norm16"])
 def test_decode_is_the_stored_norm_times_the_nearest_points(name, bits, option):
@@ -111,22 +110,6 @@ def test_norm16_keeps_norms_that_a_byte_rounds(name, bits):
     assert rough == pytest.approx(norms, rel=2 ** (1 / 64) - 1 + 1e-6)
 
 
-# Product: the largest norm is that of its format or that at which the outer ring is still a half.
-@every_ring
-@pytest.mark.parametrize("option", ["", "+norm16"])
-def test_huge_vectors_keep_their_direction(name, bits, option):
-    x = gaussian(4, 64) * np.float32(1e30)
-    y = codecs.get(name + option).decode(codecs.get(name + option).encode(x))
-    outer = RINGS[bits][-1][1]
-    assert np.abs(y).max() <= 65504
-    # A pair beyond the outer ring takes the point of that ring nearest in angle.
-    radii = np.hypot(y[:, 0::2], y[:, 1::2])
-    assert radii == pytest.approx(np.full(radii.shape, radii.max()), rel=1e-5)
-    cosine = np.sum(y.reshape(-1, 2) * (x.reshape(-1, 2) / np.hypot(*x.reshape(-1, 2).T)[:, None]), 1) / radii.max()
-    assert cosine.min() >= np.cos(np.pi / RINGS[bits][-1][0]) - 1e-6
-    assert radii.max() <= 65504 / outer * outer * (1 + 1e-6)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_options_may_be_in_any_order(name):
     assert codecs.get(f"{name}+dense+norm16").rotation(24) is codecs.get(f"{name}+norm16+dense").rotation(24)
@@ -135,12 +118,3 @@ def test_options_may_be_in_any_order(name):
     for options in ("dense+none", "norm16+norm16", "norm8", "dense+dense", ""):
         with pytest.raises(ValueError, match=rf"Cache type {name} has the options .*norm16.*\.$"):
             codecs.get(f"{name}+{options}")
-
-
-@pytest.mark.parametrize(("block_size", "head_dim", "what"), [(64, 20, "head dimension"), (6, 64, "block size")])
-def test_refuses_unsupported_shapes_in_a_sentence(block_size, head_dim, what):
-    codec = codecs.get("ring3")
-    with pytest.raises(ValueError, match=rf"ring3.*{what}.*\.$"):
-        codec.check(head_dim, block_size)
-    with pytest.raises(ValueError, match=rf"ring3.*{what}.*\.$"):
-        codec.encode(np.zeros((block_size, head_dim), np.float32))

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs
-from polarlm.engine.codecs.parts import viterbi
 from polarlm.engine.codecs.parts.cosets import STATES
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.codecs.trellis import points_of
@@ -136,19 +135,6 @@ def test_each_head_has_its_own_feedback_and_weights():
         assert (alone == together[one]).all(-1).mean() > 0.9
 
 
-def test_slabs_do_not_change_codes(monkeypatch):
-    x, weights = gaussian(2, 50, 16), np.exp(gaussian(2, 8))
-    whole = PathSearch(points_of(6))(x, weights=weights)[0]
-    monkeypatch.setattr(viterbi, "_SLAB", 14)
-    assert np.array_equal(PathSearch(points_of(6))(x, weights=weights)[0], whole)
-
-
-def test_no_vectors():
-    codes, points = PathSearch(points_of(6))(np.empty((2, 0, 16), np.float32), strict_feedback(16, 0.2, 2))
-    assert codes.shape == (2, 0, 8)
-    assert points.shape == (2, 0, 16)
-
-
 @every_trellis
 def test_feedback_lowers_the_cost_of_its_metric(name, bits):
     """M = Lᵀ·diag(d)·L with L = 1 + F unit lower in blocks: Σ_j d_j·|e_j + F_j·e_{<j}|² is e·M·eᵀ."""
@@ -162,7 +148,6 @@ def test_feedback_lowers_the_cost_of_its_metric(name, bits):
     assert np.square(x - fed).mean() > np.square(x - plain).mean()
 
 
-# Product: the fields of an option are put together with those of codes that have another number of bits.
 @every_trellis
 @pytest.mark.parametrize("option", ["", "+norm16"])
 def test_decode_reads_every_code_through_its_window(name, bits, option):

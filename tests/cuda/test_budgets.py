@@ -55,8 +55,8 @@ def test_the_hot_loop_is_the_innermost_one_with_the_most_products() -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """units: values or weights that one iteration of the hot loop reads, for a warp. instructions: of all lanes, for
-    one of them."""
+    """units: values or weights that a warp reads in one iteration of the hot loop. instructions: for one unit, summed
+    over all lanes."""
 
     kernel: str
     variant: Variant

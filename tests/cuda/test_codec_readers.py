@@ -5,17 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text, compiler
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda.device.kernel_source import with_readers
 from polarlm.engine.codecs.parts.norms import ByteNorm
-from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.records import Layout
 from tests.codecs.data import TABLED, stored_norms
 from tests.cuda.programs import Program
-from tests.cuda.readers import ENCODE, PACK, READ, read, text
-from tests.pairs import each
+from tests.cuda.readers import ENCODE, PACK, read, text
 
 SEEDS = [0, 1, 2]
 HALF_EPS, HALF_TINY = 2.0**-10, 2.0**-24  # distance of halves: relative to them, and of the smallest
@@ -23,15 +20,6 @@ HALF_EPS, HALF_TINY = 2.0**-10, 2.0**-24  # distance of halves: relative to them
 NAMES = [*TABLED, "ring3.5+norm16"]
 # (head dim, block size): every number of tokens and channels that differs in kind appears with every codec.
 SHAPES = [(64, 64), (8, 16), (48, 32), (144, 64), (16, 128), (80, 32), (256, 16), (24, 64)]
-
-
-def cases() -> list[tuple[str, bool, int, int]]:
-    """(codec, values, head dim, block size): two shapes for each codec and side, taking turns."""
-    found = []
-    for i, name in enumerate(NAMES):
-        for values in (False, True):
-            found += [(name, values, *SHAPES[(i + 3 * values + step) % len(SHAPES)]) for step in (0, 3)]
-    return found
 
 
 def random_codes(layout: Layout, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -46,7 +34,26 @@ def random_codes(layout: Layout, rng: np.random.Generator) -> tuple[np.ndarray, 
     return codes, norms
 
 
-@pytest.mark.parametrize(("name", "values", "head_dim", "block_size"), cases())
+# Two shapes for each codec: every number of tokens and channels that differs in kind appears with every codec.
+CASES = [
+    (name, bool((i + step) % 2), *SHAPES[(i + step) % len(SHAPES)]) for i, name in enumerate(NAMES) for step in (0, 3)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "values", "head_dim", "block_size"), CASES)
+def test_every_codec_is_read_and_packed(
+    rng: np.random.Generator, name: str, values: bool, head_dim: int, block_size: int
+) -> None:
+    """On the device, as in NumPy; each codec has code of its own."""
+    test_readers_give_the_points_of_codes_and_the_stored_norms(rng, name, values, head_dim, block_size)
+    test_packing_on_the_device_gives_the_bytes_of_numpy(rng, name, values, head_dim, block_size)
+
+
+some_codecs = pytest.mark.parametrize(("name", "values", "head_dim", "block_size"), CASES[::6])
+
+
+@some_codecs
 def test_readers_give_the_points_of_codes_and_the_stored_norms(
     rng: np.random.Generator, name: str, values: bool, head_dim: int, block_size: int
 ) -> None:
@@ -64,10 +71,7 @@ def test_readers_give_the_points_of_codes_and_the_stored_norms(
         assert (np.abs(got.astype(np.float64) * stored[:, None] - decoded) <= allowed).all()
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(
-    ("values", "head_dim", "block_size"), [(True, 128, 64), (False, 8, 16), (False, 136, 32), (True, 136, 32)]
-)
+@pytest.mark.parametrize(("values", "head_dim", "block_size"), [(False, 8, 16), (True, 136, 32)])
 def test_readers_of_halves_give_the_values(
     rng: np.random.Generator, values: bool, head_dim: int, block_size: int
 ) -> None:
@@ -78,7 +82,6 @@ def test_readers_of_halves_give_the_values(
     np.testing.assert_array_equal(factors, np.ones(block_size))
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("name", "head_dim", "bits"), [("ring3", 48, 16), ("f16", 8, 8), ("turbo4", 136, 8), ("turbo4", 136, 16)]
 )
@@ -91,8 +94,7 @@ def test_readers_give_the_stored_means(rng: np.random.Generator, name: str, head
     np.testing.assert_array_equal(mean, read_mean(mean_fields))
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("name", "values", "head_dim", "block_size"), cases())
+@some_codecs
 def test_packing_on_the_device_gives_the_bytes_of_numpy(
     rng: np.random.Generator, name: str, values: bool, head_dim: int, block_size: int
 ) -> None:
@@ -108,10 +110,7 @@ def test_packing_on_the_device_gives_the_bytes_of_numpy(
         np.testing.assert_array_equal(record, expected)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(
-    ("values", "head_dim", "block_size"), [(True, 128, 64), (False, 8, 16), (False, 136, 32), (True, 136, 32)]
-)
+@pytest.mark.parametrize(("values", "head_dim", "block_size"), [(False, 8, 16), (True, 136, 32)])
 def test_rounding_to_halves_on_the_device_gives_the_bytes_of_numpy(
     rng: np.random.Generator, values: bool, head_dim: int, block_size: int
 ) -> None:
@@ -166,20 +165,3 @@ def test_tables_of_both_sides_share_rows_without_overlap(
         run = Program(with_readers(BOTH, *layouts))
         run.launch("both_kernel", (1,), (64,), *outs, *packed, *tables, shared=shared, seed=seed)
         np.testing.assert_array_equal(outs, expected)
-
-
-# Product: a codec's codes lie in another order for keys, which have a mean, and registers may run out in either.
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("name", "head_dim"), each([*TABLED, "f16"], [128, 128, 256, 80, 64, 96]))
-@pytest.mark.parametrize("values", [False, True])
-def test_readers_compile_without_spills(name: str, head_dim: int, values: bool) -> None:
-    try:
-        compiler()
-    except EngineError as error:
-        pytest.skip(str(error))
-    layout = records.layout(codecs.get(name), values, 64, head_dim, 0 if values else 8)
-    kernels = [READ, ENCODE if name == "f16" else PACK]
-    arch = list(SHARED_LIMIT)[head_dim // 16 % len(SHARED_LIMIT)]
-    for usage in [usage for kernel in kernels for usage in compile_text(text(kernel, layout), arch)]:
-        assert not usage.spilled
-        assert not usage.stack

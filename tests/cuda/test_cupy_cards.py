@@ -67,7 +67,7 @@ def test_rows_of_another_gpu_are_an_input_of_recorded_work(
     assert recording._pinned.nbytes == 256
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "counts"),
     [("llama_gqa_linear", (1, 1)), ("qwen3_moe_normed", (1, 1)), ("qwen3_5_tied", (2, 2)), ("lfm2_tied", (2, 2))],

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.device import Addresses, Carried, overlap
+from polarlm.engine.backends.cuda.device import Carried, overlap
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
@@ -90,13 +90,6 @@ def test_an_upload_reads_back(device, rng: np.random.Generator, shape: tuple[int
     np.testing.assert_array_equal(device.to_host(y[:, 1:3]), before[:, 1:3])
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((3, 5), np.uint8), ((2,), np.float32), ((0, 4), np.uint8)])
-def test_zeros_are_zero(device, shape: tuple[int, ...], dtype: type) -> None:
-    x = device.to_host(device.zeros(shape, dtype))
-    np.testing.assert_array_equal(x, np.zeros(shape, dtype))
-    assert x.dtype == dtype
-
-
 def test_free_memory_includes_free_blocks_of_the_pool(device) -> None:
     before = device.memory()
     assert before == (1 << 30, 2 << 30)
@@ -116,19 +109,7 @@ def test_a_launch_writes_its_output(device, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(device.to_host(y), silu_of(x), rtol=1e-5)
 
 
-def test_a_launch_gets_a_table_of_addresses(device) -> None:
-    from polarlm.engine.backends.cuda.device.kernel_source import prelude
-
-    body = "double *const *rows = reinterpret_cast<double *const *>(table); rows[0][0] = rows[1] ? -1.0 : rows[3][1];"
-    text = (
-        prelude() + 'extern "C" __global__ void __launch_bounds__(32) f(const unsigned long long *table) {' + body + "}"
-    )
-    y, x = device.from_host(np.zeros(1)), device.from_host(np.array([3.0, 4.0]))
-    device.launch("f", text, (1,), (1,), (Addresses([[y, None], [y, x]], written=1),))
-    assert device.to_host(y) == 4.0
-
-
-@pytest.mark.parametrize("wrong", [3, 3.0, np.float64(3), np.int8(3), np.zeros(3), "3"])
+@pytest.mark.parametrize("wrong", [3, np.float64(3), np.zeros(3)])
 def test_arguments_of_other_types_are_a_type_error(device, wrong: object) -> None:
     with pytest.raises(TypeError, match="a kernel takes device arrays"):
         device.launch("activate_mul_kernel", SILU, (1,), (32,), (None, wrong, np.int32(8)))
@@ -145,20 +126,7 @@ def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
     assert machine.largest_shared == 96 << 10
 
 
-@pytest.mark.slow
-def test_the_limit_of_shared_memory_counts_what_the_kernel_has_by_itself(device, machine: Machine) -> None:
-    """48 KB, beside 256 bytes of static shared memory: more than a kernel has without asking for it."""
-    from polarlm.engine.backends.cuda.device.kernel_source import prelude
-
-    body = "__shared__ int own[64]; DYNAMIC_SHARED(int, s); s[0] = own[0] = 1; y[0] = s[0] + own[0];"
-    text = prelude() + f'extern "C" __global__ void __launch_bounds__(32) f(int *y) {{ {body} }}'
-    y = device.from_host(np.zeros(1, np.int32))
-    device.launch("f", text, (1,), (1,), (y,), 48 << 10)
-    assert machine.largest_shared == 48 << 10
-    assert device.to_host(y) == 2
-
-
-@pytest.mark.parametrize("grid", [(0,), (0, 3), (2, 0)])
+@pytest.mark.parametrize("grid", [(0,), (2, 0)])
 def test_an_empty_grid_is_refused(device, machine: Machine, grid: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError, match="an empty grid"):
         device.launch("activate_mul_kernel", SILU, grid, (32,), (None, None, np.int32(8)))
@@ -381,7 +349,7 @@ def test_a_model_answers_the_same_recorded_or_not(
         np.testing.assert_array_equal(given, wanted)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_step_with_experts_on_the_host_is_recorded_in_parts(
     device, layers: int, monkeypatch: pytest.MonkeyPatch

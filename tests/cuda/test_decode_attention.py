@@ -19,13 +19,12 @@ import pytest
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import source
-from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from polarlm.engine.backends.cuda.launch import result_type
+from polarlm.engine.backends.hadamard import hadamard_signs
 from polarlm.engine.codecs.parts.rotation import twice_signed_hadamard
 from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.formats import EPS32, poisoned, read, store
 from tests.cuda.programs import Program
-from tests.cuda.test_kernels_basic import hadamard_signs
 from tests.cuda.variants import Cache, Variant
 from tests.cuda_emulator import EmulatorError
 
@@ -80,6 +79,9 @@ def attend(
     return out
 
 
+SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
+
+
 def queries(rng: np.random.Generator, cache: PagedCache, group: int) -> np.ndarray:
     """(B, H, D), long enough that some tokens weigh much more than others."""
     return (2 * rng.standard_normal((cache.rows, cache.kv_heads * group, cache.head_dim))).astype(np.float32)
@@ -112,14 +114,43 @@ CACHES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
-def test_sequences_of_any_lengths_attend(
+every_cache = ("keys", "values", "dim", "group", "block", "mean_bits")
+
+
+@pytest.mark.parametrize(every_cache, [CACHES[2], CACHES[7], CACHES[14]])
+def test_sequences_attend(
     rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
 ) -> None:
-    lengths = [5 * block + 3, 1, block - 1, block, block + 1, 2 * block]
+    check_lengths(rng, None, keys, values, dim, group, block, mean_bits)
+    check_lengths(rng, [5, 4, 1, 9, 5, 3], keys, values, dim, group, block, mean_bits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(every_cache, CACHES)
+def test_sequences_attend_with_every_codec(
+    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
+) -> None:
+    """Each codec has a decoder of its own."""
+    check_lengths(rng, None, keys, values, dim, group, block, mean_bits)
+    check_lengths(rng, [5, 4, 1, 9, 5, 3], keys, values, dim, group, block, mean_bits)
+
+
+def check_lengths(
+    rng: np.random.Generator,
+    step_rows: list[int] | None,
+    keys: str,
+    values: str,
+    dim: int,
+    group: int,
+    block: int,
+    mean_bits: int,
+) -> None:
+    """Sequences that end within the first block and across its end, at later block ends, and at the start of a block;
+    every order of threads gives the same bits. step_rows: new rows of each; None for one."""
+    lengths = [5 * block + 3, 4, block - 1, block + 2, 2 * block + 5, 3 * block]
+    more = {} if step_rows is None else {"step_rows": step_rows}
     shape = {"head_dim": dim, "block_size": block, "mean_bits": mean_bits, "kv_heads": 2}
-    cache = random_cache(rng, keys, values, lengths, **shape)
+    cache = random_cache(rng, keys, values, lengths, **shape, **more)
     q = queries(rng, cache, group)
     results = [attend(cache, q, ctas=7, warps=2, seed=seed) for seed in SEEDS]
     cache.assert_attention(results[0], q)
@@ -127,96 +158,55 @@ def test_sequences_of_any_lengths_attend(
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keys", "mean_bits", "ctas", "warps"),
+    ("keys", "step_rows", "ctas", "warps"),
     [
-        ("ring4", 8, 1, 1),
-        ("ring4", 8, 2, 1),
-        ("ring4", 8, 1, 3),
-        ("ring4", 8, 13, 3),
-        ("ring4", 8, 90, 2),
-        ("f16", 0, 1, 3),
-        ("f16", 0, 13, 3),
+        ("ring4", None, 1, 1),
+        ("ring4", None, 90, 2),
+        ("ring4", [16, 1, 2, 3], 13, 3),
+        ("f16", None, 13, 3),
+        ("f16", [16, 1, 2, 3], 1, 3),
     ],
 )
 def test_any_number_of_ctas_and_warps_gives_attention(
-    rng: np.random.Generator, keys: str, mean_bits: int, ctas: int, warps: int
+    rng: np.random.Generator, keys: str, step_rows: list[int] | None, ctas: int, warps: int
 ) -> None:
-    """One warp for all has three groups of means; 39 warps are more than the units of the short sequences."""
-    cache = random_cache(rng, keys, "f16" if keys == "f16" else "ring3", [16 * 43 - 5, 16 * 18, 40, 3], **SMALL)
+    """One warp for all has three groups of means; 39 warps are more than the units of the short sequences. Whichever
+    CTA is the last of a cell, it adds sums in the order of tokens."""
+    more = {} if step_rows is None else {"step_rows": step_rows}
+    cache = random_cache(rng, keys, "f16" if keys == "f16" else "ring3", [16 * 43 - 5, 16 * 18, 40, 3], **SMALL, **more)
     q = queries(rng, cache, 3)
-    cache.assert_attention(attend(cache, q, ctas=ctas, warps=warps), q)
+    first, second = (attend(cache, q, ctas=ctas, warps=warps, seed=seed) for seed in (0, 2))
+    cache.assert_attention(first, q)
+    np.testing.assert_array_equal(second, first)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
-def test_several_rows_of_a_sequence_attend(
-    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
-) -> None:
-    """Within the first block and across its end, across later block ends, from the start of a block."""
-    lengths = [5 * block + 3, 4, block - 1, block + 2, 2 * block + 5, 3 * block]
-    shape = {"head_dim": dim, "block_size": block, "mean_bits": mean_bits, "kv_heads": 2}
-    cache = random_cache(rng, keys, values, lengths, step_rows=[5, 4, 1, 9, 5, 3], **shape)
-    q = queries(rng, cache, group)
-    results = [attend(cache, q, ctas=7, warps=2, seed=seed) for seed in SEEDS]
-    cache.assert_attention(results[0], q)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
-
-
-# Product: a window may begin in the sink, in a quantized block or in the current one, of codes or of halves.
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    ("keys", "values", "block"),
-    [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128), ("ring4", "ring4", 16)],
+    ("keys", "values", "block", "window"),
+    [
+        ("ring4", "ring3.5", 32, 1),
+        ("ring4", "ring3.5", 32, 71),
+        ("f16", "f16", 32, 17),
+        ("f16", "f16", 32, 33),
+        ("turbo3", "f16", 128, 375),
+        ("ring4", "ring4", 16, 640),
+    ],
 )
-@pytest.mark.parametrize(("blocks", "tokens"), [(0, 1), (0, 17), (1, 0), (1, 1), (2, 7), (3, -9), (40, 0)])
-def test_every_row_has_its_own_window(
-    rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int
-) -> None:
-    """Every row has a window of its own, which may begin in another block than the next row's. A CTA has two rows, or
-    eight."""
-    window, longest = blocks * block + tokens, block * 7 + 5
-    dropped = max(0, (longest - 16 - window) // block - 1)
+def test_a_window_hides_older_tokens(rng: np.random.Generator, keys: str, values: str, block: int, window: int) -> None:
+    """Sink, current block and quantized blocks are cut or hidden; blocks before every window have been dropped. Rows
+    of a sequence have windows of their own, which may begin in different blocks. A CTA has two rows, or eight."""
+    longest = block * 7 + 5
     lengths = [longest, longest + 11, block + 3, block * 2, 5]
     shape = {"block_size": block, "head_dim": 16, "mean_bits": 8}
-    cache = random_cache(rng, keys, values, lengths, step_rows=[16, 7, 4, 1, 5], dropped=dropped, **shape)
-    for group in (4, 1):
-        q = queries(rng, cache, group)
-        cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
+    for step_rows, most in ((None, 1), ([16, 7, 4, 1, 5], 16)):
+        more = {} if step_rows is None else {"step_rows": step_rows}
+        dropped = max(0, (longest - most - window) // block - 1)
+        cache = random_cache(rng, keys, values, lengths, dropped=dropped, **shape, **more)
+        for group in (4, 1):
+            q = queries(rng, cache, group)
+            cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ctas", [1, 3, 13, 50])
-def test_several_rows_attend_with_any_number_of_ctas(rng: np.random.Generator, ctas: int) -> None:
-    cache = random_cache(rng, "ring4", "ring3", [16 * 43 - 5, 16 * 18, 40, 3], step_rows=[16, 1, 2, 3], **SMALL)
-    q = queries(rng, cache, 3)
-    cache.assert_attention(attend(cache, q, ctas=ctas, warps=3), q)
-
-
-SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
-
-
-# Product: a window may begin in the sink, in a quantized block or in the current one, of codes or of halves.
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(
-    ("keys", "values", "block"), [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128)]
-)
-@pytest.mark.parametrize(("blocks", "tokens"), [(0, 1), (0, 17), (1, -1), (1, 0), (1, 1), (2, 7), (3, -9), (40, 0)])
-def test_a_window_hides_older_tokens(
-    rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int
-) -> None:
-    """Sink, current block and quantized blocks are cut or hidden; blocks before every window have been dropped."""
-    window, longest = blocks * block + tokens, block * 7 + 5
-    dropped = max(0, (longest - window) // block - 1)
-    lengths = [longest, longest + 20, block + 3, block * 2, 5]
-    cache = random_cache(rng, keys, values, lengths, dropped=dropped, block_size=block, head_dim=16, mean_bits=8)
-    q = queries(rng, cache, 4)
-    cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
-
-
-@pytest.mark.slow
 def test_a_sequence_without_rows_gives_zeros(rng: np.random.Generator) -> None:
     """It pads a batch."""
     cache = random_cache(rng, "ring4", "ring4", [70, 70], **SMALL)
@@ -228,10 +218,14 @@ def test_a_sequence_without_rows_gives_zeros(rng: np.random.Generator) -> None:
     assert (out[1] == 0).all()
 
 
-# Product: caps come before masks, sink scores behind them; codes and halves have loops of their own.
-@pytest.mark.parametrize(("softcap", "has_sink_scores"), [(2.0, False), (None, True), (2.0, True)])
 @pytest.mark.parametrize(
-    ("keys", "step_rows", "window"), [("ring4", None, 0), ("ring4", None, 50), ("f16", [3, 1, 2], 0)]
+    ("softcap", "has_sink_scores", "keys", "step_rows", "window"),
+    [
+        (2.0, False, "ring4", None, 0),
+        (None, True, "ring4", None, 50),
+        (2.0, True, "f16", [3, 1, 2], 0),
+        (None, True, "f16", [3, 1, 2], 0),
+    ],
 )
 def test_scores_are_capped_and_sink_scores_take_part(
     rng: np.random.Generator,
@@ -283,23 +277,6 @@ def test_tables_are_at_the_shared_address_that_the_kernel_assumes(arch: int) -> 
     assert usage.registers > 64  # of codes alone there are 32
 
 
-# With a window in which it matters where the first quantized block stands.
-@pytest.mark.parametrize(
-    ("word", "window"),
-    [("sink", 0), ("first_quantized", 64), ("quantized", 0), ("current", 0), ("current_block", 64), (0, 0), (2, 0)],
-)
-def test_a_wrong_span_fails_the_comparison(rng: np.random.Generator, word: str | int, window: int) -> None:
-    """Off by one: a member of the header, or the id of a quantized block."""
-    column = HEADER + word if isinstance(word, int) else SpanHeader._fields.index(word)
-    cache = random_cache(rng, "ring4", "ring4", [16 * 6 + 5], **SMALL)
-    q = queries(rng, cache, 2)
-    wrong = replace(cache, spans=cache.spans.copy())
-    wrong.spans[0, column] += 1 if wrong.spans[0, column] == 0 else -1
-    cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
-    with pytest.raises(AssertionError, match="off by up to"):
-        cache.assert_attention(attend(wrong, q, ctas=5, warps=2, window=window), q, window)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "dim", "ctas"), [("ring4", 8, 1), ("f16", 80, 13), ("ring4", 128, 1), ("ring4", 128, 13)]
@@ -342,17 +319,6 @@ def test_the_result_comes_in_the_type_of_the_next_product(
     np.testing.assert_array_equal(halves, np.clip(exact, -65504, 65504).astype(np.float16))
     wanted = read(store(np.where(unknown, 0, exact), "__nv_bfloat16"), "__nv_bfloat16")
     np.testing.assert_array_equal(read(shorts, "__nv_bfloat16"), np.where(unknown, np.nan, wanted))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", ["ring4", "f16"])
-def test_every_order_of_blocks_and_threads_gives_the_same_bits(rng: np.random.Generator, keys: str) -> None:
-    """Whichever CTA is the last of a cell, it adds sums in the order of tokens."""
-    cache = random_cache(rng, keys, keys, [16 * 43 - 5, 16 * 18, 40, 3], **SMALL)
-    q = queries(rng, cache, 3)
-    first, *others = (attend(cache, q, ctas=13, warps=3, seed=seed) for seed in range(6))
-    for other in others:
-        np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def test_movmatrix_transposes() -> None:
     np.testing.assert_array_equal(y.view(np.uint16).reshape(8, 8), x.T)
 
 
-@pytest.mark.parametrize("same", [0, 3, 19, 28])
+@pytest.mark.parametrize("same", [0, 19])
 def test_lanes_with_equal_bits_shuffle_among_themselves(same: int) -> None:
     y = np.zeros(32, np.uint32)
     run(f"y[t] = shuffle_among<{same}>(100 + t, 3 * t);", "unsigned *y", y)

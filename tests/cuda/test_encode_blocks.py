@@ -142,26 +142,25 @@ SHAPES = [
 ]
 
 
-# Product: a codec packs its codes in another order for keys than for values, and keys have a mean.
 @pytest.mark.slow
-@pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize(("number", "name"), list(enumerate([*TABLED, "ring4+norm16"])))
-def test_codes_without_a_metric_equal_those_of_numpy(
-    rng: np.random.Generator, number: int, name: str, values: bool
-) -> None:
-    side = Side(values, name, SHAPES[number % len(SHAPES)])
-    x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=2.0)
-    assert_same(side, x, seed=number % 3)
+def test_codes_of_every_codec_equal_those_of_numpy(rng: np.random.Generator, number: int, name: str) -> None:
+    """Each codec rounds in its own way, and packs its codes in another order for keys, which have a mean."""
+    for values in (False, True):
+        side = Side(values, name, SHAPES[number % len(SHAPES)])
+        x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=2.0)
+        assert_same(side, x, seed=number % 3)
+        x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=0.5)
+        assert_as_good(side, x, metric_of(side, 2), seed=number % 3)
+        assert_as_good(side, x, metric_of(side, 2, tilt=False, tokens=False), seed=number % 3)
 
 
-# Product: a codec packs its codes in another order for keys than for values, and keys have a mean.
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize("name", ["f16", "polarquant"])
-def test_codecs_without_a_table_give_the_codes_of_numpy(rng: np.random.Generator, name: str, values: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "values"), [("f16", False), ("polarquant", True), ("ring4", False), ("ring3.5", True), ("turbo3", False)]
+)
+def test_codes_without_a_metric_equal_those_of_numpy(rng: np.random.Generator, name: str, values: bool) -> None:
     for shape in (BlockShape(64, 16, 16, 8), BlockShape(80, 32, 16, 16)):
-        side = Side(values, name, shape)
-        assert_same(side, halves(rng, 1, 2, shape.size, shape.dim, bias=2.0))
+        assert_same(Side(values, name, shape), halves(rng, 1, 2, shape.size, shape.dim, bias=2.0))
 
 
 def edges(shape: BlockShape) -> np.ndarray:
@@ -186,8 +185,7 @@ def test_exceptional_blocks_have_the_codes_of_numpy(name: str) -> None:
             assert_same(Side(values, name, shape), edges(shape))
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("bits", RINGS)
+@pytest.mark.parametrize("bits", [*RINGS][:3])
 def test_the_nearest_point_is_among_the_candidates_of_its_cell(rng: np.random.Generator, bits: int) -> None:
     points = points_of(bits)
     corners = np.stack(np.meshgrid(np.arange(-32, 32), np.arange(-32, 32)), -1).reshape(-1, 2) / np.float32(8)
@@ -246,18 +244,15 @@ def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> 
     assert cost(side, x, fields, metric) == pytest.approx(cost(side, x, wanted, metric), rel=1e-3)
 
 
-# Product: a metric of keys and one of values have other terms, and each codec rounds by them in its own way.
-@pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize(("number", "name"), list(enumerate(TABLED)))
-def test_codes_with_a_metric_equal_those_of_numpy(
-    rng: np.random.Generator, number: int, name: str, values: bool
-) -> None:
-    side = Side(values, name, SHAPES[number % len(SHAPES)])
+@pytest.mark.parametrize(("name", "values"), [("ring4", False), ("ring3.5", True), ("turbo4", False)])
+def test_codes_with_a_metric_equal_those_of_numpy(rng: np.random.Generator, name: str, values: bool) -> None:
+    side = Side(values, name, SHAPES[0])
     x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=0.5)
-    assert_as_good(side, x, metric_of(side, 2), seed=number % 3)
-    assert_as_good(side, x, metric_of(side, 2, tilt=False, tokens=False), seed=number % 3)
+    assert_as_good(side, x, metric_of(side, 2))
+    assert_as_good(side, x, metric_of(side, 2, tilt=False, tokens=False), seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring3.5", "turbo2", "trellis4"])
 def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy(name: str) -> None:
     shape = BlockShape(64, 32, 32, 16)

@@ -17,6 +17,7 @@ from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
+from tests.cuda.programs import on_gpu
 from tests.cuda.test_model_emulated import Rounded, SameWeights
 from tests.tiny import VOCABULARY, load_tiny, make_model
 
@@ -34,19 +35,12 @@ QUICK = [
 ALL = [(path.name, types) for types in ("f16", "balanced") for path in sorted(FIXTURES.iterdir())]
 
 
-@pytest.mark.slow(keep=len(QUICK))
-@pytest.mark.parametrize(("fixture", "types"), QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize(("fixture", "types"), ALL if on_gpu() else QUICK)
 def test_each_kind_of_layer_is_as_exact_as_its_roundings(
     tmp_path: Path, record_property: Callable[[str, object], None], fixture: str, types: str
 ) -> None:
-    check(tmp_path, record_property, fixture, types)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fixture", "types"), [case for case in ALL if case not in QUICK])
-def test_each_family_is_as_exact_as_its_roundings(
-    tmp_path: Path, record_property: Callable[[str, object], None], fixture: str, types: str
-) -> None:
+    """A model takes ten seconds on the emulator; on a GPU, which is fast, every family is compared."""
     check(tmp_path, record_property, fixture, types)
 
 

@@ -77,24 +77,15 @@ def exact_and_allowed(case: Case, act: str, kind: str) -> tuple[np.ndarray, np.n
 CASES = [
     # weights, ROWS, WARPS_OUT, (rows, in, out), with a bias and added to what is in y
     ("__half", 16, 1, (9, 1032, 40), True),
-    ("__nv_bfloat16", 16, 1, (16, 776, 33), False),
     ("__nv_bfloat16", 16, 2, (16, 136, 65), False),
     ("__half", 24, 2, (17, 520, 64), True),
-    ("__half", 32, 4, (32, 72, 129), False),
-    ("__nv_bfloat16", 64, 4, (50, 328, 130), True),
     ("__half", 64, 4, (64, 136, 128), True),
-    ("__half", 64, 8, (64, 264, 8), False),
-    ("__half", 8, 1, (1, 8, 1), True),
-    ("__half", 8, 1, (8, 2568, 33), True),
-    ("__nv_bfloat16", 8, 2, (8, 1288, 70), True),
     ("__nv_bfloat16", 64, 8, (50, 328, 260), True),
     ("float", 8, 1, (7, 520, 35), True),
-    ("float", 32, 2, (20, 264, 40), False),
 ]
 PRODUCT = {"__half": "__half", "__nv_bfloat16": "__nv_bfloat16", "float": "__half"}  # of weights: the type of x
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("weight", "most", "warps_out", "shape", "more"), CASES)
 def test_gemm_small_equals_the_product(
     rng: np.random.Generator, weight: str, most: int, warps_out: int, shape: tuple[int, int, int], more: bool
@@ -140,7 +131,7 @@ def test_the_output_may_be_columns_of_a_wider_array(rng: np.random.Generator, ke
     assert (np.delete(whole, np.s_[5 : 5 + out], axis=1) == 7).all()
 
 
-@pytest.mark.parametrize(("parts", "more"), each([2, 3, 7], [True, False]))
+@pytest.mark.parametrize(("parts", "more"), [(3, True), (7, False)])
 def test_sums_of_parts_add_up_to_the_product(rng: np.random.Generator, parts: int, more: bool) -> None:
     """Parts of several stages, and more parts than stages."""
     shape = rows, n, out = 20, 1000, 70
@@ -170,10 +161,8 @@ def test_inputs_beyond_half_precision_saturate() -> None:
     ("split", "shape", "normed"),
     [
         (1, (1, 4104, 33), 1),
-        (2, (2, 1032, 21), 0),
         (4, (3, 1800, 9), 1),
         (8, (4, 72, 3), 0),
-        (8, (4, 2104, 5), 1),
     ],
 )
 def test_gemv_adds_the_sums_of_warps_that_share_an_output(
@@ -201,14 +190,11 @@ def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return silu * up, 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(silu) * off_up + 16 * EPS32 * np.abs(gate * up)
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("rows", "warps_out", "shape", "parts", "biased"),
     [
         (16, 1, (9, 776, 24), 1, True),
         (16, 1, (16, 264, 50), 3, False),
-        (32, 2, (20, 136, 33), 1, False),
-        (64, 4, (50, 520, 70), 1, True),
         (64, 4, (50, 520, 70), 3, True),
     ],
 )
@@ -238,7 +224,6 @@ def test_gemm_small_applies_the_activation(
         assert (np.abs(y - exact) <= allowed).all()
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("split", "shape", "normed", "biased"),
     [(1, (1, 1032, 35), 1, True), (2, (3, 520, 8), 0, False), (8, (4, 2104, 5), 1, True)],

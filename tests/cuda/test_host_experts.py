@@ -47,7 +47,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch):
     return layers
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gpt_oss_transposed", "qwen3_moe_normed", "gemma4_experts_beside", "qwen2_moe_shared"]
 )

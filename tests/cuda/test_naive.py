@@ -19,10 +19,7 @@ def faults(setting: Setting, stored: Stored, launched: Stored | None = None) -> 
     return [f"off by {error}, allowed {allowed}" for error, allowed, _ in found if not error <= allowed]
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 64, 16), (3, 3, 128, 32), (8, 1, 256, 16), (2, 1, 64, 4)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 64, 16), (2, 1, 64, 4)])
 def test_the_naive_kernel_is_attention_over_codes(heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
     """Lengths of one token, of whole blocks, of one more, and with many quantized blocks."""
     lengths = [1, block_size, block_size + 1, 2 * block_size, 7 * block_size + 3]
@@ -36,7 +33,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert faults(setting, store(setting)) == []
 
 
-@pytest.mark.parametrize("pool", range(8))
+@pytest.mark.parametrize("pool", [0, 3, 7])
 def test_a_fault_in_any_array_is_found(pool: int) -> None:
     """A wrong array in a block that is read gives a wrong result."""
     setting = random_setting(3, [100])

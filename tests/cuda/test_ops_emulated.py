@@ -24,16 +24,16 @@ from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
-from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, Sampling
+from polarlm.engine.sampling.sample import Sampled, SamplerInput, Sampling
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
-from polarlm.engine.weight_formats import Linear, Matrix, WeightFormat, get
+from polarlm.engine.weight_formats import Linear, Matrix, get
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
-from tests.pairs import each, pairs
+from tests.pairs import each
 from tests.weights import StoredArray, linear, load
 
 HOST = NumpyOps()
@@ -85,15 +85,6 @@ def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
     np.testing.assert_array_equal(ops._device.to_host(held.data), file.raw)
     np.testing.assert_array_equal(ops.rows(held, slice(1, 3)), file.values[1:3])
     assert ops.kept_as(get(stored)) is get(stored)
-
-
-def test_matrices_that_kernels_can_read_keep_their_format(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.kept_as(get("q4_k")) is get("q4_k")
-    assert ops.kept_as(get("f32")) is get("f16")
-    packed = WeightFormat("q9_9", 32, 34, lambda raw, out: None)
-    assert ops.kept_as(packed) is get("f16")
-    monkeypatch.setattr("polarlm.engine.backends.cuda.device.kernel_source.can_read", lambda name: True)
-    assert ops.kept_as(packed) is packed
 
 
 def test_a_float32_matrix_is_rounded_to_half_precision(ops: CudaOps) -> None:
@@ -206,26 +197,17 @@ def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, wide: boo
     np.testing.assert_allclose(ops.to_host(on_device), x, rtol=units * EPS32, atol=1e-30)
 
 
-ROWS = [
-    (1, False),
-    (4, False),
-    (5, False),
-    (9, False),
-    (20, False),
-    (65, False),
-    (100, True),
-]  # and whether it is recorded
-
-
-# Product: each of the kernels that rows choose adds norm, bias and residual in code of its own.
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("rows", "recorded"), ROWS)
-@pytest.mark.parametrize(("normed", "biased", "added", "stored"), [
-    (False, False, False, "f16"),
-    (True, True, False, "bf16"),
-    (True, False, True, "f16"),
-    (False, True, True, "bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "recorded", "normed", "biased", "added", "stored"),
+    [
+        (1, False, True, True, False, "bf16"),
+        (4, False, False, True, True, "f16"),
+        (9, False, True, False, True, "f16"),
+        (20, False, False, True, True, "bf16"),
+        (65, False, False, False, False, "f16"),
+        (100, True, True, False, True, "f16"),
+    ],
+)
 def test_linear_is_that_of_numpy(
     ops: CudaOps,
     rng: np.random.Generator,
@@ -267,56 +249,14 @@ def test_linear_is_that_of_numpy(
 
 
 @pytest.mark.parametrize(
-    ("rows", "recorded", "normed", "biased", "activation"),
-    [
-        (*rows, *has, activation)
-        for rows, has, activation in pairs(ROWS, [(True, False), (False, True)], ["silu", "relu_squared"])
-    ],
-)
-def test_linear_with_an_activation_is_that_of_numpy(
-    ops: CudaOps, rng: np.random.Generator, rows: int, recorded: bool, normed: bool, biased: bool, activation: str
-) -> None:
-    n, out = 48, 48
-    x = normal(rng, rows, n)
-    w, host_w = matrix(ops, rng, out, n)
-    (bias, host_bias), (gain, host_gain) = vector(ops, rng, out), vector(ops, rng, n)
-
-    def on_device(x: Any) -> Any:
-        whole, norm = Linear((w,), bias if biased else None), (gain, EPS) if normed else None
-        return ops.linear(x, whole, norm=norm, activation=activation, recorded=recorded)
-
-    result = ops.to_host(ops.run_graph("test", on_device, [x]) if recorded else on_device(ops.to_device(x)))
-    values = rms_norm(x, host_gain, EPS) if normed else x
-    exact = values.astype(np.float64) @ host_w.T + (host_bias if biased else 0)
-    off = (STEP["__half"] / 2 + 4 * n * EPS32) * (np.abs(values) @ np.abs(host_w).T + 1)
-    if activation == "silu":
-        (gate, up), (off_gate, off_up) = (np.split(both, 2, axis=1) for both in (exact, off))
-        wanted = gate / (1 + np.exp(-gate)) * up
-        # silu is no steeper than 1.1, and no larger than its gate.
-        allowed = 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(gate) * off_up
-    else:
-        wanted = np.maximum(exact, 0) ** 2
-        allowed = off * (2 * np.abs(exact) + off)
-    np.testing.assert_allclose(
-        HOST.linear(
-            x,
-            linear(host_w, host_bias if biased else None),
-            norm=(host_gain, EPS) if normed else None,
-            activation=activation,
-        ),
-        wanted,
-        atol=1e-3,
-    )
-    assert (np.abs(result - wanted) <= allowed).all()
-
-
-@pytest.mark.parametrize(
     ("backend", "rows", "biased", "added", "activation"),
     [
-        (backend, rows, *more)
-        for backend, rows, more in pairs(
-            ["cpu", "cuda"], [1, 3, 6, 20, 70], [(False, False, None), (True, True, None), (True, False, "silu")]
-        )
+        ("cpu", 3, True, True, None),
+        ("cuda", 1, True, False, "silu"),
+        ("cuda", 3, True, True, None),
+        ("cuda", 6, True, False, "silu"),
+        ("cuda", 20, True, True, None),
+        ("cuda", 70, True, False, "silu"),
     ],
 )
 def test_parts_may_have_different_formats(
@@ -380,10 +320,11 @@ def heads_of(rng: np.random.Generator, rows: int, dim: int) -> tuple[np.ndarray,
 @pytest.mark.parametrize(
     ("dim", "scaled", "normed", "keys", "values"),
     [
-        (*case, *rotations)
-        for *case, rotations in pairs(
-            [8, 24, 64, 96], [False, True], [False, True], zip(ROTATIONS, [*list(ROTATIONS)[1:], "none"], strict=True)
-        )
+        (8, False, True, "none", "signs"),
+        (24, True, False, "signs", "signs on both sides"),
+        (64, True, True, "signs on both sides", "dense"),
+        (96, False, False, "dense", "permutation"),
+        (64, True, False, "permutation", "none"),
     ],
 )
 def test_transform_heads_is_that_of_numpy(
@@ -406,12 +347,11 @@ def test_transform_heads_is_that_of_numpy(
             same(ops.to_host(one), expected, sums=dim)
 
 
-@pytest.mark.parametrize("keys", ["none", "signs", "dense"])
-def test_queries_alone_are_those_of_numpy(ops: CudaOps, rng: np.random.Generator, keys: str) -> None:
+def test_queries_alone_are_those_of_numpy(ops: CudaOps, rng: np.random.Generator) -> None:
     """Of a layer that shares K/V."""
     qkv, rope = heads_of(rng, 3, 24)
     scale = rng.uniform(0.5, 2, (qkv.shape[1], 24)).astype(np.float32)
-    transform = HeadTransform(0, scale, ROTATIONS[keys](24), ROTATIONS["signs"](24), value_eps=EPS)
+    transform = HeadTransform(0, scale, ROTATIONS["signs"](24), ROTATIONS["signs"](24), value_eps=EPS)
     gain, host_gain = vector(ops, rng, 24)
     wanted, _, _ = HOST.transform_heads(qkv.copy(), rope, transform, (host_gain, host_gain, EPS))
     (prepared,), given = ops.prepare([transform]), (ops.to_device(qkv), tuple(map(ops.to_device, rope)))
@@ -454,22 +394,6 @@ def test_sampled_ids_equal_those_of_numpy(ops: CudaOps, rng: np.random.Generator
         SamplerInput(replace(GREEDY, presence_penalty=100.0), [best], 0.5, 90),
     ]
     assert sampled(ops, logits, sampler_inputs) == sampled(HOST, logits, sampler_inputs)
-
-
-def test_a_logit_bias_is_added(ops: CudaOps, rng: np.random.Generator) -> None:
-    logits = normal(rng, 1, 96)
-    sampler_inputs = [SamplerInput(replace(GREEDY, logit_bias={7: 1e5}), [], 0.5, 96)]
-    assert sampled(ops, logits, sampler_inputs) == [7]
-
-
-def test_dry_amounts_are_subtracted(ops: CudaOps, rng: np.random.Generator) -> None:
-    logits = normal(rng, 2, 96)
-    first, second = np.argsort(-logits[1])[:2].tolist()
-    dry = Penalties(np.array([first]), np.array([100.0]))
-    assert (
-        sampled(ops, logits, [SamplerInput(GREEDY, [], 0.5, 96), SamplerInput(GREEDY, [], 0.5, 96, dry=dry)])[1]
-        == second
-    )
 
 
 @pytest.mark.parametrize("bias", [{}, {7: 1.0}])
@@ -636,6 +560,7 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
     as of three ops, one after the other."""
     rotations = ROTATIONS[keys](D), ROTATIONS[values](D)
     scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, D)).astype(np.float32)
+    gains = normal(rng, D), normal(rng, D)
     scale_back = np.repeat(rng.uniform(0.5, 2, KV_HEADS).astype(np.float32), HEADS // KV_HEADS)
     stored, outputs = HeadTransform(KV_HEADS, scale, *rotations, scale_back), []
     for ops in (CudaOps(open_device(checked=False)), HOST):
@@ -650,7 +575,8 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
             qkv, rope = heads_of(made, count * len(of), D)
             views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
             described, on_device = ops.spans(views, N), tuple(map(ops.to_device, rope))
-            q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), described)
+            norms = (*map(ops.to_device, gains), EPS) if keys == "signs" else None
+            q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), described, norms)
             mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, transform)
             seen.append(np.array(ops.to_host(mixed)))
             for span in spans:
@@ -659,6 +585,20 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
         outputs.append(seen)
     for given, wanted in zip(*outputs, strict=True):
         assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
+
+
+def test_values_beyond_half_precision_saturate_and_nan_stays(ops: CudaOps, rng: np.random.Generator) -> None:
+    """Infinities and large numbers become ±65504; NaN stays NaN, so that damage shows. A token alone is its own sum."""
+    store = store_of(ops, ("f16", "f16"), (None,))
+    span, (qkv, rope) = store.open_step(store.new_sequence(), 1), heads_of(rng, 1, D)
+    store.begin_layer(0, span)
+    qkv[0, HEADS + KV_HEADS :] = np.resize([1e9, -np.inf, 65520, -1e6, 0, 1, np.inf, np.nan], D)
+    (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, None)])
+    described = ops.spans([store.view(0, span, slice(0, 1), span.start)], N)
+    q = ops.place_kv(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform, store.cache(0), described)
+    out = ops.to_host(ops.attention(q, store.cache(0), described, D**-0.5, None))
+    wanted = np.resize([65504, -65504, 65504, -65504, 0, 1, 65504, np.nan], D)
+    np.testing.assert_array_equal(out[0], np.tile(wanted, (HEADS, 1)))
 
 
 def test_attention_with_a_soft_cap_and_sink_scores_is_that_of_numpy(rng: np.random.Generator) -> None:
@@ -682,14 +622,12 @@ def test_attention_with_a_soft_cap_and_sink_scores_is_that_of_numpy(rng: np.rand
         assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("rows", "rotation", "formats", "dtype"),
     [
         (1, "signs", ["f16"], np.float32),
         (2, "signs", ["f16"], np.float16),
         (5, "none", ["bf16", "bf16"], np.uint16),
-        (5, "signs", ["f16", "bf16"], np.float32),
         (5, "dense", ["f16"], np.float32),
     ],
 )
@@ -722,8 +660,7 @@ def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
         assert (kernels[0] > 0, kernels[1]) == (True, 0)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("count", [N, 5, 1])
+@pytest.mark.parametrize("count", [N, 5])
 def test_round_trip_replaces_tokens_by_their_decoded_block(ops: CudaOps, count: int) -> None:
     pair = []
     for backend in (ops, HOST):

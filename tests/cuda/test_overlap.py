@@ -80,69 +80,22 @@ def test_a_kernel_waits_if_its_own_body_does() -> None:
     assert not waits(text, "c")
 
 
-def breaks_the_chain(body: str) -> bool:
-    """Whether a thread of a kernel with this body, from its `{` on, may return before it waits, or without waiting.
-
-    With experts, the functions that say which they are wait.
-    """
-    before = re.sub(r"#if EXPERTS.*?#(else|endif)", "", body.split("wait_for_previous();")[0], flags=re.DOTALL)
-    before = re.sub(r"//[^\n]*|#[^\n]*", "", before)
-    while (start := before.find("[&]")) >= 0:  # a function within it returns to it
-        end = opened = before.index("{", start)
-        while before[opened : end + 1].count("{") > before[opened : end + 1].count("}"):
-            end = before.index("}", end + 1)
-        before = before[:start] + before[end + 1 :]
-    before = re.sub(r"\([^{}]*\)", "", before)
-    # A condition has braces, or the call is in its statement.
-    inside = before.count("{") - before.count("}") > 1 or re.search(r"[^\s;{}]\s*$", before)
-    return bool(inside or re.search(r"\breturn\b", before))
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("kernel", ["gemv", "rms_norm"])
+def test_a_compiled_kernel_waits_as_its_text_says(kernel: str) -> None:
+    check_waits(kernel)
 
 
-def branches(text: str, body: str) -> Iterator[str]:
-    """A kernel's body, or both ways through one whose blocks multiply either of two matrices; and that of a function
-    that calls the `wait` which the kernel hands it, in whose place the kernel's call counts."""
-    handed = "const auto wait = [] { wait_for_previous(); };"
-    if handed in body:
-        body = re.sub(r"\b\w+::run\([^;]*\bwait\);", "wait_for_previous();", body.replace(handed, ""))
-        (run,) = re.findall(r"\bWait wait\) (\{.*?\n        )wait\(\);", text, re.DOTALL)
-        yield f"{run}wait_for_previous();"
-    yield re.sub(r"#ifdef BESIDE.*?#(else|endif)", "", body, flags=re.DOTALL)
-    yield from re.findall(r"#ifdef BESIDE\n +if \([^{]*(\{.*?\n    \})", body, re.DOTALL)
-
-
-@pytest.mark.parametrize("kernel", VARIANTS)
-def test_kernels_of_a_chain_wait_without_a_condition(kernel: str) -> None:
-    """The rule at `wait_for_previous` in `cuda/prelude.cuh`. A kernel that waits does so in its own text."""
-    text = VARIANTS[kernel][0].overlapping().text()
-    for name in kernel_names(text):
-        if waits(text, name):
-            body = re.search(rf"\b{name}\([^{{]*(\{{.*)", text, re.DOTALL)
-            for branch in branches(text, body[1]):
-                assert "wait_for_previous();" in branch, name
-                assert not breaks_the_chain(branch), f"{name} may end before the launch before it has ended"
-
-
-@pytest.mark.parametrize(
-    ("body", "breaks"),
-    [
-        ("{ let_next_begin(); wait_for_previous(); if (n) return; }", False),
-        ("{ if (n) { x = 1; } wait_for_previous(); }", False),
-        ("{ const auto f = [&](int i) { if (i) { return; } }; f(1); wait_for_previous(); }", False),
-        ("{ if (n) return; wait_for_previous(); }", True),
-        ("{ if (n) { wait_for_previous(); } }", True),
-        ("{ int x; if (n) wait_for_previous(); }", True),
-        ("{ for (;;) wait_for_previous(); }", True),
-    ],
-)
-def test_a_condition_or_an_exit_before_the_wait_breaks_the_chain(body: str, breaks: bool) -> None:
-    assert breaks_the_chain(body) == breaks
-
-
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_compiled_kernels_wait_as_their_texts_say(kernel: str) -> None:
-    """And products load weights before, attention its tables; none stores anything."""
+    """Every kernel is compiled: one that stored before it waits would damage what the launch before it reads."""
+    check_waits(kernel)
+
+
+def check_waits(kernel: str) -> None:
+    """Products load weights before they wait, attention its tables; none stores anything."""
     of_kernel = VARIANTS[kernel]
     variant = next((v for v in of_kernel if v.cache and v.cache.keys == "ring4"), of_kernel[0]).overlapping()
     text = variant.text()
@@ -278,14 +231,11 @@ def test_a_model_answers_the_same(fake: tuple[Machine, ModuleType], monkeypatch:
 @pytest.mark.parametrize(
     ("wanted", "capability", "cuda", "overlaps"),
     [
-        ("1", (9, 0), 12030, True),
         ("1", (12, 0), 13000, True),
         ("1", (8, 9), 13000, False),
         ("1", (9, 0), 12020, False),
-        ("", (9, 0), 13000, False),
         ("0", (9, 0), 13000, False),
         (None, (9, 0), 13000, True),
-        (None, (9, 0), 12020, False),
         (None, (12, 0), 13000, False),
     ],
 )

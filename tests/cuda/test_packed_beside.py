@@ -46,10 +46,10 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "joins", lambda *given: False)
 
 
-# Product: rows choose the kernel, and formats how both of its matrices are cut into units, slots and sets.
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize(("first", "second"), [("q4_k", "q6_k"), ("q5_0", "q8_0"), ("q8_0", "q2_k")])
+@pytest.mark.parametrize(
+    ("rows", "first", "second"),
+    [(1, "q4_k", "q6_k"), (2, "q5_0", "q8_0"), (3, "q8_0", "q2_k"), (8, "q4_k", "q6_k"), (16, "q5_0", "q8_0")],
+)
 def test_two_formats_in_one_launch_give_the_results_of_two_launches(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, first: str, second: str, rows: int
 ) -> None:
@@ -74,47 +74,33 @@ def test_two_formats_in_one_launch_give_the_results_of_two_launches(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2, 12])
-def test_blocks_that_stay_have_sets_of_one_format_each(
-    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, rows: int
+@pytest.mark.parametrize(
+    ("rows", "formats", "activation", "processors"),
+    [
+        (1, ("q4_k", "q6_k"), None, 1),  # fewer blocks than sets of tiles, of both formats
+        (12, ("q4_k", "q6_k"), None, 1),
+        (1, ("q4_k", "q5_k"), "silu", 6),  # follows the product, since no block has both
+        (5, ("q4_k", "q5_k"), "silu", 6),
+        (1, ("q4_k", "q5_k", "q6_k"), None, 6),  # the third one has a launch of its own
+    ],
+)
+def test_formats_in_one_launch_give_the_results_of_single_launches(
+    ops: CudaOps,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    formats: tuple[str, ...],
+    activation: str | None,
+    processors: int,
 ) -> None:
-    """A GPU of one multiprocessor has fewer blocks than sets of tiles, of both formats."""
-    monkeypatch.setattr(EmulatedDevice, "processors", 1)
-    w = Linear(ops.load([stored(rng, 300, "q4_k", 512), stored(rng, 150, "q6_k", 512)]))
-    x = rng.standard_normal((rows, 512)).astype(np.float32)
-    together = ops.to_host(ops.linear(ops.to_device(x), w))
+    """On a GPU with few multiprocessors too, of three formats, and with an activation."""
+    monkeypatch.setattr(EmulatedDevice, "processors", processors)
+    w = Linear(ops.load([stored(rng, 160, name, 512) for name in formats[::-1]]))
+    x = ops.to_device(rng.standard_normal((rows, 512)).astype(np.float32))
+    together = ops.to_host(ops.linear(x, w, activation=activation))
+    assert len(products(ops)) in (0, len(formats) - 1)
     apart(monkeypatch)
-    np.testing.assert_array_equal(together, ops.to_host(ops.linear(ops.to_device(x), w)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 5])
-def test_gate_and_up_of_two_formats_are_one_product(
-    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
-    """Their activation follows it, since no block has both."""
-    w = Linear(ops.load([stored(rng, 32, "q4_k", 256), stored(rng, 32, "q5_k", 256)]))
-    x = ops.to_device(rng.standard_normal((rows, 256)).astype(np.float32))
-    together = ops.to_host(ops.linear(x, w, activation="silu"))
-    noted = launches(ops)
-    assert not noted or [kernel for kernel in noted if kernel != "narrow_kernel"][-2:] == [
-        "gemv_packed_kernel" if rows == 1 else "gemm_packed_kernel",
-        "activate_mul_kernel",
-    ]
-    apart(monkeypatch)
-    np.testing.assert_array_equal(together, ops.to_host(ops.linear(x, w, activation="silu")))
-
-
-@pytest.mark.slow
-def test_a_third_format_has_a_launch_of_its_own(
-    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    w = Linear(ops.load([stored(rng, 32, name, 256) for name in ("q4_k", "q5_k", "q6_k")]))
-    x = ops.to_device(rng.standard_normal((1, 256)).astype(np.float32))
-    together = ops.to_host(ops.linear(x, w))
-    assert products(ops) in ([], ["gemv_packed_kernel"] * 2)
-    apart(monkeypatch)
-    np.testing.assert_array_equal(together, ops.to_host(ops.linear(x, w)))
+    np.testing.assert_array_equal(together, ops.to_host(ops.linear(x, w, activation=activation)))
 
 
 def test_matrices_that_are_not_packed_and_more_rows_take_a_launch_each(ops: CudaOps, rng: np.random.Generator) -> None:
@@ -134,7 +120,7 @@ def rows_of(name: str, out: int) -> PackedRows:
 MACHINES = [(132, 228 << 10), (108, 164 << 10), (128, 100 << 10), (24, 100 << 10)]
 
 
-@pytest.mark.parametrize(("first", "second"), BESIDE)
+@pytest.mark.parametrize(("first", "second"), BESIDE[::7])
 def test_every_block_has_tiles_of_its_format_and_fits_beside_others(first: str, second: str) -> None:
     cases = itertools.product(MACHINES, (1, 2, 3, 8, 16), (32, 5120, 9216, 28672), (16, 1024, 8192))
     for (processors, memory), rows, out, other in cases:
@@ -151,17 +137,3 @@ def test_every_block_has_tiles_of_its_format_and_fits_beside_others(first: str, 
         if rows <= GEMV_ROWS:
             assert blocks <= sizes["RESIDENT"] * processors
             assert sizes["RESIDENT"] * (config.shared + 256 + 1024) <= memory
-
-
-def test_the_8b_model_s_products_take_as_many_warps_as_two_launches() -> None:
-    """On an H100 and an H200: then their results are those of two launches as well."""
-    for rows in (1, 2):
-        config, blocks, border = packed.gemv_packed_beside(
-            rows, 132, 228 << 10, rows_of("q4_k", 5120), rows_of("q6_k", 1024)
-        )
-        for name, out in (("q4_k", 5120), ("q6_k", 1024)):
-            format = get(name)
-            alone, _ = packed.gemv_packed(rows, out, 132, 228 << 10, format.values, packed.block_bytes(format))
-            assert alone.defines["WARPS"] == config.defines["WARPS"]
-            assert alone.defines["RESIDENT"] == config.defines["RESIDENT"]
-    assert (blocks, border) == (264, 206)

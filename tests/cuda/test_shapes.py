@@ -15,7 +15,7 @@ CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "pola
 WIDTHS = [8, 48, 576, 4096, 28672]
 
 
-@pytest.mark.parametrize("head_dim", [8, 72, 80, 128, 160, 256])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
 def test_attention_fits_into_shared_memory(head_dim: int) -> None:
     for block_size in (16, 64):
         for k in CODECS:
@@ -55,7 +55,7 @@ MACHINES = H100, A100, RTX_4090 = (132, 228 << 10), (108, 164 << 10), (128, 100 
 PACKED = [get(name) for name in available() if packed.is_packed(get(name))]
 
 
-@pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
+@pytest.mark.parametrize("format", PACKED[::3], ids=lambda format: format.name)
 def test_packed_products_of_one_or_two_rows_stay_on_their_multiprocessors(format: WeightFormat) -> None:
     """As many blocks as are resident, or fewer; each has room for the next weights while it multiplies."""
     block = format.values, packed.block_bytes(format)
@@ -72,7 +72,7 @@ def test_packed_products_of_one_or_two_rows_stay_on_their_multiprocessors(format
         assert blocks == min(-(-out // (16 * tiles)), resident * machine[0]), case
 
 
-@pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
+@pytest.mark.parametrize("format", PACKED[::3], ids=lambda format: format.name)
 def test_packed_products_of_few_rows_fit_shared_memory(format: WeightFormat) -> None:
     """With two blocks a multiprocessor where slots for a unit more than their tiles fit it; each block has weights, and
     blocks that stay, which are as many as are resident, have two sets of them in the mean of the largest matrix."""

@@ -1,4 +1,4 @@
-"""The shares of decode_attention: equal for any lengths, every unit once, and the same on the device."""
+"""The shares of decode_attention, as the device forms them: equal for any lengths, and every unit once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import folder, with_readers
 from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from tests.cuda.programs import Program
-from tests.cuda.shares import Plan, Shares
-from tests.pairs import pairs
 
-N, GROUP = 64, 4
+N, WARPS, KV_HEADS, GROUP = 64, 3, 2, 4
 
 
 def span(length: int, rows: int, dropped: int = 0) -> SpanHeader:
@@ -26,53 +22,6 @@ def span(length: int, rows: int, dropped: int = 0) -> SpanHeader:
     now = position // N
     lost = max(0, min(dropped, now - 1))
     return SpanHeader(0, rows, position, 0 if now else -1, 1 + lost, max(0, now - 1 - lost), 1, now, 2)
-
-
-def plan_of(lengths: list[int], ctas: int, *, rows: int = 1, kv_heads: int = 8, window: int = 0) -> Plan:
-    counts = [min(rows, length) for length in lengths]
-    spans = [span(length, count) for length, count in zip(lengths, counts, strict=True)]
-    _, columns = launch_configs.decode_cells(GROUP, max(counts))
-    return Plan(spans, kv_heads, GROUP, columns, N, ctas, window)
-
-
-lengths = st.lists(st.integers(1, 131072), min_size=1, max_size=64)
-
-
-@pytest.mark.slow
-@given(lengths, st.integers(1, 160), st.integers(1, 16), st.sampled_from([0, 512, 4096]), st.sampled_from([1, 2, 8]))
-@settings(max_examples=200, deadline=None)
-def test_no_cta_has_more_than_one_unit_above_the_mean(
-    lengths: list[int], ctas: int, rows: int, window: int, kv_heads: int
-) -> None:
-    """So whatever the lengths, the busiest CTA has at most 1.15 times the mean from seven units of each on."""
-    plan = plan_of(lengths, ctas, rows=rows, window=window, kv_heads=kv_heads)
-    most, mean = max(plan.ctas.sizes()), plan.total / ctas
-    assert most < mean + 1
-    assert mean < 7 or most <= 1.15 * mean
-    warps = [size for cta in range(ctas) for size in plan.warps(cta, 12).sizes()]
-    assert max(warps) < plan.total / (12 * ctas) + 1
-    assert sum(warps) == plan.total
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [[131072] + 15 * [2048], [131072] + 7 * [2048], [32768] + 31 * [1024], [131072] + 63 * [4096], [32768]],
-    ids=["128K + 15 × 2K", "128K + 7 × 2K", "32K + 31 × 1K", "128K + 63 × 4K", "32K"],
-)
-def test_a_long_sequence_among_short_ones_is_shared_by_all(lengths: list[int]) -> None:
-    """For 8 KV heads and 132 multiprocessors. As many CTAs for every sequence would give the first one's CTAs up to 13
-    times the mean."""
-    plan = plan_of(lengths, 132)
-    assert max(plan.ctas.sizes()) <= 1.15 * plan.total / 132
-
-
-@given(st.integers(0, 3000), st.integers(0, 5000), st.integers(1, 160))
-@settings(max_examples=100, deadline=None)
-def test_shares_are_adjacent_and_cover_everything(first: int, units: int, count: int) -> None:
-    shares = Shares(first, units, count)
-    assert shares.begin(0) == first
-    assert shares.end(count - 1) == first + units
-    assert max(shares.sizes()) - min(shares.sizes()) <= 1
 
 
 # For each CTA and warp: its share's first unit and end. Of every unit: the CTA and the warp that have it by `taker`;
@@ -115,41 +64,45 @@ def probe(codec: str, rows: int) -> Program:
     layouts = [records.layout(codecs.get(codec), values, N, 16, 0) for values in (False, True)]
     files = (folder() / "attention" / name for name in ("attention.cuh", "shares.cuh"))
     joined = "".join(file.read_text(encoding="utf-8") for file in files)
-    return Program(with_readers(joined + PROBE, *layouts, GROUP=4, WARPS=3, STEP_ROWS=rows))
+    return Program(with_readers(joined + PROBE, *layouts, GROUP=GROUP, WARPS=WARPS, STEP_ROWS=rows))
 
 
 @pytest.mark.parametrize(
-    ("codec", "rows", "window", "ctas"), pairs(["f16", "ring4"], [1, 16], [0, 100, 700], [1, 5, 40])
+    ("codec", "rows", "window", "ctas"),
+    [("f16", 1, 0, 40), ("f16", 16, 700, 5), ("ring4", 1, 100, 1), ("ring4", 16, 0, 40), ("ring4", 16, 700, 5)],
 )
-def test_the_device_forms_the_same_shares(
+def test_shares_are_equal_and_cover_every_unit_once(
     rng: np.random.Generator, codec: str, rows: int, window: int, ctas: int
 ) -> None:
-    """Of more sequences than a warp has lanes; two of them pad the batch."""
+    """Of more sequences than a warp has lanes; two of them pad the batch. The busiest CTA has one unit more than the
+    least busy one, whatever the lengths."""
     counts = rng.integers(1, rows + 1, 40)
-    headers = [
-        span(int(n), int(r), dropped=int(n) % 3) for n, r in zip(rng.integers(20, 1500, 40), counts, strict=True)
-    ]
+    lengths = rng.integers(20, 1500, 40)
+    headers = [span(int(n), int(r), dropped=int(n) % 3) for n, r in zip(lengths, counts, strict=True)]
     headers[0] = headers[33] = SpanHeader(0, 0, 0, 0, 0, 0, 0, 0, 0)
     spans = np.zeros((40, HEADER + 3), np.int32)
     spans[:, :HEADER] = headers
-    _, columns = launch_configs.decode_cells(4, rows)
-    plan = Plan(headers, 2, 4, columns, N, ctas, window, all_full=codec == "f16")
-    shares, units = np.full((ctas, 3, 2), -1, np.int32), np.full((plan.total, 9), -1, np.int32)
-    numbers = [np.int32(x) for x in (spans.shape[1], 40, 2, window)]
-    words = 40 + 2 * 40 + 7 * 3 + 2  # scratch, and the plan of 40 sequences and 3 warps
-    probe(codec, rows).launch("probe", (ctas,), (96,), shares, units, spans, *numbers, shared=4 * words)
-    for cta in range(ctas):
-        warps = plan.warps(cta, 3)
-        assert shares[cta].tolist() == [[warps.begin(w), warps.end(w)] for w in range(3)]
-        for w in range(3):
-            assert (units[warps.begin(w) : warps.end(w), :2] == [cta, w]).all()
-    ends = np.cumsum(plan.sizes)
-    cell = np.searchsorted(ends, np.arange(plan.total), side="right")
-    np.testing.assert_array_equal(units[:, 4], ends[cell] - plan.sizes[cell])
-    np.testing.assert_array_equal(units[:, 5], ends[cell])
+    most = 2 * KV_HEADS * 16 * 1500  # units, at most
+    shares, units = np.full((ctas, WARPS, 2), -1, np.int32), np.full((most, 9), -1, np.int32)
+    numbers = [np.int32(x) for x in (spans.shape[1], 40, KV_HEADS, window)]
+    words = 40 + 2 * 40 + 7 * WARPS + 2  # scratch, and the plan of 40 sequences and the warps
+    probe(codec, rows).launch("probe", (ctas,), (32 * WARPS,), shares, units, spans, *numbers, shared=4 * words)
+    borders = shares.reshape(-1, 2)
+    total = int(borders[-1, 1])
+    assert borders[0, 0] == 0
+    np.testing.assert_array_equal(borders[1:, 0], borders[:-1, 1])
+    assert np.ptp(shares[:, -1, 1] - shares[:, 0, 0]) <= 1
+    assert np.ptp(shares[..., 1] - shares[..., 0], axis=1).max() <= 1
+    units = units[:total]
+    takers = np.repeat(np.arange(ctas * WARPS), borders[:, 1] - borders[:, 0])
+    np.testing.assert_array_equal(units[:, 0] * WARPS + units[:, 1], takers)
+    ends = np.unique(units[:, 5])
+    cell = np.searchsorted(ends, np.arange(total), side="right")
+    np.testing.assert_array_equal(units[:, 4], np.concatenate([[0], ends])[cell])
     np.testing.assert_array_equal(units[:, 6:8], units[:, 2:4])
-    np.testing.assert_array_equal(units[:, 8], np.arange(plan.total) - units[:, 4])
+    np.testing.assert_array_equal(units[:, 8], np.arange(total) - units[:, 4])
+    assert set(units[:, 2]) == {*range(40)} - {0, 33}
     # The sums' places: cells and CTAs both grow along the row, so that no two pairs share one.
-    chunks = -(-4 * rows // columns)
-    pairs = np.unique(np.stack([units[:, 2] * 2 * chunks + units[:, 3], units[:, 0]], 1), axis=0)
+    chunks = -(-GROUP * rows // launch_configs.decode_cells(GROUP, rows)[1])
+    pairs = np.unique(np.stack([units[:, 2] * KV_HEADS * chunks + units[:, 3], units[:, 0]], 1), axis=0)
     assert len(np.unique(pairs.sum(1))) == len(pairs)

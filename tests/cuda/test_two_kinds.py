@@ -63,8 +63,7 @@ def sequences(ops: Ops) -> list[Plain]:
     return found
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("processors", "rows"), [(1, 1), (6, 1), (40, 1), (6, 3)])
+@pytest.mark.parametrize(("processors", "rows"), [(1, 1), (40, 1), (6, 3)])
 def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> None:
     """Any number of CTAs, in any order, and a row that pads the batch; results are the same to the bit in any order."""
     device = open_device(checked=False)
@@ -183,7 +182,7 @@ def test_logits_equal_those_of_numpy(is_by_age: bool) -> None:
 GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logprobs=2)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_type", ["by-age", "auto"])
 def test_an_engine_answers_alike_after_a_session(tmp_path: Path, cache_type: str) -> None:
     """Blocks are coded again between the steps of an answer; a second turn reads them as they were saved."""

@@ -18,24 +18,12 @@ from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
+from tests.pairs import in_turn
 
-
-def name_of(value: object) -> str | None:
-    """The part of a case's name that a level gives; None for what is no level."""
-    return value.name if isinstance(value, Level) else None
-
-
-every_level = pytest.mark.parametrize("level", levels(), ids=name_of)
-
-
-def special_levels(test: object) -> object:
-    """Parametrizes a test with the levels of x86-64 that have instructions of their own. Any machine compiles for them.
-
-    Those of AArch64 have tests in `tests/backends/native/test_arm_loops.py`.
-    """
-    special = [level for level in LEVELS if level.machine == "x86_64"]
-    return pytest.mark.parametrize("level", special, ids=lambda level: level.name)(test)
-
+every_level = in_turn("level", levels())
+# The levels of x86-64 that have instructions of their own: any machine compiles for them. The levels of AArch64 have
+# tests in `tests/backends/native/test_arm_loops.py`.
+special_levels = in_turn("level", [level for level in LEVELS if level.machine == "x86_64"])
 
 Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 _scratch = np.zeros(1 << 20, np.uint8)
@@ -52,7 +40,7 @@ class Narrow(Generic):
     def __init__(self) -> None:
         self.dots = 0  # that have been emitted
 
-    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         self.dots += 1
         bytes_ = vector(I8, 4 * total.lanes)
         products = unsigned.bits(bytes_).zext(I16).zext(I32) * signed.bits(bytes_).sext(I16).sext(I32)

@@ -113,6 +113,7 @@ def assert_fair(turn: Callable[[int], Turn]) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.slow  # seconds of turns, and other programs in them
 @needs_two_cpus
 def test_two_callers_of_a_process_have_fair_shares() -> None:
     end_of_compilation()
@@ -129,6 +130,7 @@ def test_two_callers_of_a_process_have_fair_shares() -> None:
     assert_fair(turn)
 
 
+@pytest.mark.slow  # seconds of turns, and other programs in them
 @needs_two_cpus
 @needs_processes
 def test_two_processes_have_fair_shares_of_two_cpus() -> None:

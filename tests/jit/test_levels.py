@@ -16,7 +16,6 @@ from polarlm.engine.jit import isa  # isort: skip
 from polarlm.engine.jit.compile import compiler
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import LEVELS, found
-from polarlm.engine.jit.lang.byte_ops import dot4
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I32, Value, vector
 
@@ -52,7 +51,7 @@ def test_a_kernel_takes_its_operations_from_the_level() -> None:
     def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             at = unit * 64
-            total = dot4(e, e.zero(lanes), e.load(args.a + at, lanes), e.load(args.b + at, lanes))
+            total = e.level.dot4(e, e.zero(lanes), e.load(args.a + at, lanes), e.load(args.b + at, lanes))
             e.store(total, args.out + at)
 
     rng = np.random.default_rng(0)

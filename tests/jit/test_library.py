@@ -33,7 +33,6 @@ from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I64, Value
 from polarlm.model_loaders.errors import LoadError
 from tests.jit.levels import declared
-from tests.small_disk import small_disk
 from tests.test_bare_python import ROOT
 
 PATIENCE = 120  # seconds until a test that hangs fails
@@ -218,21 +217,6 @@ def test_no_cache_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "cache_folder", missing)
     assert object_cache(LEVEL) is None
     loaded()
-
-
-def test_a_full_disk_is_no_error(folder: Path, compiled: list[str]) -> None:
-    folder.mkdir()
-    with small_disk(folder, 64 << 10):
-        (folder / "other").write_bytes(bytes(60 << 10))
-        with pytest.raises(OSError), (folder / "more").open("wb") as file:
-            file.write(bytes(64 << 10))
-        loaded()
-        assert not [path for path in files(folder) if "kernels" in path.parts and path.stat().st_size]
-        for path in files(folder):
-            path.unlink()
-        loaded()
-        loaded()
-    assert compiled == ["test_7"] * 2
 
 
 def test_levels_versions_and_sources_have_sets_of_their_own(

@@ -14,6 +14,7 @@ from polarlm.model_loaders import ModelConfig, WeightSource, families, load_weig
 from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
+from scripts.make_random_model import add_value, metadata
 
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
 NAMES = sorted(folder.name for folder in MODELS.iterdir())
@@ -82,40 +83,20 @@ def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
 
 
 def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -> gguf.GGUFWriter:
-    """A writer with the metadata of `config`; `changes` are further keys, with `__` for the dots."""
+    """A writer with the metadata of `config`, without the scaling of RoPE; `changes` are further keys, with `__` for
+    the dots."""
     writer = gguf.GGUFWriter(path, arch)
-    ropes = [mixer.rope for mixer in sorted(config.attentions.values(), key=lambda one: one.window is not None)]
-    ffns = [layer.ffn for layer in config.layers if layer.ffn is not None]
-    numbers = {
-        "block_count": len(config.layers),
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": next((f.size for f in ffns if isinstance(f, GatedMLP)), ffns[0].size),
-        "attention.head_count": config.attention.heads,
-        "attention.head_count_kv": config.attention.kv_heads,
-        "attention.key_length": config.attention.head_dim,
-        "attention.value_length": config.attention.head_dim,
-        "rope.dimension_count": config.attention.rotated,
-        "rope.freq_base": next((rope.theta for rope in ropes if rope), 10_000.0),
-        "context_length": config.max_context,
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-    } | {key.replace("__", "."): value for key, value in changes.items()}
-    for ffn in (ffn for ffn in ffns if isinstance(ffn, Experts)):
-        numbers |= {
-            "expert_count": ffn.count,
-            "expert_used_count": ffn.top_k,
-            "expert_feed_forward_length": ffn.size,
-            "expert_weights_scale": ffn.scale,
-            "expert_weights_norm": ffn.renormalize,
-        }
+    values = {key: value for key, value in metadata(config).items() if not key.startswith("rope.scaling")}
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    for ffn in (layer.ffn for layer in config.layers if isinstance(layer.ffn, Experts)):
+        values |= {"expert_weights_scale": ffn.scale, "expert_weights_norm": ffn.renormalize}
         if ffn.shared is not None:
-            numbers |= {
+            values |= {
                 "expert_shared_feed_forward_length": ffn.shared.size,
                 "expert_shared_count": ffn.shared.size // ffn.size,
             }
-    for key, value in numbers.items():
-        adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add = writer.add_array if isinstance(value, list) else adds[type(value)]
-        add(key if key.startswith("split.") else f"{arch}.{key}", value)
+    for key, value in values.items():
+        add_value(writer, key if key.startswith("split.") else f"{arch}.{key}", value)
     return writer
 
 

@@ -19,10 +19,6 @@ Tensors = dict[str, np.ndarray]
 EXPERT = "model.layers.0.mlp.experts.3."
 
 
-def without(tensors: Tensors, name: str) -> None:
-    del tensors[name]
-
-
 def narrower(tensors: Tensors, name: str) -> None:
     tensors[name] = tensors[name][:-1]
 
@@ -31,12 +27,8 @@ def narrower(tensors: Tensors, name: str) -> None:
     ("name", "change", "changed", "sentence"),
     [
         ("olmoe_all_heads", {"num_experts_per_tok": 9}, None, "num_experts_per_tok is 9, but .* only 8 experts"),
-        ("olmoe_all_heads", {"num_experts_per_tok": 0}, None, "num_experts_per_tok is 0, but must be"),
         ("olmoe_all_heads", {"num_experts": 9}, None, r"lacks .*experts\.8\.gate_proj.* and 3 more"),
-        ("olmoe_all_heads", {"num_experts": 7}, None, r"mlp\.gate\.weight has the shape \(8, 32\), .* \(7, 32\)"),
-        ("olmoe_all_heads", {}, (without, f"{EXPERT}up_proj.weight"), r"lacks .*experts\.3\.up_proj"),
         ("olmoe_all_heads", {}, (narrower, f"{EXPERT}down_proj.weight"), r"experts\.3\.down_proj.* has the shape \(31"),
-        ("olmoe_all_heads", {}, (without, "model.layers.1.mlp.gate.weight"), r"lacks .*layers\.1\.mlp\.gate"),
         ("gemma4_experts_beside", {"top_k_experts": 5}, None, "top_k_experts is 5, but each layer has only 4"),
         ("gemma4_experts_beside", {}, (narrower, "model.layers.0.experts.gate_up_proj"), r"\(3, 32, 64\), but .* \(4,"),
     ],
@@ -64,9 +56,7 @@ def test_folders(
     [
         ({"top_k": 9}, None, None, "expert_used_count is 9, but each layer has only 8 experts"),
         ({"count": 9}, None, None, r"lacks .*ffn_gate_exps\.weight\[8\]"),
-        ({"count": 5000}, None, None, "expert_count is 5000, but must be a whole number from 1 to 4096"),
         ({}, ".experts.7.", None, r"lacks .*ffn_gate_exps\.weight\[7\]"),
-        ({}, ".up_proj.", None, "lacks .*ffn_up_exps"),
         ({}, None, 39, r"ffn_gate_exps.* has the shape \(39, 32\), .* \(40, 32\)"),
     ],
 )

@@ -19,7 +19,7 @@ from tests.tool_model import tool_model
 QWEN3 = (Path(__file__).resolve().parents[1] / "fixtures" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 FAMILIES = {
     "qwen3": QWEN3,
-    **{name: getattr(call_templates, name) for name in ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "NO_TOOLS")},
+    **{name: getattr(call_templates, name) for name in ("LLAMA", "MISTRAL", "NO_TOOLS")},
 }
 
 

@@ -109,13 +109,6 @@ def _assert_close(logits: np.ndarray, wanted: np.ndarray) -> None:
 
 
 @every_model
-def test_logits_are_those_of_transformers(name: str) -> None:
-    reference = np.load(FIXTURES / name / "reference.npz")
-    logits = prefill_logits(bare_model(*read_model(FIXTURES / name)), reference["ids"].tolist())
-    _assert_close(logits, reference["logits"])
-
-
-@every_model
 def test_a_gguf_file_has_the_same_logits(name: str, tmp_path: Path) -> None:
     config, weights = read_model(as_gguf(tmp_path / "model.gguf", name))
     reference = np.load(FIXTURES / name / "reference.npz")

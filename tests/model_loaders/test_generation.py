@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,58 +13,50 @@ import pytest
 from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults
 
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        (None, {}),
-        ({"eos_token_id": 2}, {}),
-        (
-            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1},
-            {"sampling": {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.1}},
-        ),
-        ({"do_sample": False}, {"greedy": True}),
-        ({"do_sample": False, "temperature": 0.7}, {"sampling": {"temperature": 0.7}}),
-        ({"temperature": None, "top_k": 0, "top_p": None}, {"sampling": {"top_k": 0}}),
-        ({"top_k": -1, "suppress_tokens": [3, 99]}, {"sampling": {"top_k": 0}, "banned": (3, 99)}),
-        ({"suppress_tokens": 3, "begin_suppress_tokens": [0]}, {"banned": (3,), "banned_first": (0,)}),
-        ({"suppress_tokens": None, "bad_words_ids": []}, {}),
-        (
-            {"bad_words_ids": [[5], [2], [6, 7, 8]], "eos_token_id": [2]},
-            {"banned": (5,), "banned_sequences": ((6, 7, 8),)},
-        ),
-    ],
-)
-def test_generation_defaults(written: dict[str, object] | None, expected: dict[str, Any], tmp_path: Path) -> None:
-    if written is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(written))
-    assert generation.of_folder(tmp_path, 100) == GenerationDefaults(**expected)
+Case = tuple[dict[str, object] | None, dict[str, Any]]  # what the file says, and what it means
+CASES: list[Case] = [
+    (None, {}),
+    ({"eos_token_id": 2}, {}),
+    (
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1},
+        {"sampling": {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.1}},
+    ),
+    ({"do_sample": False}, {"greedy": True}),
+    ({"do_sample": False, "temperature": 0.7}, {"sampling": {"temperature": 0.7}}),
+    ({"temperature": None, "top_k": 0, "top_p": None}, {"sampling": {"top_k": 0}}),
+    ({"top_k": -1, "suppress_tokens": [3, 99]}, {"sampling": {"top_k": 0}, "banned": (3, 99)}),
+    ({"suppress_tokens": 3, "begin_suppress_tokens": [0]}, {"banned": (3,), "banned_first": (0,)}),
+    ({"bad_words_ids": [[5], [2], [6, 7, 8]], "eos_token_id": [2]}, {"banned": (5,), "banned_sequences": ((6, 7, 8),)}),
+]
 
 
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+def test_generation_defaults(tmp_path: Path) -> None:
+    for written, expected in CASES:
+        if written is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(written))
+        assert generation.of_folder(tmp_path, 100) == GenerationDefaults(**expected), written
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "kept"),
-    [
-        *((key, value, {}) for key in NUMBERS for value in ("1", [1], {}, True, -1, float("nan"), 1e9)),
-        *(("top_k", value, {}) for value in (-2, "40", 1.5, [40], True, 2**40)),
-        *((key, 0, {}) for key in ("top_p", "repetition_penalty")),
-        ("do_sample", "false", {}),
-        *(("suppress_tokens", value, {}) for value in ("3", {"3": 1}, [[3]], 1e3, [-1], [100])),
-        ("suppress_tokens", [3, "4", None, 7], {"banned": (3, 7)}),
-        ("begin_suppress_tokens", [3, True, 10**30], {"banned_first": (3,)}),
-        ("bad_words_ids", [[], [5], 6, [7, 100], [8, 9], [[1]]], {"banned": (5,), "banned_sequences": ((8, 9),)}),
-    ],
-)
-def test_an_odd_value_is_left_out_with_a_warning(
-    key: str, value: object, kept: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
-    assert generation.of_folder(tmp_path, 100) == GenerationDefaults(**kept)
-    (record,) = caplog.records
-    assert f"generation_config.json: {key} is {value!r}," in record.getMessage()
-    assert "left out" in record.getMessage()
+ODD: list[tuple[str, object, dict[str, Any]]] = [  # key, value, and what is kept of it
+    *((key, value, {}) for key in ("temperature", "repetition_penalty") for value in ("1", {}, True, -1, math.nan)),
+    *(("top_p", value, {}) for value in (0, 1e9)),
+    *(("top_k", value, {}) for value in (-2, "40", 1.5, True)),
+    ("do_sample", "false", {}),
+    *(("suppress_tokens", value, {}) for value in ("3", {"3": 1}, [[3]], [-1], [100])),
+    ("suppress_tokens", [3, "4", None, 7], {"banned": (3, 7)}),
+    ("begin_suppress_tokens", [3, True, 10**30], {"banned_first": (3,)}),
+    ("bad_words_ids", [[], [5], 6, [7, 100], [8, 9], [[1]]], {"banned": (5,), "banned_sequences": ((8, 9),)}),
+]
+
+
+def test_an_odd_value_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for key, value, kept in ODD:
+        caplog.clear()
+        (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+        assert generation.of_folder(tmp_path, 100) == GenerationDefaults(**kept)
+        (record,) = caplog.records
+        assert f"generation_config.json: {key} is {value!r}," in record.getMessage()
+        assert "left out" in record.getMessage()
 
 
 def test_a_gguf_file_has_sampling_defaults(tmp_path: Path) -> None:

@@ -76,10 +76,10 @@ class TestWhereItComesFrom:
         assert 'as lines of "User:" and "Assistant:"' in plain
         assert for_folder(tmp_path, {"chat_template": "{{ messages }}"}).missing("its own") is None
 
-    @pytest.mark.parametrize("value", [7, True, [{"name": "default", "template": 7}], {"default": [7]}])
     def test_a_chat_template_that_is_not_text_is_left_out_with_a_warning(
-        self, tmp_path: Path, value: object, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
+        value = [{"name": "default", "template": 7}]
         assert for_folder(tmp_path, {"chat_template": value}).is_default
         assert for_gguf(gguf(**{"tokenizer.chat_template": value})).is_default
         says = f"chat_template is {value!r}, which is no text; it is left out"
@@ -101,9 +101,8 @@ class TestWhereItComesFrom:
 
 
 class TestWhatItCanDo:
-    @pytest.mark.parametrize(
-        ("source", "text"),
-        [
+    def test_what_model_authors_rely_on(self) -> None:
+        for source, text in (
             ("{% if true %}\n  {% if true %}\nx\n  {% endif %}\n{% endif %}", "x\n"),  # blocks leave no white space
             ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
             ("{{ {'a': 'é<'} | tojson }}", '{"a": "é<"}'),
@@ -113,17 +112,13 @@ class TestWhatItCanDo:
             ("{{ messages[0]['content'] | trim }}{{ messages[0].absent }}", "Hello"),
             ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 7 %}{% endfor %}{{ ns.n }}", "7"),
             ("{{ add_generation_prompt }}", "True"),
-        ],
-    )
-    def test_what_model_authors_rely_on(self, source: str, text: str) -> None:
-        assert render(source) == text
-
-    def test_further_variables(self) -> None:
+        ):
+            assert render(source) == text
         assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
 
-    @pytest.mark.parametrize("text", ["\ud83d", "﷐\x00", "{{ 1 }}", "\r\n", "🦙"])
-    def test_any_text_passes_through(self, text: str) -> None:
-        assert rendered(template("{{ messages[0].content }}"), [{"role": "user", "content": text}]) == text
+    def test_any_text_passes_through(self) -> None:
+        for text in ("\ud83d", "﷐\x00", "{{ 1 }}", "\r\n", "🦙"):
+            assert rendered(template("{{ messages[0].content }}"), [{"role": "user", "content": text}]) == text
 
     def test_real_templates_write_what_their_models_were_trained_on(self) -> None:
         config = json.loads(shared("tokenizers", "qwen2_5", "tokenizer_config.json").read_text())
@@ -139,9 +134,8 @@ class TestWhatItCanDo:
 
 
 class TestWhatItCanNotDo:
-    @pytest.mark.parametrize(
-        ("source", "complaint"),
-        [
+    def test_errors_carry_the_templates_words(self) -> None:
+        for source, complaint in (
             ("{{ raise_exception('Roles must alternate.') }}", r"Roles must alternate\.$"),
             ("{% if %}", "line 1"),
             ("a\n{{ 1 / 0 }}", "division by zero"),
@@ -149,48 +143,39 @@ class TestWhatItCanNotDo:
             ("{{ ''.__class__.__mro__ }}", "unsafe"),
             ("{{ messages.append(1) }}", "unsafe"),
             ("{% include '/etc/hostname' %}", "no loader"),
-        ],
-    )
-    def test_errors_carry_the_templates_words(self, source: str, complaint: str) -> None:
-        with pytest.raises(LoadError, match=rf"^The model's chat template failed: .*{complaint}"):
-            render(source)
+        ):
+            with pytest.raises(LoadError, match=rf"^The model's chat template failed: .*{complaint}"):
+                render(source)
 
-    @pytest.mark.slow(keep=1)
+    def test_a_hostile_template_ends_without_harm(self) -> None:
+        """Of those that take memory: each ends at once."""
+        for source in (
+            "{{ 'a' * 10**10 }}",
+            "{{ ([0] * 10**8) * 10**8 }}",
+            "{{ '%1000000000d' % 1 }}",
+            "{{ ('a' * 10**5).replace('a', 'b' * 10**6) }}",
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+            "{% set n = namespace(x='a') %}{% for _ in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        ):
+            with pytest.raises(LoadError, match=r"^The model's chat template failed: it "):
+                render(source)
+        assert render("fine") == "fine"
+
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "source",
         [
-            "{{ 'a' * 10**10 }}",
-            "{{ ([0] * 10**8) * 10**8 }}",
             "{{ 9 ** 9 ** 9 }}",
-            "{{ '%1000000000d' % 1 }}",
-            "{{ 'a'.ljust(10**10) }}",
-            "{{ ('a' * 10**5).replace('a', 'b' * 10**6) }}",
-            "{% set n = namespace(x='a') %}{% for _ in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "{% set x = 'a' * 10**6 %}{% for _ in range(10**5) %}{{ x }}{% endfor %}",
-            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-            "{{ " + "(" * 5000 + ")" * 5000 + " }}",
             "{% for _ in range(10**5) %}{% for _ in range(10**5) %}{% endfor %}{% endfor %}",
             "{% set n = namespace(x=[1]) %}{% for _ in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-            "{{ range(10**5) | map('string') | join('a' * 10**6) }}",
-            "{{ ('a' * 10**7) | list | sort | join(',') }}",
         ],
     )
-    def test_a_hostile_template_ends_without_harm(self, source: str) -> None:
+    def test_a_template_that_takes_long_ends_at_the_limit(self, source: str) -> None:
+        """Each computes for the seconds that a template has."""
         with pytest.raises(LoadError, match=r"^The model's chat template failed: it "):
             render(source)
-
-    @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory alike")
-    def test_memory_is_limited_where_the_text_is_short(self) -> None:
-        with pytest.raises(LoadError, match="more text"):
-            render("{{ 'a'.ljust(10**9) | length }}")
-
-    def test_a_template_that_failed_once_can_be_used_again(self) -> None:
-        source = "{% if n is defined %}{{ raise_exception(n) }}{% endif %}fine"
-        usable = template(source)
-        with pytest.raises(LoadError, match="word"):
-            rendered(usable, HELLO, n="word")
-        assert rendered(usable, HELLO) == "fine"
 
     @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals that say why a process ended")
     @pytest.mark.parametrize(
@@ -225,13 +210,6 @@ runpy.run_path(sys.argv[1], run_name="__main__")
         worker = usable._process._worker
         worker.kill()
         worker.wait(60)
-        assert rendered(usable, HELLO) == "fine"
-
-    @pytest.mark.slow
-    def test_an_ended_worker_is_replaced(self) -> None:
-        usable = template("{% if n is defined %}{{ [[n] * 10**7] * 10**6 }}{% endif %}fine")
-        with pytest.raises(LoadError, match=r"too much (time|memory)|more text"):
-            rendered(usable, HELLO, n="word")
         assert rendered(usable, HELLO) == "fine"
 
     def test_its_process_ends_with_it(self) -> None:

@@ -9,8 +9,6 @@ import tempfile
 import unicodedata
 from functools import cache
 from pathlib import Path
-from threading import Event, Thread
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -31,10 +29,11 @@ from tests.shared_data import shared
 from tests.tiny import VOCABULARY, tokenizer_json
 
 VECTORS = {  # llama.cpp's name of its test vectors → tokenizers that must agree with them
-    "llama-bpe": ("llama3-gguf", "llama3-json", "llama3-tiktoken"),
+    "llama-bpe": ("llama3-gguf",),  # with which those of other files agree
     "qwen2": ("qwen2-gguf", "qwen2.5-json"),
-    "llama-spm": ("llama2-gguf", "llama2-json", "llama2-model", "stories15M-json"),
+    "llama-spm": ("llama2-gguf", "stories15M-json"),
 }
+KINDS = ("llama3-tiktoken", "qwen2.5-json", "llama2-model", "stories260K-json")  # a vocabulary of each library
 WORDS = json.loads((Path(__file__).parents[1] / "fixtures" / "words.json").read_text(encoding="utf-8"))
 SPECIAL_LOOKING = st.sampled_from(
     ["<|im_end|>", "<|im_start|>", "</s>", "<s>", "<unk>", "<|eot_id|>", "<|begin_of_text|>", "<|", "|>", "<0x0A>", "<"]
@@ -57,7 +56,6 @@ def expected_text(name: str, text: str) -> str:
     return text
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("vectors", "name"), [(key, name) for key, names in VECTORS.items() for name in names])
 def test_ids_agree_with_llama_cpps_vectors(vectors: str, name: str) -> None:
     stem = f"ggml-vocab-{vectors}.gguf"
@@ -70,14 +68,17 @@ def test_ids_agree_with_llama_cpps_vectors(vectors: str, name: str) -> None:
         assert tokenizer.tokenize(text) == [int(token_id) for token_id in line.split()], text
 
 
-@pytest.mark.parametrize("name", vocab.REAL)
+@pytest.mark.parametrize("name", KINDS)
 @given(text=TEXTS)
-def test_the_bytes_of_the_tokens_spell_the_text(name: str, text: str) -> None:
-    tokenizer = vocab.real(name)
-    assert text_of(tokenizer, tokenizer.tokenize(text)) == expected_text(name, text)
+def test_the_bytes_of_the_tokens_spell_the_text_and_none_is_a_control_token(name: str, text: str) -> None:
+    tokenizer, expected = vocab.real(name), expected_text(name, text)
+    ids = tokenizer.tokenize(text)
+    assert text_of(tokenizer, ids) == expected
+    assert not set(ids) & set(tokenizer.control_tokens().values())
+    assert text_of(tokenizer, tokenizer.tokenize(text, continued=True)) == expected[tokenizer.strips_leading_space :]
 
 
-@pytest.mark.parametrize("name", vocab.REAL)
+@pytest.mark.parametrize("name", KINDS)
 def test_names_of_control_tokens_come_back(name: str) -> None:
     """With the text around them, whether or not the tokenizer adds a space to it."""
     tokenizer = vocab.real(name)
@@ -89,22 +90,7 @@ def test_names_of_control_tokens_come_back(name: str) -> None:
         assert end not in text_of(tokenizer, ids)
 
 
-@pytest.mark.parametrize("name", vocab.REAL)
-@given(text=TEXTS)
-def test_text_that_continues_gains_no_space(name: str, text: str) -> None:
-    tokenizer = vocab.real(name)
-    expected = expected_text(name, text)
-    assert text_of(tokenizer, tokenizer.tokenize(text, continued=True)) == expected[tokenizer.strips_leading_space :]
-
-
-@pytest.mark.parametrize("name", vocab.REAL)
-@given(text=TEXTS)
-def test_text_never_becomes_control_tokens(name: str, text: str) -> None:
-    tokenizer = vocab.real(name)
-    assert not set(tokenizer.tokenize(text)) & set(tokenizer.control_tokens().values())
-
-
-@pytest.mark.parametrize("name", vocab.REAL)
+@pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
 def test_every_control_string_becomes_its_id_on_demand(name: str, data: st.DataObject) -> None:
     tokenizer = vocab.real(name)
@@ -115,7 +101,6 @@ def test_every_control_string_becomes_its_id_on_demand(name: str, data: st.DataO
     assert [i for i in ids if i in tokenizer.control_tokens().values()] == wanted
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["llama3-json", "qwen2.5-json", "llama2-json"])
 @given(text=TEXTS)
 def test_control_agrees_with_the_library_reading_the_whole_text(name: str, text: str) -> None:
@@ -154,15 +139,12 @@ def test_control_tokens_take_white_space_as_the_library_has_it(kind: str, text: 
     assert tokenizer.least_tokens(text) <= len(ids)
 
 
-# Product: how control tokens are told from text differs by the kind of file.
-@pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("names", [("llama3-json", "llama3-tiktoken", "llama3-gguf"), ("llama2-gguf", "llama2-model")])
 @given(text=TEXTS)
-def test_the_same_vocabulary_in_other_files_gives_the_same_ids(
-    names: tuple[str, ...], control: bool, text: str
-) -> None:
-    first, *others = (vocab.real(name).tokenize(text, control=control) for name in names)
-    assert all(ids == first for ids in others)
+def test_the_same_vocabulary_in_other_files_gives_the_same_ids(names: tuple[str, ...], text: str) -> None:
+    for control in (False, True):
+        first, *others = (vocab.real(name).tokenize(text, control=control) for name in names)
+        assert all(ids == first for ids in others)
 
 
 # Of a model whose GGUF files need what is known by name: the real vocabulary that it extends, what its file says, and
@@ -205,10 +187,20 @@ def known_by_name(model: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     return load_for_gguf(vocab.SimpleNamespace(path=Path("known.gguf"), metadata=metadata)), library
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("model", KNOWN_BY_NAME)
 @given(data=st.data())
-def test_what_a_gguf_file_does_not_say_is_known_by_name(model: str, data: st.DataObject) -> None:
+def test_what_a_gguf_file_does_not_say_is_known_by_name(data: st.DataObject) -> None:
+    check_known_by_name("phi-3", data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["phi-4-mini", "gemma"])
+@given(data=st.data())
+def test_what_files_of_larger_vocabularies_do_not_say_is_known_by_name(model: str, data: st.DataObject) -> None:
+    """Building each of their vocabularies twice takes four seconds."""
+    check_known_by_name(model, data)
+
+
+def check_known_by_name(model: str, data: st.DataObject) -> None:
     tokenizer, library = known_by_name(model)
     names = [name for name, _, _ in KNOWN_BY_NAME[model][2]]
     parts = st.one_of(st.sampled_from([*names, " ", "  ", "\n", "a", "he", "\u3000", "\x1c"]), st.text(max_size=3))
@@ -230,20 +222,10 @@ def test_half_a_surrogate_pair_is_replaced() -> None:
     assert text_of(tokenizer, tokenizer.tokenize("a\ud83d")) == "a�"
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("character", [" ", "a", "\n"])
-def test_long_runs_of_one_character_pass_through_tiktoken(character: str) -> None:
+def test_long_runs_of_one_character_pass_through_tiktoken() -> None:
     tokenizer = vocab.real("llama3-tiktoken")
-    text = character * 2_000_000  # on which the library alone overflows its stack
+    text = " " * 1_000_000  # on which the library alone overflows its stack
     assert text_of(tokenizer, tokenizer.tokenize(text)) == text
-
-
-def test_ordinary_added_tokens_are_text() -> None:
-    tokenizer = vocab.real("qwen2.5-json")
-    ids = tokenizer.tokenize("a<tool_call>b")
-    assert len(ids) == 3
-    assert text_of(tokenizer, ids) == "a<tool_call>b"
-    assert "<tool_call>" not in tokenizer.control_tokens()
 
 
 @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
@@ -274,30 +256,28 @@ def test_an_end_of_turn_that_a_gguf_calls_user_defined_ends_the_answer(tiny, str
     assert tokenizer.token_bytes(end) == b""
 
 
-# Product: which tokens a vocabulary has decides whether the type of </s> counts.
-@pytest.mark.parametrize(
-    ("more", "ends"),
-    [  # added tokens with their types, besides <unk>, <s> and </s>; and the ends
-        ([("<end_of_turn>", vocab.CONTROL)], {"<end_of_turn>"}),
-        ([("<turn|>", vocab.USER_DEFINED), ("<|tool_response>", vocab.NORMAL)], {"<turn|>", "<|tool_response>"}),
-        ([("<EOT>", vocab.USER_DEFINED), ("[EOS]", vocab.NORMAL)], {"</s>", "<EOT>"}),
-        ([("<|file_sep|>", vocab.USER_DEFINED), ("<|repo_name|>", vocab.NORMAL)], {"</s>", "<|file_sep|>"}),
-        ([("<|call|>", vocab.NORMAL), ("<|im_end|>", vocab.UNUSED)], {"</s>", "<|call|>", "<|im_end|>"}),
-    ],
-)
 @pytest.mark.parametrize("kind", [vocab.CONTROL, vocab.USER_DEFINED])
-def test_ends_that_a_gguf_names_or_that_are_known_by_name(
-    more: list[tuple[str, int]], ends: set[str], kind: int
-) -> None:
+def test_ends_that_a_gguf_names_or_that_are_known_by_name(kind: int) -> None:
     """</s> is a word where Gemma's turns are, whatever its type, unless the file says that it ends a text."""
-    for eos in (0, 2):  # <unk>, </s>
-        gguf = vocab.tiny_spm(*more, **{"tokenizer.ggml.eos_token_id": eos})
-        gguf.metadata["tokenizer.ggml.token_type"][2] = kind
-        tokenizer = load_for_gguf(gguf)
-        wanted = ends | {gguf.metadata["tokenizer.ggml.tokens"][eos]}
-        assert {gguf.metadata["tokenizer.ggml.tokens"][i] for i in tokenizer.eos_ids} == wanted
-        assert tokenizer.token_bytes(2) == (b"" if "</s>" in wanted else b"</s>")
-        assert (2 in tokenizer.tokenize("<s></s>")) == ("</s>" not in wanted)
+    for more, ends in ENDS:
+        for eos in (0, 2):  # <unk>, </s>
+            gguf = vocab.tiny_spm(*more, **{"tokenizer.ggml.eos_token_id": eos})
+            gguf.metadata["tokenizer.ggml.token_type"][2] = kind
+            tokenizer = load_for_gguf(gguf)
+            wanted = ends | {gguf.metadata["tokenizer.ggml.tokens"][eos]}
+            assert {gguf.metadata["tokenizer.ggml.tokens"][i] for i in tokenizer.eos_ids} == wanted
+            assert tokenizer.token_bytes(2) == (b"" if "</s>" in wanted else b"</s>")
+            assert (2 in tokenizer.tokenize("<s></s>")) == ("</s>" not in wanted)
+
+
+ENDS: list[tuple[list[tuple[str, int]], set[str]]] = [
+    # added tokens with their types, besides <unk>, <s> and </s>; and the ends
+    ([("<end_of_turn>", vocab.CONTROL)], {"<end_of_turn>"}),
+    ([("<turn|>", vocab.USER_DEFINED), ("<|tool_response>", vocab.NORMAL)], {"<turn|>", "<|tool_response>"}),
+    ([("<EOT>", vocab.USER_DEFINED), ("[EOS]", vocab.NORMAL)], {"</s>", "<EOT>"}),
+    ([("<|file_sep|>", vocab.USER_DEFINED), ("<|repo_name|>", vocab.NORMAL)], {"</s>", "<|file_sep|>"}),
+    ([("<|call|>", vocab.NORMAL), ("<|im_end|>", vocab.UNUSED)], {"</s>", "<|call|>", "<|im_end|>"}),
+]
 
 
 @pytest.mark.parametrize(
@@ -321,13 +301,6 @@ def test_a_unigram_vocabulary_has_the_defaults_of_llama_cpp() -> None:
     assert tokenizer.tokenize("he \n<mask>", control=True) == [*tokenizer.tokenize("he"), 263]
 
 
-def test_words_that_merges_make_end_nothing() -> None:
-    """Qwen's vocabulary has </s> as a word."""
-    tokenizer = load_for_gguf(vocab.tiny_bpe(("</s>", vocab.NORMAL), **{"tokenizer.ggml.merges": ["h e"]}))
-    assert tokenizer.token_bytes(257) == b"</s>"
-    assert tokenizer.eos_ids == set()
-
-
 def test_a_vocabulary_without_types() -> None:
     """Bytes are known by their names, and control tokens by the keys that name them."""
     typed, gguf = vocab.tiny_spm(), vocab.tiny_spm()
@@ -336,11 +309,6 @@ def test_a_vocabulary_without_types() -> None:
     for text in ("he é\n", "<s>he</s>"):
         assert tokenizer.tokenize(text, control=True) == load_for_gguf(typed).tokenize(text, control=True)
     assert text_of(tokenizer, tokenizer.tokenize("he é\n")) == " he é\n"
-
-
-def test_a_token_without_a_type_is_unused() -> None:
-    tokenizer = load_for_gguf(vocab.tiny_spm(("hehe", 0)))
-    assert 263 not in tokenizer.tokenize("hehe")
 
 
 def test_a_gguf_that_does_not_say_how_it_cuts_words_is_cut_as_llama_cpp_does() -> None:
@@ -371,25 +339,9 @@ def test_space_after_a_control_token_is_sentencepieces_own() -> None:
     assert tokenizer.tokenize("Hi</s>Hi", control=True) == [*library.encode("Hi"), 2, *library.encode("Hi")]
 
 
-def test_digits_are_cut_one_by_one_where_the_model_wants_it() -> None:
-    merges = {"tokenizer.ggml.merges": ["h e", "1 2"]}
-    together, apart = (
-        load_for_gguf(vocab.tiny_bpe(("12", vocab.NORMAL), **merges, **{"tokenizer.ggml.pre": pre}))
-        for pre in ("gpt-2", "smollm")
-    )
-    assert (len(together.tokenize("12")), len(apart.tokenize("12"))) == (1, 2)
-
-
-@pytest.mark.parametrize("token_id", [-1, 257, 10**12])
-def test_an_id_out_of_range_is_a_sentence(token_id: int) -> None:
-    with pytest.raises(ValueError, match=f"no token {token_id}: .* 0 to 256"):
-        load_for_gguf(vocab.tiny_bpe()).token_bytes(token_id)
-
-
 class TestBosAndEos:
-    @pytest.mark.parametrize(
-        ("name", "bos", "eos"),
-        [
+    def test_bos_and_eos_of_known_models(self) -> None:
+        for name, bos, eos in (
             ("llama3-gguf", "<|begin_of_text|>", {"<|end_of_text|>", "<|eot_id|>"}),
             ("llama3-json", "<|begin_of_text|>", {"<|end_of_text|>", "<|eot_id|>"}),
             ("llama3-tiktoken", "<|begin_of_text|>", {"<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"}),
@@ -398,12 +350,10 @@ class TestBosAndEos:
             ("llama2-gguf", "<s>", {"</s>"}),
             ("llama2-json", "<s>", {"</s>"}),
             ("llama2-model", "<s>", {"</s>"}),
-        ],
-    )
-    def test_bos_and_eos_of_known_models(self, name: str, bos: str | None, eos: set[str]) -> None:
-        tokenizer = vocab.real(name)
-        assert tokenizer.bos_id == (None if bos is None else tokenizer.control_tokens()[bos])
-        assert tokenizer.eos_ids == {tokenizer.control_tokens()[string] for string in eos}
+        ):
+            tokenizer = vocab.real(name)
+            assert tokenizer.bos_id == (None if bos is None else tokenizer.control_tokens()[bos])
+            assert tokenizer.eos_ids == {tokenizer.control_tokens()[string] for string in eos}
 
     def test_llama_3s_tiktoken_file_numbers_its_control_tokens_as_tokenizer_json_does(self) -> None:
         here, there = (vocab.real(name).control_tokens() for name in ("llama3-tiktoken", "llama3-json"))
@@ -411,11 +361,10 @@ class TestBosAndEos:
         assert named.items() <= here.items()
         assert sorted(here.values()) == sorted(there.values())
 
-    @pytest.mark.parametrize("eos", [7, [7], [7, 2]])
-    def test_config_and_generation_config_add_ends(self, eos: object) -> None:
-        folder = shared("models", "stories15M")
-        assert load_for_folder(folder, {"eos_token_id": eos}, {}).eos_ids == {2, 7}
-        assert load_for_folder(folder, {}, {"eos_token_id": eos}).eos_ids == {2, 7}
+    def test_config_and_generation_config_add_ends(self) -> None:
+        folder = shared("models", "stories260K")
+        assert load_for_folder(folder, {"eos_token_id": 7}, {}).eos_ids == {2, 7}
+        assert load_for_folder(folder, {}, {"eos_token_id": [7, 2]}).eos_ids == {2, 7}
 
     @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
     def test_a_gguf_says_whether_bos_is_added(self, tiny) -> None:
@@ -440,15 +389,16 @@ class TestBosAndEos:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": flag}))
         assert load_for_folder(tmp_path, {"model_type": "gemma4"}, {}).bos_id == 1
 
-    @pytest.mark.parametrize(("value", "bos"), [(100000, None), (-1, None), ("<s>", None), ([1], None), (None, 1)])
-    def test_a_gguf_that_names_no_token(self, value: object, bos: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_gguf_that_names_no_token(self, caplog: pytest.LogCaptureFixture) -> None:
         """An id that its vocabulary lacks is left out with a warning; where none is named, llama.cpp's is taken."""
-        gguf = vocab.tiny_spm(**{"tokenizer.ggml.bos_token_id": value})
-        if value is None:
-            del gguf.metadata["tokenizer.ggml.bos_token_id"]
-        assert load_for_gguf(gguf).bos_id == bos
-        warned = f"tiny.gguf: tokenizer.ggml.bos_token_id is {value!r}, which is none of its 263 tokens"
-        assert [warned in caplog.text, len(caplog.records)] == ([False, 0] if value is None else [True, 1])
+        for value in (100000, "<s>"):
+            caplog.clear()
+            assert load_for_gguf(vocab.tiny_spm(**{"tokenizer.ggml.bos_token_id": value})).bos_id is None
+            warned = f"tiny.gguf: tokenizer.ggml.bos_token_id is {value!r}, which is none of its 263 tokens"
+            assert [warned in message for message in caplog.messages] == [True]
+        gguf = vocab.tiny_spm()
+        del gguf.metadata["tokenizer.ggml.bos_token_id"]
+        assert load_for_gguf(gguf).bos_id == 1
 
     def test_smollm2_has_no_bos(self, demo_path: Path) -> None:
         from polarlm.model_loaders.files.gguf_file import GgufFile
@@ -533,27 +483,14 @@ class TestTokenizerModelFolders:
         tokenizer = load_for_folder(tmp_path, {}, {})
         assert text_of(tokenizer, tokenizer.tokenize("he</s>he", control=True)) == " hehe"
 
-    def test_tokenizer_json_is_preferred(self, tmp_path: Path) -> None:
-        shutil.copy(shared("models", "stories260K", "tokenizer.json"), tmp_path)
-        sentencepiece_file(tmp_path)
-        assert load_for_folder(tmp_path, {}, {}).vocab_size == 512
 
-
-@pytest.mark.parametrize("name", WORDS)
-def test_words_are_cut_as_llama_cpp_cuts_them(name: str) -> None:
-    """The words of the file are those of its `unicode_regex_split`, as in llama-cpp-python 0.3.36."""
-    cutter = patterns.pre_tokenizer(name)
-    cut = {text: [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] for text in WORDS[name]}
-    assert cut == WORDS[name]
-
-
-@pytest.mark.parametrize("name", ["smaug-bpe", "dbrx"])
-def test_smollm3_and_olmo2_cut_as_llama3_does(name: str) -> None:
-    """In llama.cpp the names have one expression; words of the vocabulary are not taken whole there."""
-    cutter = patterns.pre_tokenizer(name)
-    cut = {text: [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] for text in WORDS["llama-bpe"]}
-    assert cut == WORDS["llama-bpe"]
-    assert not patterns.takes_known_words_whole(name)
+def test_words_are_cut_as_llama_cpp_cuts_them() -> None:
+    """The words of the file are those of its `unicode_regex_split`, as in llama-cpp-python 0.3.36. SmolLM3 and OLMo 2
+    have the expression of Llama 3, but words of the vocabulary are not taken whole there."""
+    for name, words in {**WORDS, **dict.fromkeys(("smaug-bpe", "dbrx"), WORDS["llama-bpe"])}.items():
+        cutter = patterns.pre_tokenizer(name)
+        assert {text: [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] for text in words} == words
+    assert not patterns.takes_known_words_whole("smaug-bpe")
 
 
 CUTS = {  # as the expressions of the published tokenizers do; 4,000 random texts have the tokens of llama.cpp in qwen35
@@ -568,11 +505,10 @@ CUTS = {  # as the expressions of the published tokenizers do; 4,000 random text
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_words_are_cut_as_the_models_were_trained(name: str) -> None:
-    cutter, (text, words) = patterns.pre_tokenizer(name), CUTS[name]
-    assert [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] == words
-    assert patterns.takes_known_words_whole(name) == (name == "lfm2")
+def test_words_are_cut_as_the_models_were_trained() -> None:
+    for name, (text, words) in CUTS.items():
+        assert [text[slice(*span)] for _, span in patterns.pre_tokenizer(name).pre_tokenize_str(text)] == words
+        assert patterns.takes_known_words_whole(name) == (name == "lfm2")
 
 
 def test_tekken_begins_a_word_at_any_scripts_capitals() -> None:
@@ -587,23 +523,20 @@ class TestErrors:
         with pytest.raises(LoadError, match=rf"{re.escape(str(tmp_path))} .*tokenizer\.json.*tokenizer\.model"):
             load_for_folder(tmp_path, {}, {})
 
-    @pytest.mark.parametrize(
-        ("file", "content"),
-        [
-            ("tokenizer.json", b"{"),
-            ("tokenizer.json", b"[]"),
-            ("tokenizer.json", b"\xff\xfe"),
-            ("tokenizer.json", b'{"model": {"type": "BPE"}}'),
+    def test_a_damaged_file_is_named(self, tmp_path: Path) -> None:
+        for file, content in (
             ("tokenizer.model", b""),
             ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\n"),
             ("tokenizer.model", b"IQ== 0\n!!!! 1\n"),
             ("tokenizer.model", b"IQ== 0\nIg==\n"),
-        ],
-    )
-    def test_a_damaged_file_is_named(self, tmp_path: Path, file: str, content: bytes) -> None:
-        (tmp_path / file).write_bytes(content)
-        with pytest.raises(LoadError, match=re.escape(str(tmp_path / file))):
-            load_for_folder(tmp_path, {}, {})
+            ("tokenizer.json", b"{"),
+            ("tokenizer.json", b"[]"),
+            ("tokenizer.json", b"\xff\xfe"),
+            ("tokenizer.json", b'{"model": {"type": "BPE"}}'),
+        ):
+            (tmp_path / file).write_bytes(content)
+            with pytest.raises(LoadError, match=re.escape(str(tmp_path / file))):
+                load_for_folder(tmp_path, {}, {})
 
     @pytest.mark.parametrize(("charsmap", "reads"), [("AAAA", False), ("BAAAAP////8=", True)])
     def test_a_panic_of_the_library_is_an_error_like_others(self, tmp_path: Path, charsmap: str, reads: bool) -> None:
@@ -613,47 +546,28 @@ class TestErrors:
         with pytest.raises(LoadError, match="Tokenizing failed" if reads else re.escape(str(tmp_path))):
             load_for_folder(tmp_path, {}, {}).tokenize("a ship")
 
-    @pytest.mark.parametrize("content", ["{", "[]"])
-    def test_a_damaged_tokenizer_config_is_named(self, tmp_path: Path, content: str) -> None:
+    def test_a_damaged_tokenizer_config_is_named(self, tmp_path: Path) -> None:
         sentencepiece_file(tmp_path)
-        (tmp_path / "tokenizer_config.json").write_text(content)
+        (tmp_path / "tokenizer_config.json").write_text("[]")
         with pytest.raises(LoadError, match=r"tokenizer_config\.json"):
             load_for_folder(tmp_path, {}, {})
 
-    def test_a_vocabulary_without_exact_bytes_is_refused_by_name(self, tmp_path: Path) -> None:
-        library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-        library.save(str(tmp_path / "tokenizer.json"))
-        with pytest.raises(LoadError, match="WordLevel"):
-            load_for_folder(tmp_path, {}, {})
-
-    @pytest.mark.parametrize(
-        ("key", "value", "complaint", "tiny"),
-        [
-            ("model", "rwkv", "'rwkv'", vocab.tiny_bpe),
-            ("tokens", "text", r"tokenizer\.ggml\.tokens", vocab.tiny_spm),
-            ("tokens", [1, 2], r"tokenizer\.ggml\.tokens", vocab.tiny_bpe),
-            ("token_type", [1], r"1 entries in tokenizer\.ggml\.token_type", vocab.tiny_spm),
-        ],
-    )
-    def test_an_unusable_gguf_vocabulary(self, tiny, key: str, value: object, complaint: str) -> None:
-        with pytest.raises(LoadError, match=rf"^tiny\.gguf .*{complaint}"):
-            load_for_gguf(tiny(**{f"tokenizer.ggml.{key}": value}))
-
-    @pytest.mark.parametrize(
-        ("gguf", "complaint"),
-        [
-            (vocab.tiny_bpe(**{"tokenizer.ggml.pre": "jina-v9"}), "jina-v9.*llama-bpe"),
-            (vocab.tiny_bpe(**{"tokenizer.ggml.merges": None}), "merges"),
-            (vocab.tiny_bpe(**{"tokenizer.ggml.merges": ["no such"]}), "merges"),
-            (vocab.tiny_bpe(**{"tokenizer.ggml.merges": ["single"]}), "merges"),
-            (vocab.tiny_spm(**{"tokenizer.ggml.scores": [0.0]}), "scores"),
-            (vocab.tiny_spm(**{"tokenizer.ggml.token_type": [vocab.UNKNOWN] * 263}), "vocabulary"),
-            (vocab.tiny_spm(**{"tokenizer.ggml.token_type": [9] * 263}), "token_type|vocabulary"),
-        ],
-    )
-    def test_a_gguf_vocabulary_without_its_lists_is_refused(self, gguf, complaint: str) -> None:
-        with pytest.raises(LoadError, match=rf"^tiny\.gguf .*(?:{complaint})"):
-            load_for_gguf(gguf)
+    def test_an_unusable_gguf_vocabulary(self) -> None:
+        for tiny, key, value, complaint in (
+            (vocab.tiny_bpe, "model", "rwkv", "'rwkv'"),
+            (vocab.tiny_spm, "tokens", "text", r"tokenizer\.ggml\.tokens"),
+            (vocab.tiny_bpe, "tokens", [1, 2], r"tokenizer\.ggml\.tokens"),
+            (vocab.tiny_spm, "token_type", [1], r"1 entries in tokenizer\.ggml\.token_type"),
+            (vocab.tiny_bpe, "pre", "jina-v9", "jina-v9.*llama-bpe"),
+            (vocab.tiny_bpe, "merges", None, "merges"),
+            (vocab.tiny_bpe, "merges", ["no such"], "merges"),
+            (vocab.tiny_bpe, "merges", ["single"], "merges"),
+            (vocab.tiny_spm, "scores", [0.0], "scores"),
+            (vocab.tiny_spm, "token_type", [vocab.UNKNOWN] * 263, "vocabulary"),
+            (vocab.tiny_spm, "token_type", [9] * 263, "token_type"),
+        ):
+            with pytest.raises(LoadError, match=rf"^tiny\.gguf .*{complaint}"):
+                load_for_gguf(tiny(**{f"tokenizer.ggml.{key}": value}))
 
     def test_empty_and_repeated_entries_are_padding(self) -> None:
         tokenizer = load_for_gguf(vocab.tiny_spm(("", vocab.NORMAL), ("he", vocab.NORMAL)))
@@ -661,27 +575,7 @@ class TestErrors:
         assert text_of(tokenizer, tokenizer.tokenize("he")) == " he"
 
 
-def test_other_threads_go_on_while_a_long_text_is_tokenized(tiny_path: Path) -> None:
-    tokenizer = load_for_folder(tiny_path, {}, {})
-
-    def ticks() -> int:
-        """How often another thread runs meanwhile: hundreds of times; twice where the text is tokenized in one go."""
-        done, times = Event(), list[float]()
-        ticking = Thread(target=lambda: [times.append(perf_counter()) for _ in iter(lambda: done.wait(0.0005), True)])
-        ticking.start()
-        try:
-            started = perf_counter()
-            assert len(tokenizer.tokenize("1" * 1_000_000)) == 1_000_000
-            ended = perf_counter()
-        finally:
-            done.set()
-            ticking.join()
-        return sum(started < time < ended for time in times)
-
-    assert any(ticks() > 10 for _ in range(5))  # on a busy machine, it may have no CPU for a while
-
-
-@pytest.mark.parametrize("name", vocab.REAL)
+@pytest.mark.parametrize("name", KINDS)
 @given(
     text=TEXTS | st.text(st.sampled_from(" ▁\x00\x04\x13é\u0301\u1100\u1161\u11a8가\U0004ffff<|im_end|>"), max_size=60)
 )
@@ -689,11 +583,7 @@ def test_no_text_has_fewer_tokens_than_the_least(name: str, text: str) -> None:
     tokenizer = vocab.real(name)
     for control in (False, True):
         assert tokenizer.least_tokens(text) <= len(tokenizer.tokenize(text, control=control))
-
-
-@pytest.mark.parametrize("name", [name for name in vocab.REAL if name != "stories260K-json"])
-def test_a_long_text_is_known_to_have_many_tokens(name: str) -> None:
-    assert vocab.real(name).least_tokens("x" * 1_000_000) > 2000
+    assert tokenizer.least_tokens("x" * 1_000_000) > 2000 or name == "stories260K-json"
 
 
 def test_least_tokens_ignores_bytes_that_the_vocabulary_lacks(tiny_path: Path) -> None:
@@ -708,7 +598,6 @@ def test_least_tokens_ignores_bytes_that_the_vocabulary_lacks(tiny_path: Path) -
         (normalizers.Replace(tokenizers.Regex(" +"), "▁"), None),  # many spaces become one
         (normalizers.Strip(), None),
         (None, pre_tokenizers.WhitespaceSplit()),
-        (None, pre_tokenizers.Split(" ", "removed")),
         (None, pre_tokenizers.Punctuation("removed")),
     ],
 )

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 
 from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.row_order import head_order
@@ -36,7 +35,6 @@ from tests.model_loaders.checkpoints import (
     safetensors_file,
     shapes,
 )
-from tests.shared_data import shared
 
 LEGACY = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
@@ -66,36 +64,21 @@ def test_every_float16(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(weights, "x").ravel(), expected)
 
 
-def test_float32_is_kept_to_the_bit(tmp_path: Path) -> None:
-    bits = np.random.default_rng(0).integers(0, 2**32, (700, 500), dtype=np.uint32)  # NaNs included
-    weights = one_tensor(tmp_path / "x", "F32", bits, bits.shape)
-    np.testing.assert_array_equal(read(weights, "x").view(np.uint32), bits)
+def test_stored_models_are_complete() -> None:
+    for name in NAMES:
+        config, weights, dtype = load_weights(MODELS / name)
+        assert weights.names() == shapes(config).keys()
+        assert ("lm_head.weight" in weights.names()) is not config.tied_head
+        written = json.loads((MODELS / name / "config.json").read_text())
+        names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+        assert dtype == ("MXFP4" if "mxfp4" in name else names[written.get("dtype") or written["torch_dtype"]])
+        for key, tensor in read_all(weights).items():
+            assert tensor.shape == shapes(config)[key]
+            assert np.isfinite(tensor).all()
+        weights.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_stored_models_are_complete(name: str) -> None:
-    config, weights, dtype = load_weights(MODELS / name)
-    assert weights.names() == shapes(config).keys()
-    assert ("lm_head.weight" in weights.names()) is not config.tied_head
-    written = json.loads((MODELS / name / "config.json").read_text())
-    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-    assert dtype == ("MXFP4" if "mxfp4" in name else names[written.get("dtype") or written["torch_dtype"]])
-    unmapped = load_weights(MODELS / name)[1]
-    for key, tensor in read_all(weights).items():
-        assert tensor.shape == shapes(config)[key]
-        assert np.isfinite(tensor).all()
-        np.testing.assert_array_equal(tensor, read(unmapped, key), err_msg=key)
-
-
-def _holds_what_is_loaded(name: str) -> bool:
-    """Whether a model's files have its tensors, of types that NumPy has, and values that loading does not change."""
-    config, weights, dtype = load_weights(MODELS / name)
-    files = weights.files()
-    changed = any(spec.offset or spec.factor != 1 or spec.flat for spec in tensors(config).specs())
-    return dtype in ("F32", "F16") and not changed and weights.names() <= set().union(*map(load_file, files))
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if _holds_what_is_loaded(name)])
+@pytest.mark.parametrize("name", ["llama_mha", "mistral_window_sharded", "qwen3_qk_norm_tied"])
 def test_values_agree_with_the_safetensors_package(name: str) -> None:
     _, weights, _ = load_weights(MODELS / name)
     files = sorted((MODELS / name).glob("*.safetensors"))
@@ -106,46 +89,25 @@ def test_values_agree_with_the_safetensors_package(name: str) -> None:
         np.testing.assert_array_equal(read(weights, key), tensor.astype(np.float32), err_msg=key)
 
 
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", *LEGACY])
-def test_gguf_types_against_the_gguf_package(dtype: str, tmp_path: Path) -> None:
-    values = np.random.default_rng(1).normal(size=(1100, 256)).astype(np.float32)  # more than one slab
-    raw = gguf.quantize(values, Type[dtype]).view(np.uint8)
-    weights = one_gguf_tensor(tmp_path / "x.gguf", dtype, raw)
-    assert weights.stored_dtype("x") == dtype
-    assert weights.shape("x") == values.shape
-    got = read(weights, "x")
-    np.testing.assert_array_equal(got, gguf.dequantize(raw, Type[dtype]))
-    # The coarsest has 4 bits over the range of 32 normal values, so half a step is under 4/15.
-    np.testing.assert_allclose(got, values, atol=0.5)
-
-
-@pytest.mark.parametrize("dtype", [*TERNARY, "MXFP4"])
-def test_few_values_against_the_gguf_package(dtype: str, tmp_path: Path) -> None:
-    values = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], size=(1100, 256)).astype(np.float32)  # exact in all
-    raw = gguf.quantize(values, Type[dtype]).view(np.uint8)
-    got = read(one_gguf_tensor(tmp_path / "x.gguf", dtype, raw), "x")
-    np.testing.assert_array_equal(got, values)
-    np.testing.assert_array_equal(got, gguf.dequantize(raw, Type[dtype]))
-
-
-@pytest.mark.parametrize("dtype", [*K_QUANTS, *TERNARY, *LATTICES, *FOURS])
-def test_random_blocks_against_the_gguf_package(dtype: str, tmp_path: Path) -> None:
-    block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
-    raw = np.random.default_rng(2).integers(0, 256, (300, 1024 // block, block_bytes), dtype=np.uint8)
-    raw &= 0x3F  # the scales' float16 among these bytes stay finite, wherever they lie
-    raw = raw.reshape(300, -1)
-    got = read(one_gguf_tensor(tmp_path / "x.gguf", dtype, raw), "x")
-    assert got.shape == (300, 1024)
-    assert np.isfinite(got).all()
-    assert got.std() > 0
-    np.testing.assert_array_equal(got, gguf.dequantize(raw, Type[dtype]))
+def test_random_blocks_against_the_gguf_package(tmp_path: Path) -> None:
+    for dtype in (*LEGACY, *K_QUANTS, *TERNARY, *LATTICES, *FOURS):
+        block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
+        raw = np.random.default_rng(2).integers(0, 256, (300, 1024 // block, block_bytes), dtype=np.uint8)
+        raw &= 0x3F  # the scales' float16 among these bytes stay finite, wherever they lie
+        raw = raw.reshape(300, -1)  # more than one slab
+        weights = one_gguf_tensor(tmp_path / "x.gguf", dtype, raw)
+        values = read(weights, "x")
+        assert (weights.stored_dtype("x"), values.shape) == (dtype, (300, 1024))
+        assert np.isfinite(values).all()
+        assert values.std() > 0
+        np.testing.assert_array_equal(values, gguf.dequantize(raw, Type[dtype]), err_msg=dtype)
 
 
 def test_all_readable_types_are_tested() -> None:
     assert set(READABLE) == {"F32", "F16", "BF16", *LEGACY, *K_QUANTS, *TERNARY, *LATTICES, *FOURS}
 
 
-@pytest.mark.parametrize("dtype", ["Q4_K", *TERNARY, *LATTICES, *FOURS])
+@pytest.mark.parametrize("dtype", ["Q4_K", "IQ2_XXS", *FOURS])
 def test_a_model_of_blocks_loads(dtype: str, tmp_path: Path) -> None:
     tensors = quantized_model(tmp_path / "model.gguf", dtype)
     config, weights, stored = load_weights(tmp_path / "model.gguf")
@@ -194,30 +156,10 @@ def test_a_type_that_the_installed_gguf_lacks_is_named(tmp_path: Path, monkeypat
         load_weights(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (600_000,), (3, 5), (2, 400_000), (0, 4), (4, 0)])
-def test_shapes_that_slabs_do_not_divide(shape: tuple[int, ...], tmp_path: Path) -> None:
-    values = np.random.default_rng(3).normal(size=shape).astype(np.float16)
-    np.testing.assert_array_equal(read(one_tensor(tmp_path / "x", "F16", values, shape), "x"), values)
-
-
-def test_rows_can_be_reordered_across_slabs(tmp_path: Path) -> None:
-    values = np.random.default_rng(4).normal(size=(3000, 256)).astype(np.float32)
-    path = tmp_path / "x"
-    one_tensor(path, "F32", values, values.shape)
-    plain = read_header(FileBytes(path))["x"]
-    order = np.random.default_rng(5).permutation(3000)
-    tensor = plain.taking(order)
-    np.testing.assert_array_equal(read(StoredWeights(path, {"x": tensor}, []), "x"), values[order])
-
-
-def test_reads_into_a_part_of_a_larger_array_only(tmp_path: Path) -> None:
-    values = np.arange(12, dtype=np.float32).reshape(3, 4)
-    weights = one_tensor(tmp_path / "x", "F32", values, (3, 4))
-    whole = np.full((9, 4), -1, np.float32)
-    weights.read_into("x", whole[3:6])
-    np.testing.assert_array_equal(whole[3:6], values)
-    assert (whole[:3] == -1).all()
-    assert (whole[6:] == -1).all()
+def test_shapes_that_slabs_do_not_divide(tmp_path: Path) -> None:
+    for shape in ((1,), (600_000,), (3, 5), (2, 400_000), (0, 4), (4, 0)):
+        values = np.random.default_rng(3).normal(size=shape).astype(np.float16)
+        np.testing.assert_array_equal(read(one_tensor(tmp_path / "x", "F16", values, shape), "x"), values)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +171,7 @@ def test_refuses_an_array_that_it_would_have_to_copy(out: np.ndarray, tmp_path: 
         weights.read_into("x", out)
 
 
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q6_K", *TERNARY, *LATTICES, *FOURS])
+@pytest.mark.parametrize("dtype", ["F16", "Q4_1", "Q6_K", "IQ1_S"])
 def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     rows, columns = 4096, 1024
@@ -243,7 +185,7 @@ def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, tmp_pat
     assert peak < out.nbytes / 2
 
 
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("dtype", ["BF16", "Q8_0", "Q4_K"])
 def test_raw_rows_are_the_bytes_of_the_file(dtype: str, tmp_path: Path) -> None:
     """Any rows of a tensor; a row is whole blocks."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
@@ -298,9 +240,8 @@ def test_a_part_of_the_rows_of_a_tensor_is_a_tensor(tmp_path: Path) -> None:
     np.testing.assert_allclose(read(weights, "gates"), -np.exp(wanted), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama_mha", "mistral_window_sharded"])
-def test_a_closed_source_is_closed(name: str) -> None:
-    _, weights, _ = load_weights(MODELS / name)
+def test_a_closed_source_is_closed() -> None:
+    _, weights, _ = load_weights(MODELS / "mistral_window_sharded")
     kept = read(weights, "model.norm.weight")
     before = kept.copy()
     weights.close()
@@ -373,15 +314,6 @@ def test_a_vocabulary_takes_little_more_than_its_bytes(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert len(file.metadata["tokens"]) == 50_000  # type: ignore[arg-type]
     assert taken < 2 * path.stat().st_size
-
-
-def test_a_vocabulary_of_128k() -> None:
-    file = GgufFile(shared("tokenizers", "llama.cpp-vocab", "ggml-vocab-llama-bpe.gguf"))
-    tokens, merges = file.metadata["tokenizer.ggml.tokens"], file.metadata["tokenizer.ggml.merges"]
-    assert isinstance(tokens, Strings)
-    assert isinstance(merges, Strings)
-    assert (len(tokens), len(merges)) == (128_256, 280_147)
-    assert (tokens[0], tokens[128_000]) == ("!", "<|begin_of_text|>")
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "written again"])

@@ -100,7 +100,6 @@ def assert_close(measured: LayerStatistics, expected: LayerStatistics, rtol: flo
         np.testing.assert_allclose(one, values, rtol=rtol, atol=rtol * np.abs(values).max(), err_msg=name)
 
 
-# Product: a window may be shorter than a block or have several, and the last block may be a part of one.
 @pytest.mark.parametrize("window", [None, 5, 21])
 @pytest.mark.parametrize("shape", [(40, 2, 2, 8), (37, 6, 2, 4), (24, 3, 1, 6)])
 def test_statistics_match_their_definitions(shape: Shape, window: int | None, rng: np.random.Generator) -> None:

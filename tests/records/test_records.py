@@ -15,6 +15,7 @@ from polarlm.engine.codecs.schema.sections import Section, numbered
 from polarlm.engine.codecs.schema.streams import codes as codes_stream
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.records.fragments import Geometry, Words
+from tests.pairs import in_turn
 
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
 BLOCK_SIZES = [16, 32, 64, 128]
@@ -28,7 +29,7 @@ def twins() -> list[str]:
 
 
 @given(st.data())
-@pytest.mark.parametrize("name", twins())
+@in_turn("name", twins())
 def test_records_unpack_to_the_fields_they_were_packed_from(name: str, data: st.DataObject) -> None:
     codec = codecs.get(name)
     head_dim, block_size = data.draw(st.sampled_from(HEAD_DIMS)), data.draw(st.sampled_from(BLOCK_SIZES))
@@ -69,7 +70,7 @@ def test_every_constant_reaches_the_struct() -> None:
     assert f"NBYTES = {layout.nbytes};" in text
 
 
-@pytest.mark.parametrize("name", twins())
+@in_turn("name", twins())
 def test_sections_and_tables_are_aligned(name: str) -> None:
     for head_dim, block_size in itertools.product(HEAD_DIMS, BLOCK_SIZES):
         codec = codecs.get(name)

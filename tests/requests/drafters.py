@@ -36,7 +36,7 @@ class Unpaced(Drafts):
     """Drafts at every step, whether it pays or not, `length()` tokens where there is room. `lengths`: of all drafts."""
 
     def __init__(self, drafter: Drafter, length: Callable[[], int] = lambda: MOST_DRAFTED) -> None:
-        super().__init__(drafter, MOST_DRAFTED, 0, StepSeconds())
+        super().__init__(drafter, MOST_DRAFTED, StepSeconds())
         self._given, self._length, self.lengths = drafter, length, list[int]()
 
     def is_ready(self, ids: Sequence[int]) -> bool:

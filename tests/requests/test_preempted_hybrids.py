@@ -59,9 +59,9 @@ def all_at_once(engine: Engine) -> list[Completion]:
     [
         {"state_type": "f32"},
         {"state_type": "8bit"},
-        {"state_type": "5bit", "cache_type": "ring4", "calibration": False},
+        {"state_type": "8bit", "cache_type": "ring4", "calibration": False},
     ],
-    ids=["exact", "8 bits", "5 bits, K/V as codes"],
+    ids=["exact", "8 bits", "8 bits, K/V as codes"],
 )
 def test_a_preempted_request_computes_nothing_again(
     load: Load, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]

@@ -43,21 +43,21 @@ def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, floa
     return kinds
 
 
-@given(st.floats(0.05, 0.95), st.floats(0.001, 1), st.floats(0.001, 1))
-def test_prefill_and_steps_share_the_time(share: float, prefill: float, step: float) -> None:
+@given(st.floats(0.001, 1), st.floats(0.001, 1))
+def test_prefill_and_steps_share_the_time(prefill: float, step: float) -> None:
     """Whatever a unit takes, prefill's time is off by one unit and one step at most."""
-    scheduler = Scheduler(8, share)
+    scheduler = Scheduler(8)
     running(scheduler, 2)
     (new,) = sequences(1)
     scheduler.submit(new)
     kinds = shared(scheduler, new, {True: prefill, False: step}, 400)
     of_prompts = prefill * sum(kinds)
     total = of_prompts + step * (len(kinds) - sum(kinds))
-    assert abs(of_prompts - share * total) <= prefill + step
+    assert abs(of_prompts - total / 2) <= prefill + step
 
 
 def test_many_quick_units_of_prefill_fit_between_slow_steps() -> None:
-    scheduler = Scheduler(8, 0.5)
+    scheduler = Scheduler(8)
     running(scheduler, 2)
     (new,) = sequences(1)
     scheduler.submit(new)
@@ -66,7 +66,7 @@ def test_many_quick_units_of_prefill_fit_between_slow_steps() -> None:
 
 def test_no_prefill_runs_before_a_slow_step_that_fills_a_block() -> None:
     """Such a step takes ten times as long here: between it and the step before it no prefill runs."""
-    scheduler = Scheduler(8, 0.5, block_size=16)
+    scheduler = Scheduler(8, block_size=16)
     (answering,) = running(scheduler, 1)
     (new,) = sequences(1)
     scheduler.submit(new)
@@ -89,7 +89,7 @@ def test_no_prefill_runs_before_a_slow_step_that_fills_a_block() -> None:
 
 
 def test_no_prefill_runs_after_a_step_that_was_unusually_slow() -> None:
-    scheduler = Scheduler(8, 0.5)
+    scheduler = Scheduler(8)
     running(scheduler, 2)
     (new,) = sequences(1)
     scheduler.submit(new)
@@ -106,7 +106,7 @@ def test_no_prefill_runs_after_a_step_that_was_unusually_slow() -> None:
 
 
 def test_prefill_earns_no_credit_while_there_is_no_prompt() -> None:
-    scheduler = Scheduler(8, 0.5)
+    scheduler = Scheduler(8)
     running(scheduler, 1)
     for _ in range(100):
         unit = scheduler.schedule()
@@ -244,11 +244,11 @@ def test_every_request_finishes(jobs: list[Job], most: int) -> None:
     assert allocator.free == allocator.size
 
 
-@given(st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=50, max_size=50), st.floats(0.1, 0.9))
+@given(st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=50, max_size=50))
 def test_prefill_delays_a_step_by_its_share_and_one_unit_at_most(
-    times: list[tuple[float, float]], share: float
+    times: list[tuple[float, float]],
 ) -> None:
-    scheduler = Scheduler(7, share)
+    scheduler = Scheduler(7)
     running(scheduler, 3)
     for sequence in sequences(4):
         scheduler.submit(sequence)
@@ -265,5 +265,5 @@ def test_prefill_delays_a_step_by_its_share_and_one_unit_at_most(
             scheduler.record_time(unit, step)
             steps.append(step)
             usual = median(steps[-8:])
-            room = 1.5 * usual * share / (1 - share) - max(0.0, step - usual)
+            room = 1.5 * usual - max(0.0, step - usual)
             delay, longest, allowed = 0.0, 0.0, max(0.0, room)

@@ -8,8 +8,7 @@ import json
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -179,11 +178,3 @@ def join(thread: threading.Thread, *loops: asyncio.AbstractEventLoop) -> None:
             for task in asyncio.all_tasks(loop):
                 task.print_stack()
         raise AssertionError(f"The thread {thread.name} did not end within {PATIENCE:.0f} seconds")
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    """Waits for what another thread is about to do."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -87,7 +86,7 @@ def test_sequences_that_are_kept_share_the_blocks_of_a_context(shape, memory, to
 RECURRENT = DeltaShape(GatedDelta(1, 2, 4, 3, 3))
 
 
-@pytest.mark.parametrize("more_layers", [(), (RECURRENT,), (ConvShape(16, 3), RECURRENT)])
+@pytest.mark.parametrize("more_layers", [(), (ConvShape(16, 3), RECURRENT)])
 @given(shapes(), st.integers(1, 1 << 24), st.integers(1, 500), st.integers(1, 300))
 def test_memory_that_is_left_is_filled_to_the_last_block(more_layers, shape, memory, tokens, each) -> None:
     """A token more would need a block that does not fit, and so would the slots of half a sequence more."""
@@ -125,24 +124,6 @@ def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
         arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values(), cache.full_k, cache.full_v]
         allocated += sum(array.nbytes for array in arrays)
     assert plan.bytes == allocated
-
-
-@pytest.mark.slow
-@given(shapes(), st.integers(1, 3000), st.integers(1, 5))
-def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> None:
-    """A prompt of any length, then steps to the end, on block tables only."""
-    few_heads = with_few_heads(shape)
-    plan = plan_for_tokens(few_heads, tokens, sequences)
-    store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
-    sequence = store.new_sequence()
-    for count in (tokens // 3, tokens // 3):
-        if count:
-            store.commit(store.open(sequence, count))
-    for _ in range(min(200, tokens - 2 * (tokens // 3))):
-        store.commit(store.open_step(sequence))
-    if sequence.length < tokens:
-        store.commit(store.open(sequence, tokens - sequence.length))
-    assert sequence.length == tokens
 
 
 @given(shapes(), st.integers(2, 4), st.integers(1, STEP_ROWS))
@@ -200,19 +181,6 @@ def test_a_sequence_is_compared_with_the_same_blocks_as_f16(shape, tokens) -> No
         assert shape.sequence_bytes(tokens) <= shape.f16_bytes(tokens)
 
 
-@pytest.mark.parametrize("tokens", [1, 44, 64, 100, 128, 129, 1000])
-def test_a_short_conversation_takes_as_much_as_with_f16_and_a_longer_one_less(tokens: int) -> None:
-    """The first block and the one that is being filled are halves, as all blocks of f16."""
-    layer = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), 3, 64, 8)
-    shape = CacheShape(64, (layer,) * 30)
-    blocks = -(-tokens // 64)
-    assert shape.f16_bytes(tokens) == blocks * 64 * shape.f16_bytes_per_token
-    quantized = max(0, tokens // 64 - 1)
-    saved = quantized * (64 * shape.f16_bytes_per_token - shape.quantized_bytes(range(30)))
-    assert shape.f16_bytes(tokens) - shape.sequence_bytes(tokens) == saved
-    assert (saved > 0) == (tokens >= 128)
-
-
 @given(shapes(st.integers(1, 64)), st.integers(1, 5))
 def test_any_length_fits_if_every_layer_has_a_window(shape, sequences) -> None:
     enough = plan_for_tokens(shape, 10_000, sequences).bytes * 4
@@ -227,17 +195,27 @@ def test_sizes_are_read_in_binary_units(number: float, unit: str, end: str) -> N
     assert parse_size(f" {number:.3f} {unit}{end} ") == expected
 
 
-@pytest.mark.parametrize("text", ["", "M", "b", "0", "-1G", "nan", "inf", "infG", "1e400", "5X", "1,5G", "2GG", "0x10"])
-def test_malformed_sizes_are_refused(text: str) -> None:
-    with pytest.raises(EngineError, match=r"kv_memory=.*is not a size"):
-        parse_size(text)
+MALFORMED = [
+    "",
+    "M",
+    "b",
+    "0",
+    "-1G",
+    "nan",
+    "inf",
+    "infG",
+    "1e400",
+    "5X",
+    "1,5G",
+    "2GG",
+    "0x10",
+]
 
 
-@given(st.integers(1, 1 << 50))
-def test_parse_size_reads_what_format_bytes_writes(size: int) -> None:
-    written = format_bytes(size)
-    unit = 1024 ** ["B", "KiB", "MiB", "GiB"].index(written.split()[1])
-    assert abs(parse_size(written) - size) <= 0.05 * unit + 1
+def test_malformed_sizes_are_refused() -> None:
+    for text in MALFORMED:
+        with pytest.raises(EngineError, match=r"kv_memory=.*is not a size"):
+            parse_size(text)
 
 
 def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
@@ -257,8 +235,3 @@ def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
     values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels
     assert float(bits) == round(plan.shape.quantized_bytes(range(layers)) * 8 / values, 2)
     assert int(plain) == f16_tokens(plan) < int(tokens)
-
-
-def test_the_fit_line_of_an_f16_store_has_no_comparison_with_f16(tiny_path: Path) -> None:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16") as engine:
-        assert engine.fit_line().endswith("tokens fit")

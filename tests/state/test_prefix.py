@@ -101,9 +101,9 @@ class CachedStore:
 STEM = words(0, 44)  # five blocks and four tokens
 
 
-# Product: the shared prefix may end anywhere in the sink or in a later block, in halves and in codes.
-@pytest.mark.parametrize("codec", ["f16", "polarquant"])
-@pytest.mark.parametrize("length", range(1, 48, 3))
+@pytest.mark.parametrize(
+    ("codec", "length"), [("f16", 1), ("polarquant", N - 1), ("polarquant", N), ("f16", 25), ("polarquant", 46)]
+)
 def test_a_prompt_goes_on_from_the_prefix_that_it_shares(codec: str, length: int) -> None:
     cached = CachedStore(codec)
     first = cached.prefill(STEM)
@@ -118,13 +118,24 @@ def test_a_prompt_goes_on_from_the_prefix_that_it_shares(codec: str, length: int
     assert held(cached.store) == [(0, 0)]
 
 
-@pytest.mark.parametrize(("length", "found"), [(44, 44), (43, 43), (41, 41), (40, 40), (39, 32), (9, 8), (7, 7)])
-def test_full_precision_blocks_of_a_released_sequence_match_in_part(length: int, found: int) -> None:
-    cached = CachedStore("polarquant")
-    cached.prefill(STEM).end()
-    branch = CachedSequence(cached.store, cached.prefixes, [*STEM[:length], *words(1, 9)])
-    assert branch.found == found
-    branch.prompt().step(*words(2, 3))
+PARTS = [
+    (44, 44),
+    (43, 43),
+    (41, 41),
+    (40, 40),
+    (39, 32),
+    (9, 8),
+    (7, 7),
+]
+
+
+def test_full_precision_blocks_of_a_released_sequence_match_in_part() -> None:
+    for length, found in PARTS:
+        cached = CachedStore("polarquant")
+        cached.prefill(STEM).end()
+        branch = CachedSequence(cached.store, cached.prefixes, [*STEM[:length], *words(1, 9)])
+        assert branch.found == found
+        branch.prompt().step(*words(2, 3))
 
 
 def test_a_current_block_that_matches_as_a_whole_is_not_copied() -> None:
@@ -174,17 +185,6 @@ def test_a_disabled_cache_finds_nothing() -> None:
     cached.prefixes = PrefixCache(cached.store, enabled=False)
     cached.prefill(STEM).end()
     assert cached.found(STEM) == 0
-
-
-def test_overwritten_blocks_are_not_found_and_running_sequences_are_unaffected() -> None:
-    cached = CachedStore(windows=(None, 12))
-    cached.prefill(words(1, 30)).end()
-    running = cached.prefill(STEM)
-    assert cached.found(words(1, 30)) > 0
-    overwrite(cached.store)
-    assert cached.found(words(1, 30)) == 0
-    running.step(*words(2, 20))
-    running.end()
 
 
 def test_the_least_recently_used_blocks_are_overwritten_first() -> None:

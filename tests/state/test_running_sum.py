@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.model_loaders import families
 from tests.state.running_sum import RunningSum, SumMixer, Sums
-from tests.tiny import PLAIN, assert_idle, blocks_left, load_tiny, make_model, preemptions
+from tests.tiny import PLAIN, assert_idle, load_tiny, make_model
 
 FAMILY = """
 from dataclasses import replace
@@ -104,11 +103,12 @@ def answer(engine: Engine, ids: Sequence[int], tokens: int = 12, **more: object)
     return list(engine.generate(list(ids), SamplingParams(max_tokens=tokens, **GREEDY, **more)).token_ids)
 
 
-@pytest.mark.parametrize("length", [1, N - 1, N, N + 1, 2 * N, 5 * N + 3])
-def test_prompts_and_steps_leave_the_state_of_their_tokens(load: Load, length: int) -> None:
-    engine, ids = load(), ids_of(length)
-    ids += answer(engine, ids)
-    assert check(engine, ids) == len(ids) - 1  # the last token was never computed
+def test_prompts_and_steps_leave_the_state_of_their_tokens(load: Load) -> None:
+    engine = load()
+    for length in (1, N - 1, N, N + 1, 2 * N, 5 * N + 3):
+        ids = ids_of(length, seed=length)
+        ids += answer(engine, ids)
+        assert check(engine, ids) == len(ids) - 1  # the last token was never computed
 
 
 def test_a_prompt_in_chunks_has_the_same_state(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +119,10 @@ def test_a_prompt_in_chunks_has_the_same_state(load: Load, monkeypatch: pytest.M
     assert check(engine, ids[: 4 * N]) == 4 * N
 
 
-@pytest.mark.parametrize("more", [1, 2 * N])
-def test_a_longer_prompt_begins_where_a_sequence_ended(load: Load, more: int) -> None:
+def test_a_longer_prompt_begins_where_a_sequence_ended(load: Load) -> None:
     engine, ids = load(), ids_of(3 * N + 2)
     ids += answer(engine, ids)
-    longer = [*ids[:-1], *ids_of(more, seed=1)]
+    longer = [*ids[:-1], *ids_of(2 * N, seed=1)]
     found = engine.generate(longer, SamplingParams(max_tokens=4, **GREEDY))
     assert found.usage.cached_tokens == len(ids) - 1
     assert check(engine, [*longer, *found.token_ids]) == len(longer) + 3
@@ -139,15 +138,6 @@ def test_a_prompt_that_differs_begins_at_the_end_of_a_block(load: Load) -> None:
     found = engine.generate(branch, SamplingParams(max_tokens=2, **GREEDY))
     assert found.usage.cached_tokens == 3 * N
     assert check(engine, [*branch, *found.token_ids]) == len(branch) + 1
-
-
-def test_rejected_rows_leave_no_trace(load: Load) -> None:
-    engine, ids = load(spec_ngram_size_n=1), ids_of(6) * 8
-    plain = answer(load(), ids, tokens=40)
-    found = engine.generate(ids, SamplingParams(max_tokens=40, spec_type="ngram-simple", **GREEDY))
-    assert list(found.token_ids) == plain
-    assert found.usage.drafted_tokens > found.usage.accepted_tokens
-    assert check(engine, [*ids, *plain]) == len(ids) + 39
 
 
 def test_an_aborted_span_changes_nothing(load: Load) -> None:
@@ -169,20 +159,6 @@ def test_an_aborted_span_changes_nothing(load: Load) -> None:
         store.release(kv)
 
 
-def test_preemption_recomputes_the_same_state(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [ids_of(20, seed) for seed in range(3)]
-    alone = [answer(load(), ids, tokens=60) for ids in prompts]
-    engine = load(parallel=3)
-    preempted = preemptions(engine, monkeypatch)
-    with blocks_left(engine, 80 // N, group=1):  # hardly more than one of them needs
-        with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda ids: answer(engine, ids, tokens=60), prompts))
-        assert any(preempted)
-    assert found == alone
-    lengths = [check(engine, [*ids, *tokens]) for ids, tokens in zip(prompts, found, strict=True)]
-    assert max(lengths) == 79
-
-
 def test_a_session_goes_on_in_another_engine(load: Load, tmp_path: Path) -> None:
     engine, ids = load(), ids_of(4 * N + 5)
     ids += answer(engine, ids)
@@ -198,7 +174,7 @@ def test_a_session_goes_on_in_another_engine(load: Load, tmp_path: Path) -> None
     assert check(other, [*longer, *found.token_ids]) == len(longer) + 7
 
 
-@pytest.mark.parametrize("more", [0, 3, N])
+@pytest.mark.parametrize("more", [0, 3])
 def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, more: int) -> None:
     """Where a sequence ended, and at the end of its last block; a part of the tokens behind it is of no use."""
     engine, ids = load(cache_disk="10M", cache_disk_folder=str(tmp_path / "disk")), ids_of(4 * N)
@@ -211,28 +187,3 @@ def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, more: 
     assert found.usage.cached_tokens == (4 * N if cut else 4 * N + 5)
     assert "store" not in found.usage.cached_from
     assert check(other, [*prompt, *found.token_ids]) == len(prompt) + 1
-
-
-def test_scores_are_those_of_steps(load: Load) -> None:
-    engine, ids = load(cache_type="f16"), ids_of(3 * N + 4)
-    scored = engine.score(ids, logits=True).logits
-    assert scored is not None
-    store, model = engine._store, engine._model
-    with engine._exclusive():
-        kv, rows = store.new_sequence(), []
-        for i in ids:
-            span = store.open_step(kv)
-            rows.append(model.logits(model.forward([span], [i]))[0])
-            store.commit(span)
-        store.release(kv)
-    np.testing.assert_allclose(scored, rows[: len(scored)], atol=2e-3 * np.ptp(rows))
-
-
-def test_sizes_count_both_kinds_of_state(load: Load) -> None:
-    engine = load()
-    shape = engine.cache_shape
-    assert [type(layer).__name__ for layer in shape.layers[:2]] == ["SumShape", "LayerShape"]
-    assert len(shape.groups) == 2
-    size = engine._model.config.hidden_size
-    assert shape.quantized_bytes([0]) == shape.full_bytes([0]) == 8 * size
-    assert engine.fit_line()

@@ -14,13 +14,13 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.store import SequenceKV, Span
-from tests.pairs import pairs
 from tests.state.fed import Fed, N, assert_held_by, held, make_store
 from tests.storage.arrays import assert_same, stored
 
 
 @pytest.mark.parametrize(
-    ("codec", "mean_bits", "window"), pairs(["f16", "polarquant"], [0, 8, 16], [None, 1, 5, 8, 20])
+    ("codec", "mean_bits", "window"),
+    [("f16", 0, None), ("polarquant", 8, None), ("polarquant", 16, 5), ("polarquant", 8, 1), ("polarquant", 0, 20)],
 )
 def test_attention_reads_sink_codes_and_current_block(codec: str, mean_bits: int, window: int | None) -> None:
     sequence = Fed(make_store(codec, codec, mean_bits, (window,)))
@@ -30,9 +30,7 @@ def test_attention_reads_sink_codes_and_current_block(codec: str, mean_bits: int
         sequence.feed(1, step=True)
 
 
-# Product: rows begin anywhere in a block, and their windows in a row of the step or in any block before.
-@pytest.mark.parametrize("first", [0, 3, N - 1, N, 2 * N - 1, 3 * N + 5])
-@pytest.mark.parametrize("window", [None, 1, 5, 20])
+@pytest.mark.parametrize(("first", "window"), [(0, None), (3, 5), (N - 1, 20), (N, 1), (3 * N + 5, 20)])
 def test_rows_of_a_step_attend_to_each_other_and_are_forgotten_unless_kept(first: int, window: int | None) -> None:
     """Across ends of blocks, the first one too, however many rows are kept."""
     sequence = Fed(make_store("ring4", "ring3.5", 8, (window, None), step_rows=STEP_ROWS))
@@ -96,10 +94,8 @@ def test_steps_and_prompts_store_the_same_codes() -> None:
         assert np.array_equal(codes[:, ids], steps.store.cache(0).k[name][:, replayed])
 
 
-# Product: a span begins in the sink, at an end of a block or in it, and ends in that block or in a later one.
-@pytest.mark.parametrize("first", [0, 3, N, 20])
 @pytest.mark.parametrize(
-    ("count", "step"), [(1, False), (2, False), (N, False), (3 * N + 1, False), (1, True), (N, True)]
+    ("first", "count", "step"), [(0, 3 * N + 1, False), (3, 2, False), (N, N, False), (20, 1, True), (3, N, True)]
 )
 def test_an_aborted_span_changes_nothing(first: int, count: int, step: bool) -> None:
     sequence = Fed(make_store("polarquant", "polarquant", windows=(None, 12)))
@@ -112,34 +108,6 @@ def test_an_aborted_span_changes_nothing(first: int, count: int, step: bool) -> 
     sequence.feed(1, step=True)
 
 
-def test_blocks_outside_the_window_are_released() -> None:
-    sequence = Fed(make_store("polarquant", "polarquant", windows=(20,)))
-    for count in (50, 1, 30, *[1] * 40):
-        sequence.feed(count)
-        quantized, full = held(sequence.store)[0]
-        # 20 tokens touch at most 4 blocks of 8, the current one included; the first block is long gone.
-        assert quantized <= 3
-        assert full <= 1
-    assert sequence.kv.tables[0].sink is None
-
-
-def test_layers_with_different_windows_keep_different_blocks() -> None:
-    sequence = Fed(make_store("polarquant", "polarquant", windows=(None, 12, None)))
-    sequence.feed(100)
-    assert held(sequence.store) == [(100 // N - 1, 2), (1, 1)]
-
-
-def test_running_out_of_blocks_changes_nothing() -> None:
-    store = make_store(tokens=40, sequences=1)
-    sequence = Fed(store)
-    sequence.feed(30)
-    before = held(store), sequence.kv.length
-    with pytest.raises(OutOfBlocks):
-        store.open(sequence.kv, 100)
-    assert (held(store), sequence.kv.length) == before
-    sequence.feed(10)
-
-
 def test_a_prompt_without_memory_for_its_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = Fed(make_store(windows=(None, 30)))
     sequence.feed(2 * N + 3)
@@ -150,20 +118,6 @@ def test_a_prompt_without_memory_for_its_rows_changes_nothing(monkeypatch: pytes
             sequence.store.open(sequence.kv, 3 * N)
     assert held(sequence.store) == before
     sequence.feed(3 * N)
-
-
-def test_a_step_without_slots_changes_nothing() -> None:
-    store = make_store(sequences=1, windows=(None, 30))
-    sequence = Fed(store)
-    sequence.feed(2 * N + 3)
-    taken = store.groups[1].full.allocate(1)  # the one slot that is neither a sink nor a current block
-    before = held(store), sequence.kv.length
-    with pytest.raises(OutOfBlocks):
-        store.open_step(sequence.kv, N)
-    assert (held(store), sequence.kv.length) == before
-    sequence.feed(N - 3, step=True)
-    store.groups[1].full.release(taken[0])
-    sequence.feed(N, step=True, kept=1)
 
 
 def test_a_damaged_row_is_an_error_of_its_own_sequence_if_it_is_kept() -> None:
@@ -230,15 +184,6 @@ def test_bytes_held_are_those_of_the_arrays() -> None:
     assert sequence.store.bytes_held(sequence.kv) == expected
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8))
-@settings(max_examples=25)
-def test_sequence_bytes_are_those_that_a_sequence_holds(counts: list[int]) -> None:
-    sequence = Fed(make_store("polarquant", "polarquant", windows=(None, 1, 8, 20)))
-    for count in counts:
-        sequence.feed(count)
-        assert sequence.store.bytes_held(sequence.kv) == sequence.store.shape.sequence_bytes(sequence.kv.length)
-
-
 class Schedules(RuleBasedStateMachine):
     """Sequences grow, fail and end in any order; the allocators always agree with the block tables."""
 
@@ -300,9 +245,8 @@ class Schedules(RuleBasedStateMachine):
 TestSchedules = Schedules.TestCase
 
 
-@pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant", "turbo3"), ("f16", "f16")])
-def test_blocks_of_several_sequences_have_the_same_codes_when_encoded_together(types: tuple[str, str]) -> None:
-    stores = [make_store(*types), make_store(*types)]
+def test_blocks_of_several_sequences_have_the_same_codes_when_encoded_together() -> None:
+    stores = [make_store("ring4", "ring3.5"), make_store("ring4", "ring3.5")]
     alone, together = ([Fed(store, seed) for seed in range(3)] for store in stores)
     for number in range(3):  # the last one fills no block
         for fed in (alone[number], together[number]):

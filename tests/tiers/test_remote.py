@@ -198,15 +198,22 @@ def test_the_key_is_sent(store: Store) -> None:
     assert keys == ["Bearer secret"]
 
 
-@pytest.mark.parametrize("where", ["http://", "http://user:word@host", "http://host/?a=b"])
-def test_a_url_that_is_none_is_a_sentence(model: Path, where: str) -> None:
-    with pytest.raises(EngineError, match="cache_remote="):
-        load(model, None, cache_remote=where)
+URLS = [
+    "http://",
+    "http://user:word@host",
+    "http://host/?a=b",
+]
 
 
-@pytest.mark.parametrize("shared", ["http", "folder", "file"])
+def test_a_url_that_is_none_is_a_sentence(model: Path) -> None:
+    for where in URLS:
+        with pytest.raises(EngineError, match="cache_remote="):
+            load(model, None, cache_remote=where)
+
+
+@pytest.mark.parametrize("shared", ["http", "file"])
 def test_another_engine_goes_on_bit_for_bit(model: Path, store: Store, tmp_path: Path, shared: str) -> None:
-    where = {"http": store.url, "folder": str(tmp_path / "x"), "file": f"file://{tmp_path / 'x'}"}[shared]
+    where = store.url if shared == "http" else f"file://{tmp_path / 'x'}"
     with load(model, None) as engine:
         first = engine.generate(PROMPT, PARAMS)
         expected = next_turn(engine, first)
@@ -233,26 +240,19 @@ def lying(store: Store) -> Callable[[_Handler], bool]:
     return lie
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("how", ["lies", "stalls", "vanishes", "fails"])
+@pytest.mark.parametrize("how", ["lies", "vanishes"])
 def test_trouble_there_is_a_miss_here(
     model: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Answers are as without it, and the own disk goes on to work."""
     monkeypatch.setattr(remote_module, "_SECONDS", 0.2)
-    released = threading.Event()
     with running(Store()) as store:
         with load(model, None, cache_remote=store.url) as engine:
             first = engine.generate(PROMPT, PARAMS)
-        if how == "stalls":
-            store.trouble = lambda handler: released.wait(60)
-        elif how == "lies":
+        if how == "lies":
             store.trouble = lying(store)
-        elif how == "fails":
-            store.trouble = failing
         if how != "vanishes":
             _is_a_miss(model, tmp_path, store.url, first)
-        released.set()
     if how == "vanishes":
         _is_a_miss(model, tmp_path, store.url, first)
     # Of each of the two engines, one sentence about reading and one about writing at most.

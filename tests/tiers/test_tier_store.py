@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,6 @@ from polarlm.engine.storage.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers import tier_store
 from polarlm.engine.storage.tiers.memory import Memory
 from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
-from tests.server.lines import eventually
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
 from tests.tiers.killed_writer import name
@@ -60,18 +58,6 @@ def test_a_full_place_forgets_what_was_used_longest_ago(place: TierStore) -> Non
     assert len(kept) <= 10
 
 
-def test_after_the_clock_was_set_back_what_was_written_before_goes_first(tmp_path: Path) -> None:
-    place, tomorrow = Folder(tmp_path, 1000 + 16), time.time() + 86_400
-    for number in range(8):
-        put(place, number)
-        os.utime(tmp_path / name(number).hex(), (tomorrow + number,) * 2)
-    for number in range(8, 13):
-        put(place, number)
-    assert [number for number in range(13) if place.has(name(number))] == list(
-        range(13 - len(objects_in(tmp_path)), 13)
-    )
-
-
 def test_of_the_names_that_were_used_the_first_stays_longest(place: TierStore) -> None:
     for number in range(9):
         put(place, number)
@@ -101,15 +87,6 @@ def test_files_are_their_owners_only(tmp_path: Path) -> None:
     files = list((tmp_path / "a" / "b").iterdir())
     assert len(files) == 2  # with that of the counts
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
-
-
-def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
-    (tmp_path / "letter.txt").write_bytes(b"x" * 5000)
-    folder = Folder(tmp_path, 300)
-    for number in range(9):
-        put(folder, number)
-    assert (tmp_path / "letter.txt").exists()
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 5300
 
 
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
@@ -264,54 +241,6 @@ def test_files_that_others_put_there_or_removed_are_counted_when_a_place_is_open
     put(folder, 3, size=250)
     assert bytes_in(tmp_path) <= 1000
     assert folder.has(name(3))
-
-
-def test_a_full_count_is_no_reason_to_remove_what_is_not_there(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 1000)
-    for number in range(9):
-        put(folder, number)
-    for number in range(1, 9):
-        (tmp_path / name(number).hex()).unlink()
-    for number in range(10, 15):
-        put(folder, number)
-    assert folder.has(name(0))
-    assert folder.held == (600, 6)
-
-
-_WRITER = """
-import sys
-from pathlib import Path
-import numpy as np
-from polarlm.engine.storage.objects import Object
-from polarlm.engine.storage.tiers.tier_store import Folder
-folder = Folder(Path(sys.argv[1]), 3 << 20)
-print("ready", flush=True)
-for number in range(int(sys.argv[2]), 10**6):
-    name = (number % 40).to_bytes(16, "big")
-    folder.write(name, *Object({}, np.full(1 << 16, number % 7, np.uint8)).pack(name))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_leaves_whole_objects_only(tmp_path: Path) -> None:
-    seen = 0
-    for attempt in range(6):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(tmp_path), str(attempt)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        process.stdout.readline()
-        eventually(lambda least=5 * attempt: len(objects_in(tmp_path)) >= least)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        reader = Folder(tmp_path, 3 << 20)
-        for number in range(40):
-            content = reader.read(name(number))
-            if content is not None:
-                found = unpack(name(number), content)
-                assert len(set(found.payload.tolist())) == 1
-                seen += 1
-    assert seen
 
 
 @pytest.mark.slow

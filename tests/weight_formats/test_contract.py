@@ -12,6 +12,7 @@ import pytest
 
 from polarlm.engine import weight_formats
 from polarlm.engine.weight_formats import Linear, Matrix, find, get
+from tests.pairs import in_turn
 from tests.weights import BLOCKS, pack
 
 NAMES = weight_formats.available()
@@ -54,7 +55,7 @@ def test_find_takes_the_names_of_files() -> None:
         get("BF16")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn("name", NAMES)
 def test_sizes_count_whole_blocks(name: str, rng: np.random.Generator) -> None:
     stored = get(name)
     assert stored.values >= 1
@@ -67,7 +68,7 @@ def test_sizes_count_whole_blocks(name: str, rng: np.random.Generator) -> None:
     assert whole.nbytes == matrix.nbytes + 64 * stored.values
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn("name", NAMES)
 def test_rows_are_dequantized_independently(name: str, rng: np.random.Generator) -> None:
     """Read-only bytes at any address, into a part of a larger array, whatever they say."""
     stored = get(name)
@@ -81,7 +82,7 @@ def test_rows_are_dequantized_independently(name: str, rng: np.random.Generator)
     assert (whole[[0, 6]] == 7).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn("name", NAMES)
 def test_dequantized_values_equal_the_definition(name: str, rng: np.random.Generator) -> None:
     """Every bit pattern of 16 bits: NaN whatever it carries, infinities, subnormals, both zeros; many of 32, and of
     larger blocks.
@@ -116,7 +117,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", weight_formats.writable())
+@in_turn("name", weight_formats.writable())
 def test_values_are_converted_to_near_ones(name: str, rng: np.random.Generator) -> None:
     quantize = get(name).quantize
     x = rng.standard_normal((7, 256)).astype(np.float32)
@@ -143,7 +144,7 @@ def test_numbers_beyond_half_precision_become_its_largest() -> None:
     np.testing.assert_array_equal(given, [[65504, -65504, 65504, 65504, np.nan]])
 
 
-@pytest.mark.parametrize("name", weight_formats.writable())
+@in_turn("name", weight_formats.writable())
 def test_damage_is_not_hidden(name: str) -> None:
     """A row with NaN has NaN or infinity afterwards."""
     quantize = get(name).quantize

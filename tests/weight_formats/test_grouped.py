@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gguf
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import weight_formats
 from polarlm.engine.weight_formats import Grouped, Lattice, Trits, get
+from tests.pairs import in_turn
 from tests.weights import BLOCKS, random_blocks
 
 FINITE = st.floats(width=16, allow_nan=False, allow_infinity=False)
@@ -39,7 +39,7 @@ def test_every_format_of_blocks_has_integers() -> None:
         assert get(name).group in (16, 32), "kernels multiply 32 inputs at a time"
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@in_turn("name", BLOCKS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -59,14 +59,14 @@ def test_integers_give_gguf_s_values_to_the_bit(
     np.testing.assert_array_equal(stored.view(np.uint32), wanted.view(np.uint32))
 
 
-@pytest.mark.parametrize("name", [*LATTICES, *DIGITS])
+@in_turn("name", [*LATTICES, *DIGITS])
 def test_damaged_scales_give_gguf_s_infinities_and_nan(name: str, rng: np.random.Generator) -> None:
     raw = random_blocks(rng, name, 8, 1024, [np.inf, -np.inf, np.nan, 2.0**-24, 65504.0])
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(unpack(name, raw).dequantize(), reference(name, raw))
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@in_turn("name", GROUPED)
 def test_arrays_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
     stored, width = get(name), 3 * get(name).values
     scale = np.float32 if name == "mxfp4" else np.float16
@@ -90,7 +90,7 @@ def test_arrays_have_the_promised_shapes_and_types(name: str, rng: np.random.Gen
         assert given.dequantize().shape == (rows, width), rows
 
 
-@pytest.mark.parametrize("name", LATTICES)
+@in_turn("name", LATTICES)
 def test_indices_scales_and_signs_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
     stored, width = get(name), 3 * get(name).values
     points = stored.grid.points()
@@ -111,7 +111,7 @@ def test_indices_scales_and_signs_have_the_promised_shapes_and_types(name: str, 
         assert given.dequantize().shape == (rows, width), rows
 
 
-@pytest.mark.parametrize("name", DIGITS)
+@in_turn("name", DIGITS)
 def test_bytes_of_digits_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
     stored, width = get(name), 3 * get(name).values
     assert stored.runs is not None
@@ -129,7 +129,7 @@ def test_bytes_of_digits_have_the_promised_shapes_and_types(name: str, rng: np.r
         assert given.dequantize().shape == (rows, width), rows
 
 
-@pytest.mark.parametrize("name", [*GROUPED, *LATTICES])
+@in_turn("name", [*GROUPED, *LATTICES])
 def test_every_code_occurs(name: str, rng: np.random.Generator) -> None:
     """All bits of a code or of an index are read."""
     given = unpack(name, random_blocks(rng, name, 8 if get(name).grid is None else 512, 1024))
@@ -146,7 +146,7 @@ def test_scales_of_mxfp4_are_powers_of_two_that_bfloat16_holds() -> None:
     assert not (scale.view(np.uint32) & 0xFFFF).any()
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@in_turn("name", BLOCKS)
 def test_blocks_that_tests_draw_are_finite_and_differ(name: str, rng: np.random.Generator) -> None:
     values = reference(name, random_blocks(rng, name, 3, 512))
     assert np.isfinite(values).all()

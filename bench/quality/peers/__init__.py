@@ -1,7 +1,7 @@
 """Cache types of other projects as references in NumPy, to compare with ours: one file each, from what they publish.
 
 They are codecs like those of `engine.codecs`, but no engine has them: they are known only `while_measured`. As others
-publish them, they have no conditioning: `python -m polarlm.bench.quality --types nvfp4:plain`. The first block of a
+publish them, they have no conditioning: `polarlm quality text.txt --types nvfp4:plain`. The first block of a
 sequence is in full precision with every type, also where its project codes it.
 """
 

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 DEFAULT = "llama-cpp-python"
 
@@ -63,6 +64,16 @@ def every() -> list[Peer]:
     """All peers, the default one first."""
     found = [peer for stem in _stems() if (peer := find(stem)) is not None]
     return sorted(found, key=lambda peer: (peer.name != DEFAULT, peer.name))
+
+
+def library(name: str) -> Any:
+    """A peer's package. Raises NoPeer if it is missing, or does not work on this machine."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise NoPeer("not installed") from None
+    except (OSError, RuntimeError):  # its shared library is missing
+        raise NoPeer("does not start") from None
 
 
 def _stem(name: str) -> str:

@@ -7,13 +7,12 @@ and no text is made, which favours the peer.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from polarlm.bench.speed.child import serve
-from polarlm.bench.speed.peers import NoPeer
+from polarlm.bench.speed.peers import NoPeer, library
 
 NAME, LABEL = "llama-cpp-python", "llama.cpp"
 CACHES = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
@@ -28,16 +27,15 @@ class Model:
     def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
         """Loads a .gguf file for a sequence of up to `context` tokens. Raises NoPeer."""
         self._library, self._model, self._quiet = load(path)
-        library = self._library
-        settings = library.llama_context_default_params()
+        settings = self._library.llama_context_default_params()
         settings.n_ctx, settings.n_batch = context, _BATCH
         settings.n_threads = settings.n_threads_batch = threads
-        settings.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        settings.flash_attn_type = self._library.LLAMA_FLASH_ATTN_TYPE_ENABLED
         settings.type_k = settings.type_v = _TYPES[cache]
-        self._context = library.llama_init_from_model(self._model, settings)
+        self._context = self._library.llama_init_from_model(self._model, settings)
         if not self._context:
             raise NoPeer(f"cannot have a cache of {cache} for {context} tokens")
-        self._memory = library.llama_get_memory(self._context)
+        self._memory = self._library.llama_get_memory(self._context)
         self._held: list[int] = []  # the tokens in the cache
 
     def about(self) -> dict[str, str]:
@@ -83,29 +81,20 @@ class Model:
 
 def load(path: str) -> tuple[Any, Any, Any]:
     """The library, the model of a .gguf file, and what must live as long as the library. Raises NoPeer."""
-    library = _library()
-    quiet = library.llama_log_callback(lambda level, text, data: None)
-    library.llama_log_set(quiet, None)
-    library.llama_backend_init()
-    model = library.llama_model_load_from_file(path.encode(), library.llama_model_default_params())
+    package = library("llama_cpp")
+    quiet = package.llama_log_callback(lambda level, text, data: None)
+    package.llama_log_set(quiet, None)
+    package.llama_backend_init()
+    model = package.llama_model_load_from_file(path.encode(), package.llama_model_default_params())
     if not model:
         raise NoPeer("cannot load the model")
-    return library, model, quiet
+    return package, model, quiet
 
 
-def about(library: Any) -> dict[str, str]:
+def about(package: Any) -> dict[str, str]:
     """The library's version, and the instruction sets that it was built with."""
-    info = library.llama_print_system_info().decode().strip(" |")
-    return {"version": str(library.__version__), "built_with": info}
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("llama_cpp")
-    except ImportError:
-        raise NoPeer("not installed") from None
-    except (OSError, RuntimeError):  # its shared library is missing or does not work on this machine
-        raise NoPeer("does not start") from None
+    info = package.llama_print_system_info().decode().strip(" |")
+    return {"version": str(package.__version__), "built_with": info}
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ What its weights become, and how many bits its caches take, it does not say, so 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 from polarlm.bench.speed.child import serve
-from polarlm.bench.speed.peers import NoPeer
+from polarlm.bench.speed.peers import NoPeer, library
 
 NAME, LABEL = "openvino-genai", "OpenVINO"
 CACHES = {"u8": None, "f16": None}  # u8 is its default
@@ -25,8 +24,8 @@ class Pipeline:
 
     def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
         """Loads a .gguf file. context: not needed, since its cache grows. Raises NoPeer."""
-        genai = self._genai = _library("openvino_genai")
-        self._tensors, self._numpy = _library("openvino"), _library("numpy")
+        genai = self._genai = library("openvino_genai")
+        self._tensors, self._numpy = library("openvino"), library("numpy")
         settings = genai.SchedulerConfig()
         settings.enable_prefix_caching = False
         try:
@@ -59,15 +58,6 @@ class Pipeline:
         if metrics.get_num_generated_tokens() != tokens:
             raise NoPeer(f"cannot generate {tokens} tokens after {len(ids)}")
         return metrics
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise NoPeer("not installed") from None
-    except (OSError, RuntimeError):
-        raise NoPeer("does not start") from None
 
 
 if __name__ == "__main__":

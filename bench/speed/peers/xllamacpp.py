@@ -6,13 +6,12 @@ Its steps sample the most likely token and turn it into text, as ours do; which 
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polarlm.bench.speed.child import serve
-from polarlm.bench.speed.peers import NoPeer
+from polarlm.bench.speed.peers import NoPeer, library
 
 NAME, LABEL = "xllamacpp", "xllamacpp"
 CACHES = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
@@ -25,16 +24,16 @@ class Server:
 
     def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
         """Loads a .gguf file for a sequence of up to `context` tokens. Raises NoPeer."""
-        library = self._library = _library()
-        params = library.CommonParams()
+        package = self._library = library("xllamacpp")
+        params = package.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel = path, context, 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        params.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        params.cache_type_k = params.cache_type_v = getattr(library.ggml_type, f"GGML_TYPE_{cache.upper()}")
+        params.flash_attn_type = package.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.cache_type_k = params.cache_type_v = getattr(package.ggml_type, f"GGML_TYPE_{cache.upper()}")
         params.n_gpu_layers, params.warmup = 0, False
         params.cache_ram_mib, params.n_ctx_checkpoints = 0, 0  # no copies of prompts besides the cache
         try:
-            self._server = library.Server(params)
+            self._server = package.Server(params)
         except (RuntimeError, ValueError) as error:
             raise NoPeer(f"cannot load the model: {error}") from None
 
@@ -64,15 +63,6 @@ class Server:
             reason = answer.get("error", {}).get("message")
             raise NoPeer(reason or f"cannot generate {tokens} tokens after {len(ids)}")
         return timings
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("xllamacpp")
-    except ImportError:
-        raise NoPeer("not installed") from None
-    except (OSError, RuntimeError):
-        raise NoPeer("does not start") from None
 
 
 if __name__ == "__main__":

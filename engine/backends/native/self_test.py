@@ -16,7 +16,6 @@ from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import permitted
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.byte_ops import Table, dot4
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.records import Pointer
 from polarlm.engine.jit.lang.values import I8, I32, Value, vector
@@ -120,9 +119,9 @@ class _Arguments(NamedTuple):
 def _emit_bytes(e: Emitter, args: _Arguments, begin: Value, end: Value, scratch: Value) -> None:
     lanes, bytes_ = vector(I32, 16), vector(I8, 64)
     zero, right = e.zero(lanes), e.load(args.b, lanes)
-    e.store(dot4(e, zero, e.load(args.small, lanes), right, fits=True), args.dots)
-    e.store(dot4(e, zero, e.load(args.any, lanes), right), args.dots, 64)
-    e.store(Table(e, args.table, 256)[e.load(args.b, bytes_)], args.found)
+    e.store(e.level.dot4(e, zero, e.load(args.small, lanes), right, fits=True), args.dots)
+    e.store(e.level.dot4(e, zero, e.load(args.any, lanes), right), args.dots, 64)
+    e.store(e.level.table(e, args.table, 256)(e.load(args.b, bytes_)), args.found)
 
 
 _BYTES = Kernel("self_test", _emit_bytes, _Arguments)

@@ -11,7 +11,7 @@ from polarlm.engine.backends.numpy.gated_delta import gated_delta
 from polarlm.engine.backends.numpy.mamba2 import mamba2
 from polarlm.engine.backends.numpy.recurrence import advance_delta
 from polarlm.engine.backends.numpy.rows import short_conv
-from polarlm.engine.quantization.snapshot_codes import SnapshotCodes, narrowed
+from polarlm.engine.quantization.snapshot_codes import SnapshotCodes
 from polarlm.model_loaders.config import Recurrent
 
 
@@ -30,7 +30,7 @@ class RecurrentOps:
         to[...] = x
 
     def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
-        kept = {**codes.encode(ends.matrices), "inputs": np.array(narrowed(ends.inputs, codes.inputs))}
+        kept = {**codes.encode(ends.matrices), "inputs": np.array(ends.inputs)}
         return lambda: kept
 
     def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> np.ndarray:

@@ -27,7 +27,7 @@ class Neon(ConvertsHalves):
     fuses = True
     signed_dots = True
 
-    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         """Bytes of even index and of odd index as int16."""
 
         def add(total: Value, unsigned: Value, signed: Value) -> Value:
@@ -112,7 +112,7 @@ class NeonDot(Neon):
     code_outputs = 8
     splits_words = True
 
-    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         """Unsigned bytes less 128 are signed. What that lacks does not depend on them, so it is shared by products."""
 
         def add(total: Value, unsigned: Value, signed: Value) -> Value:
@@ -153,7 +153,7 @@ class NeonI8mm(NeonDot):
         high, low = (e.shuffle(both, both, range(first, both.lanes, 2)) for first in (0, 1))
         return (high << 8) + low
 
-    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         return _dots(e, "usdot", total, unsigned, signed)
 
 

@@ -14,7 +14,7 @@ class Generic(Level):
 
     name = "generic"
 
-    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         for shift in (0, 8, 16, 24):
             total = total + ((unsigned >> shift) & 255) * (signed << (24 - shift)).ashr(24)
         return total

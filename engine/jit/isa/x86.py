@@ -42,7 +42,7 @@ class Avx2(ConvertsHalves):
         width = 64 if first.lanes * first.element.width == 8 * self.byte_register == 512 else 32
         return e.by_parts(8 * width // first.element.width, partial(operation, width), *operands)
 
-    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         if not fits:  # widen bytes to int16: those of even index, then those of odd index
             words = vector(I16, 2 * total.lanes)
             a, b = unsigned.bits(words), signed.bits(words)
@@ -183,7 +183,7 @@ def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], pieces: Sequence[Va
 class _Vnni(Avx2):
     """Dot products of bytes or of int16, added to a total, are one instruction."""
 
-    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value:
+    def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         return self._dot(e, "vpdpbusd", total, unsigned, signed)
 
     def dot2(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:

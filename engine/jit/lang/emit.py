@@ -3,7 +3,7 @@
 `Emitter` appends instructions to a function; `Value` is the result of one, with Python's operators. Python's own `for`
 and `if` run while a kernel is emitted: they unroll and specialize. `Emitter.loop` and `Emitter.when` emit loops and
 branches. Instructions that LLVM does not find by itself, such as dot products of bytes and lookups in tables, are
-functions of `byte_ops.py`.
+methods of the level (`level.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from polarlm.engine.jit.lang.values import (
     vector,
 )
 
-# Coefficients of q in e^r = 1 + r + r² · q(r), lowest power first: see scripts/fit_exp.py.
+# Coefficients of q in e^r = 1 + r + r² · q(r), lowest power first, for |r| ≤ ln 2 / 2: least squares whose weights grow
+# where the error is large (Lawson's method; scripts/fit_exp.py of commit 0db755bb).
 EXP_COEFFICIENTS = (0.49999994, 0.166665211, 0.041668389, 0.00836871471, 0.00138146256)
 
 _OF_FLOATS = {"fma", "fmuladd", "maxnum", "minnum", "fabs", "sqrt", "floor", "ceil", "trunc", "copysign"}

@@ -8,11 +8,14 @@ from typing import Any
 
 from polarlm.engine.jit.lang.values import Value
 
+LARGEST_SPLIT = 127 * 256 + 127
+"""The largest int16 that is 256 times a signed byte, and a signed byte."""
+
 
 class Level(ABC):
     """A level of CPU features: the sizes of its registers, and its code for what LLVM does not find by itself.
 
-    The operations are those of `byte_ops` and `float_ops`, which check arguments; e is the `Emitter`.
+    Operations take e, the `Emitter`, and give the same results at every level.
     """
 
     name: str
@@ -79,23 +82,40 @@ class Level(ABC):
         return self.registers * self.lanes >= 16 * 16
 
     @abstractmethod
-    def dot4(self, e: Any, total: Value, unsigned: Value, signed: Value, fits: bool) -> Value: ...
+    def dot4(self, e: Any, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
+        """total + Σ unsigned · signed over the 4 bytes of each int32 lane, exact. The lanes are a multiple of 8.
+
+        fits: the sum of two products fits an int16, as with unsigned bytes up to 128. On x86 without VNNI that is
+        faster.
+        """
 
     @abstractmethod
-    def dot4_signed(self, e: Any, total: Value, a: Value, b: Value) -> Value: ...
+    def dot4_signed(self, e: Any, total: Value, a: Value, b: Value) -> Value:
+        """total + Σ a · b over the 4 bytes of each int32 lane, both signed, exact. b must not be -128.
+
+        With `signed_dots` it is faster than `dot4`, also for unsigned bytes below 128.
+        """
 
     @abstractmethod
-    def dot2(self, e: Any, total: Value, a: Value, b: Value) -> Value: ...
+    def dot2(self, e: Any, total: Value, a: Value, b: Value) -> Value:
+        """total + Σ a · b over the 2 int16 of each int32 lane, exact."""
 
     @abstractmethod
     def split_start(self, e: Any, start: Value) -> list[Value]:
-        """What `split_add` adds to, with a start value for each lane."""
+        """What `split_add` adds to, with a start value for each lane: sums of products of signed bytes with int16 of
+        magnitude up to `LARGEST_SPLIT`, exact. With `splits_words` they are faster than `dot2`."""
 
     @abstractmethod
-    def split_add(self, e: Any, sums: Sequence[Value], codes: Sequence[Value], words: Value) -> list[Value]: ...
+    def split_add(self, e: Any, sums: Sequence[Value], codes: Sequence[Value], words: Value) -> list[Value]:
+        """Add, for each lane, the products of its 8 bytes with the same 8 int16.
+
+        codes: two vectors of int32 lanes, of 4 bytes each. words (16,): 8 high bytes, and then 8 low bytes, both
+        signed, so that an int16 is 256 times the one plus the other.
+        """
 
     @abstractmethod
-    def split_end(self, e: Any, sums: Sequence[Value]) -> Value: ...
+    def split_end(self, e: Any, sums: Sequence[Value]) -> Value:
+        """The sums, int32."""
 
     def word_table(self, e: Any, entries: Sequence[int]) -> Callable[[Value], Value]:
         """A function that looks up int16 (32,) in up to 64 int16. Levels that multiply matrices have it."""
@@ -116,24 +136,30 @@ class Level(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value: ...
+    def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value:
+        """Sums of adjacent pairs of products unsigned · signed: two vectors of bytes → int16. The sums must fit, and
+        the unsigned bytes be below 128."""
 
     @abstractmethod
-    def scaled_product(self, e: Any, a: Value, b: Value) -> Value: ...
+    def scaled_product(self, e: Any, a: Value, b: Value) -> Value:
+        """a · b / 2¹⁵ of int16, rounded to nearest, ties upwards. a and b must not both be -2¹⁵."""
 
     @abstractmethod
-    def join_words(self, e: Any, low: Value, high: Value) -> Value: ...
+    def join_words(self, e: Any, low: Value, high: Value) -> Value:
+        """int16 from 0 to 255 → bytes: each 128-bit lane has the 8 values of `low`'s lane, then the 8 of `high`'s."""
 
     @abstractmethod
-    def lookup_in_lanes(self, e: Any, table: Value, index: Value) -> Value: ...
+    def lookup_in_lanes(self, e: Any, table: Value, index: Value) -> Value:
+        """In each 128-bit lane, the entries of `table`'s lane at the indices (< 16) of `index`'s lane: 32 or 64
+        bytes."""
 
     @abstractmethod
     def table(self, e: Any, pointer: Value, entries: int) -> Callable[[Value], Value]:
-        """A function that looks up a vector of indices in the `entries` bytes at a pointer."""
+        """A function that looks up to 64 indices, bytes below `entries` ≤ 256, up in the bytes at a pointer."""
 
     @abstractmethod
     def pair_table(self, e: Any, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
-        """A function that looks up a vector of indices in both tables."""
+        """A function that looks 64 indices up in two tables of 16, 64, 128 or 256 bytes."""
 
     @abstractmethod
     def half_to_float(self, e: Any, bits: Value) -> Value: ...

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.encoding import WHOLE
+from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.placement.cards import CardFit, Split, split_model
 from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan, cpu_experts, expert_plan
 from polarlm.engine.loading.placement.wanted import Wanted, nothing
@@ -71,12 +71,17 @@ class Placement:
         """Return what each of several GPUs has; nothing of one device."""
         return () if self.split is None or self.plan is None else self.split.cards(self.wanted, self.plan)
 
-    def loaded(self, config: EngineConfig, planned: Callable[[CacheShape], StorePlan] | None = None) -> Placement:
+    def loaded(
+        self,
+        config: EngineConfig,
+        planned: Callable[[CacheShape], StorePlan] | None = None,
+        encoding: Encoding = WHOLE,
+    ) -> Placement:
         """Return the placement of the same weights, which are there already, with a KV store for other settings.
 
         planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError.
         """
-        wanted = replace(self.wanted, config=config, encoding=WHOLE, more=nothing, is_mapped=False)
+        wanted = replace(self.wanted, config=config, encoding=encoding, more=nothing, is_mapped=False)
         split, shape = None if self.split is None else self.split.loaded(), wanted.shape(self.ops)
         placement = replace(self, wanted=wanted, shape=shape, room=self.ops.room_beside(0), split=split, error=None)
         return replace(placement, plan=planned(shape) if planned else placement.store(config))

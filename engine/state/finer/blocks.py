@@ -3,8 +3,8 @@
 The newest blocks of sequences are the last to be coded again: errors in these cost most. By age, all others are coded
 again before the next step.
 
-A block's id is its name. Where it lies, and of which kind it is, its place says; coding it again and moving it change
-only that, so tables, the prefix cache and reference counts know nothing of it.
+A block's id is its name. Its place says where it lies and of which kind it is. Coding a block again, or moving it,
+changes only its place: tables, the prefix cache and reference counts know nothing of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FinerAllocator(BlockAllocator):
     Blocks are coded again in this order: those that the prefix cache alone knows, as they would be allocated; then
     those that sequences hold, the oldest first, and their newest ones last. By room, none is taken from the prefix
     cache while there are any. By age, it keeps the newest ones of a sequence as they are, and gives up blocks before
-    those of running sequences are coded again.
+    blocks of running sequences are coded again.
     """
 
     def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], *, is_by_age: bool) -> None:
@@ -69,7 +69,7 @@ class FinerAllocator(BlockAllocator):
         """
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
-        more = max(1, self._finer_bytes - self._bytes)  # of a finer block
+        more = max(1, self._finer_bytes - self._bytes)  # additional bytes of a finer block
         newest = min(count, NEWEST) if self.is_by_age else 0  # for as many finer blocks room is made
         while self._room < count * self._bytes + newest * more:
             if self._settled or (self._newest and not self.is_by_age):
@@ -143,7 +143,7 @@ class FinerAllocator(BlockAllocator):
 
 
 class FinerBlocks(KVBlocks):
-    """A `LayerState`: that of layers without a window, with two kinds of blocks in one memory."""
+    """The `LayerState` of layers without a window, with two kinds of blocks in one memory."""
 
     blocks: FinerAllocator
 
@@ -169,7 +169,7 @@ class FinerBlocks(KVBlocks):
             is_by_age=shape.is_by_age,
         )
         heads = sum(shape.kv_layers[layer].kv_heads for layer in layers)
-        self._more_bytes = heads * (finer - other)  # of a finer block, in all layers
+        self._more_bytes = heads * (finer - other)  # additional bytes of a finer block, in all layers
 
     def _of_kind(self, layer: int, *, is_finer: bool) -> Cache:
         return self._caches[layer].finer if is_finer else self._caches[layer]
@@ -192,7 +192,7 @@ class FinerBlocks(KVBlocks):
 
     @property
     def changes(self) -> int:
-        """How many times a block has been moved or coded again: views of it from before that are not valid any more."""
+        """Generation counter: how often a block has been moved or coded again. Earlier views of blocks are invalid."""
         return self.blocks.places.changes
 
     def lacks_room(self, tokens: int | None = None) -> bool:

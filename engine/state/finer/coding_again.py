@@ -7,7 +7,7 @@ from collections import deque
 
 from polarlm.engine.state.finer.blocks import FinerBlocks
 
-_RECENT = 8  # latest blocks, of which the slowest one is expected to take the time of the next
+_RECENT = 8  # latest layers: the next one is expected to take as long as the slowest of them
 _ALONE = 0.05  # seconds between two units while no request takes steps
 
 
@@ -17,7 +17,7 @@ class CodingAgain:
     def __init__(self, blocks: FinerBlocks | None) -> None:
         """blocks: None for a store whose blocks are all alike."""
         self._blocks = blocks
-        self._seconds: deque[float] = deque(maxlen=_RECENT)  # of recent layers
+        self._seconds: deque[float] = deque(maxlen=_RECENT)  # time of each recent layer
         self._awaited: int | None = None  # tokens of a prompt that waits for room
 
     def must_wait(self, tokens: int) -> bool:

@@ -1,7 +1,7 @@
 """Places of blocks of two sizes in one memory. Integers only: the contents of blocks are the store's.
 
 Finer blocks, which have more bits, lie from the beginning of the memory on, the others before its end. A block of size
-s with number i begins at byte i · s, so both kinds are arrays over the whole memory, of which each uses a part.
+s with number i begins at byte i · s, so both kinds are arrays over the whole memory, and each uses a part of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Kind:
     """The places of one kind: those below `end` are taken, except holes. They are counted from the kind's own side."""
 
     def __init__(self) -> None:
-        self.count = 0  # of places that are taken
+        self.count = 0  # places that are taken
         self.owners: list[int | None] = []
         self.holes: list[int] = []  # a heap, some of whose entries may be at or above the end
 
@@ -89,7 +89,7 @@ class Places:
         self._of[block] = self._take(block, is_finer=is_finer)
 
     def lower(self, block: int) -> None:
-        """Give a finer block, whose contents are of no use, a place of the other kind."""
+        """Move a finer block to the coarse side; its contents are lost."""
         self._free_place(self._of[block])
         self.place(block, is_finer=False)
         self.changes += 1

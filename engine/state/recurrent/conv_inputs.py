@@ -1,6 +1,6 @@
 """The state of short convolutions: the inputs of the current block, and of the last tokens before it.
 
-A slot has the inputs of a block's tokens, and before them those of the `width` − 1 tokens that its first token sees. A
+A slot has the inputs of a block's tokens, after the inputs of the `width` − 1 tokens that its first token sees. A
 complete block keeps the inputs that the first tokens of the next block see.
 """
 
@@ -44,7 +44,7 @@ class _Prompt:
     """The buffer of a prompt's growth on a card, for the layer that is being computed.
 
     last: the inputs of the newest tokens that the next one sees (before, channels). targets: number of a block → the
-    arrays that keep inputs which its tokens see, those of the tokens before it first.
+    arrays that keep inputs which its tokens see, beginning with the inputs of the tokens before the block.
     """
 
     block_size: int
@@ -135,6 +135,9 @@ class ConvInputs(RecurrentState):
             range(count),
         )
         return index
+
+    def _of_step(self, views: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.empty((0, 4), np.int32), *views])
 
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:

@@ -68,7 +68,7 @@ class DeltaShape(RecurrentShape):
         fields = self.codes.fields(one.key_dim, one.value_dim).items()
         return [
             *(ArraySpec(name, (one.value_heads, *shape), dtype) for name, (shape, dtype) in fields),
-            ArraySpec("inputs", (one.width - 1, one.channels), self.codes.inputs),
+            ArraySpec("inputs", (one.width - 1, one.channels), np.dtype(np.float32)),
         ]
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
@@ -90,7 +90,7 @@ class DeltaShape(RecurrentShape):
 class DeltaTable(BlockTable):
     """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
 
-    snapshots: number of a block → the snapshot of its end; those of the newest growth alone.
+    snapshots: number of a block → the snapshot of its end. Only the newest growth's snapshots are in the table.
     """
 
     snapshots: dict[int, int] = field(default_factory=dict)
@@ -212,12 +212,14 @@ class DeltaState(RecurrentState):
 
     def view(
         self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int
-    ) -> PromptRows | np.ndarray:
+    ) -> PromptRows | DeltaSpan:
         if growth.buffer is not None:
             return PromptRows(growth.buffer, position)
-        (slot,) = growth.slots.values()
-        span = DeltaSpan(slot, rows.start, rows.stop - rows.start, position % self.block_size)
-        return np.array([span], np.int32)
+        slot = next(iter(growth.slots.values()))
+        return DeltaSpan(slot, rows.start, rows.stop - rows.start, position % self.block_size)
+
+    def _of_step(self, views: Sequence[DeltaSpan]) -> np.ndarray:
+        return np.array(views, np.int32).reshape(-1, len(DeltaSpan._fields))
 
     def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
@@ -260,7 +262,8 @@ class DeltaState(RecurrentState):
         if table.current not in (None, slot):
             self.full.release(table.current)
         table.current = slot
-        self._release(table.newest_first, ())
+        if table.snapshots:
+            self._release(table.newest_first, ())
         table.snapshots = growth.quantized
 
     def release(self, table: BlockTable) -> None:

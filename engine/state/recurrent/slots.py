@@ -27,8 +27,8 @@ class RecurrentShape:
     The first `tokens` tokens of a slot's arrays are at the beginning of each axis.
     """
 
-    window: None = None  # a later token sees everything before it
-    values: int = 0  # of K/V
+    window: int | None = None  # a later token sees everything before it
+    values: int = 0  # K/V values per token
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         raise NotImplementedError
@@ -68,7 +68,7 @@ class PromptRows(NamedTuple):
 def add_rows(ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], slots: Any, spans: Any) -> Array:
     """Add rows to a layer's state with its op, one of `ops`, and return what the op returns.
 
-    spans: as `RecurrentState.spans` returns them, those of a step on the device.
+    spans: as `RecurrentState.spans` returns them; the rows of a step are on the device.
     """
     if isinstance(spans, PromptRows):
         return spans.prompts[ops].add(ops, op, inputs, weights, spans.position)
@@ -112,11 +112,15 @@ class RecurrentState(TableGroup):
         return first_tokens(self._slots[layer], slot, self._specs(tokens))
 
     def spans(self, views: Sequence[Any]) -> np.ndarray | PromptRows:
-        """Return the rows of a prompt, or those of a step: int32 (…, 4), as the layers' op takes them."""
+        """Return the rows of a prompt, or the rows of a step: int32 (…, 4), as the layers' op takes them."""
         if views and isinstance(views[0], PromptRows):
             (rows,) = views
             return rows
-        return np.concatenate([np.empty((0, 4), np.int32), *views])
+        return self._of_step(views)
+
+    def _of_step(self, views: Sequence[Any]) -> np.ndarray:
+        """Return the rows of a step, int32 (…, 4), from the views of its spans."""
+        raise NotImplementedError
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Nothing: what the next tokens read is exact."""

@@ -21,7 +21,7 @@ _VERSION = b"2"  # the version of the meaning of all objects
 
 
 class Names:
-    """The names of a model's objects. root: that of its prefix cache. weights: a digest of its weights files."""
+    """The names of a model's objects. root: the root of its prefix cache. weights: a digest of its weights files."""
 
     def __init__(self, root: bytes, weights: bytes):
         self._key = hashlib.blake2b(_VERSION + root + weights, digest_size=32).digest()

@@ -146,8 +146,10 @@ class TierHit:
         (store, prefixes, payloads), is_full = self._stored, run.blocks[0].block.is_full
         lacking = []
         for found in run.blocks:
-            is_quantized = not is_full and found.key is not None
-            known = prefixes.quantized(found.key) if is_quantized else prefixes.full(found.before, found.ids)
+            if is_full or found.key is None:
+                known = prefixes.full(found.before, found.ids)
+            else:
+                known = prefixes.quantized(found.key)
             if any(block is None and run.needed >> index & 1 for index, block in enumerate(known)):
                 lacking.append(found)
         allocators = [group.full if is_full else group.quantized for group in store.groups]
@@ -167,8 +169,8 @@ class TierHit:
         except OutOfBlocks:
             return False
         finally:
-            for allocator, ids in zip(allocators, taken, strict=False):
-                for block in reversed(ids):  # the last ones are reused first: each needs those before it
+            for allocator, allocated in zip(allocators, taken, strict=False):
+                for block in reversed(allocated):  # the last ones are reused first: each needs those before it
                     if block is not None:
                         allocator.release(block)
         return True

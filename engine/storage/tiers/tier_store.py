@@ -31,7 +31,7 @@ except ImportError:  # Windows, where processes that share a folder may exceed i
 _NAME = re.compile("[0-9a-f]{32}")
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[0-9a-f]{16}")
-_ABANDONED = 3600 * 10**9  # nanoseconds after which, without locks, an unfinished file is that of a killed process
+_ABANDONED = 3600 * 10**9  # nanoseconds after which, without locks, an unfinished file belongs to a killed process
 _COUNTS = ".held"  # the file of the counts, which say how much a folder holds
 _HELD = struct.Struct("<QQ")  # its contents: bytes and objects
 _BINARY = getattr(os, "O_BINARY", 0)
@@ -102,8 +102,8 @@ class Folder:
 
     Several processes may share a folder. The limit holds for all their files together, at every moment: a writer locks
     the file of the counts, makes room, counts the new object, and then writes it. The least recently used files are
-    removed first; a file's time of modification is that of its last use. A killed process leaves counts that are too
-    high. The next scan of all files corrects them, when the folder seems full or a process makes its first write.
+    removed first; a file's time of modification is its last use. A killed process leaves counts that are too high.
+    The next scan of all files corrects them, when the folder seems full or a process makes its first write.
     """
 
     def __init__(self, folder: Path, size: int | None, label: str = "disk"):

@@ -135,7 +135,7 @@ class Tiers:
     def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         """Keep the blocks of a sequence that was released to the prefix cache. The caller holds the engine's lock.
 
-        root: that of its salt; empty for none. hashes: those of its complete blocks.
+        root: the root of its salt; empty for none. hashes: the hashes of its complete blocks.
         """
         self._writer.released(root or self._root, hashes, ids)
 

@@ -30,7 +30,7 @@ DEMO = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Each operation of a level, products of weights, attention over codes and over full precision, encoding, prompts,
 # experts, recurrent layers; and that images are linked and found.
 TESTS = [
-    "tests/jit/test_byte_ops.py",
+    "tests/jit/test_level_ops.py",
     "tests/jit/test_images.py::test_code_finds_its_constants_at_any_address",
     "tests/jit/test_images.py::test_memory_is_never_writable_and_executable",
     "tests/backends/native/test_levels.py::test_every_level_passes",

@@ -25,8 +25,9 @@ from polarlm.engine.weight_formats import available, get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import ARM, Loop
 from tests.jit.levels import declared
+from tests.pairs import in_turn
 
-every_arm_level = pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)
+every_arm_level = in_turn("level", ARM)
 
 
 # Of bytes with int16: of 4 high and of 4 low bytes in two instructions, or of 8 of both in one; of int16, or of int32
@@ -62,7 +63,6 @@ def test_products(level: Level) -> None:
     assert len(one) <= (190 if level.splits_words else 510)
 
 
-# Product: which values a loop keeps depends on the instructions of a level and on how a format is read.
 @every_arm_level
 @pytest.mark.parametrize(
     "name", [name for name in available() if get(name).unpack and not get(name).grid and not get(name).runs]
@@ -98,7 +98,6 @@ SPILLED = {
 }
 
 
-# Product: as above, for codes of the cache.
 @every_arm_level
 @pytest.mark.parametrize(
     "name", ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4", "q8_0", "q4_0", "f16", "polarquant"]

@@ -22,8 +22,8 @@ from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, atten
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.backends.native.plain_tiles import PlainKeys, PlainValues
-from tests.jit.levels import every_level, name_of
-from tests.pairs import each
+from tests.jit.levels import every_level
+from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs  # isort: skip
 from polarlm.engine.backends.native.attention_ops.heads import HeadOps
@@ -65,7 +65,6 @@ def check(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-# Product: a window may begin in the sink, in a quantized block or before the sequence, with one row and with several.
 @with_plain_tiles
 @every_level
 @pytest.mark.parametrize("window", [None, 20, 600])
@@ -80,7 +79,6 @@ def sink_scores(heads: int) -> np.ndarray:
     return np.linspace(-20, 12, heads).astype(np.float32)
 
 
-# Product: a level has its own vectors, and a cap or a sink its own kernel.
 @with_plain_tiles
 @every_level
 @pytest.mark.parametrize(("softcap", "has_sink_scores"), [(1.5, False), (None, True), (50.0, True)])
@@ -137,9 +135,7 @@ def test_attention_of_any_shape(
 
 
 @with_plain_tiles
-@pytest.mark.parametrize(
-    ("level", "rotation"), each(levels(), [dense, None, signed_hadamard, twice_signed_hadamard]), ids=name_of
-)
+@in_turn("level rotation", each(levels(), [dense, None, signed_hadamard, twice_signed_hadamard]))
 def test_the_result_is_scaled_and_rotated_back(level: Level, rotation: object) -> None:
     rng = np.random.default_rng(0)
     dim = 80 if level == best() else 64
@@ -212,16 +208,14 @@ def check_over_codes(case: Step, level: Level, window: int | None, **rule: Any) 
     assert np.abs(error).max() < 4 * most * np.abs(wanted).max()
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("level", "types"), each(levels(), TYPES), ids=name_of)
+@in_turn("level types", each(levels(), TYPES))
 def test_attention_over_codes(level: Level, types: tuple[str, str]) -> None:
     """The tests of `codecs/` read the codes of every codec at every level."""
     shape = Shape(dim=64, types=types, block_size=64)
     check_over_codes(step(shape, [Sequence_(1000, 3), Sequence_(10), Sequence_(320)], 900), level, 900)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("types", TYPES, ids=name_of)
+@in_turn("types", TYPES)
 def test_caps_and_sinks_over_codes(types: tuple[str, str]) -> None:
     case = step(Shape(dim=64, types=types, block_size=64), [Sequence_(1000, 3), Sequence_(320)], 900)
     rule = {"softcap": 1.5, "sink_scores": sink_scores(6)}
@@ -272,7 +266,6 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
         ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
 
 
-@pytest.mark.slow(keep=1)
 @every_level
 def test_nan_in_a_slot_gives_nan(level: Level) -> None:
     """Damaged weights are found by their results. The second sequence has a slot of its own."""
@@ -284,7 +277,6 @@ def test_nan_in_a_slot_gives_nan(level: Level) -> None:
         np.testing.assert_array_equal(found[1:], attended(alone(case, 1), level, None), side)
 
 
-@pytest.mark.slow(keep=1)
 @with_plain_tiles
 @special_levels
 def test_instructions_over_blocks_in_full_precision(level: Level) -> None:

@@ -32,7 +32,6 @@ def format_of(types: tuple[str, str], mean_bits: int = 8) -> CacheFormat:
     return CacheFormat(k, v, None, None, mean_bits, N, K, D)
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("types", "mean_bits"), each(TYPES, [0, 8, 16]))
 def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str], mean_bits: int) -> None:
     rng = np.random.default_rng(0)
@@ -73,7 +72,6 @@ def test_cache_bytes_are_those_of_the_arrays(types: tuple[str, str], monkeypatch
         assert cache.full_k.nbytes + cache.full_v.nbytes == 3 * slot, has_kernels
 
 
-# Product: a level converts halves and finds the nearest points in its own way.
 @every_level
 @pytest.mark.parametrize("types", TYPES)
 def test_tiles_do_not_depend_on_the_level(types: tuple[str, str], level: Level) -> None:

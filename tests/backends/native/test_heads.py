@@ -77,7 +77,6 @@ def check_halves(found: np.ndarray, wanted: np.ndarray) -> None:
     assert (np.abs(found - wanted) <= 1e-6 * size + np.spacing(np.abs(wanted).astype(np.float16)) / 2).all()
 
 
-# Product: a level cuts a head and the steps of its rotation into vectors of its own lanes.
 @every_level
 @pytest.mark.parametrize(
     ("dim", "rotations", "scaled", "normed"),

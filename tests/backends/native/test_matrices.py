@@ -11,7 +11,8 @@ from tests.backends.native.hot_loops import Loop
 from tests.backends.native.launching import launcher
 from tests.backends.native.packed_tiles import pack
 from tests.backends.native.test_product import quantized, stored
-from tests.jit.levels import name_of, run
+from tests.jit.levels import run
+from tests.pairs import in_turn
 
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import together  # isort: skip
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
@@ -24,7 +25,7 @@ from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.weight_formats import Linear, WeightFormat
 
 CODES = [name for name in available() if get(name).unpack is not None]
-with_matrices = pytest.mark.parametrize("level", [level for level in levels() if level.matrix_rows], ids=name_of)
+with_matrices = in_turn("level", [level for level in levels() if level.matrix_rows])
 
 
 def multiplied(
@@ -52,9 +53,8 @@ def multiplied(
     return y
 
 
-# Product: codes of each format become bfloat16, and are added, in a way of its own.
 @with_matrices
-@pytest.mark.parametrize("name", CODES)
+@in_turn("name", CODES)
 def test_matrices_give_what_few_rows_give(name: str, level: Level) -> None:
     """More tiles than a run has, a last slice of fewer inputs than others, and a last panel with rows that are missing;
     of one format more panels than have their sums in the cache."""
@@ -69,9 +69,8 @@ def test_matrices_give_what_few_rows_give(name: str, level: Level) -> None:
         )
 
 
-# Product: codes of each format become bfloat16, and are added, in a way of its own.
 @with_matrices
-@pytest.mark.parametrize("name", CODES)
+@in_turn("name", CODES)
 def test_the_largest_sums_are_exact(name: str, level: Level) -> None:
     """All codes are the lowest or the highest, where the bits of both are equal, and all inputs have the largest
     magnitude, of one sign or of two in turn."""
@@ -119,8 +118,7 @@ def test_threads_take_many_units_and_none_has_nothing_to_do() -> None:
     assert together(3, 1, 4) == 1
 
 
-# Product: formats differ in how many products and sums there are.
-@pytest.mark.parametrize("level", [level for level in LEVELS if level.matrix_rows], ids=name_of)
+@in_turn("level", [level for level in LEVELS if level.matrix_rows])
 @pytest.mark.parametrize(("name", "products", "sums"), [("q4_0", 2, 1), ("q5_1", 2, 1), ("q8_0", 2, 2), ("q6_k", 4, 2)])
 def test_instructions(name: str, products: int, sums: int, level: Level) -> None:
     """For 32 inputs of 16 rows and outputs a product with each part of the inputs, and one sum of both that is written;

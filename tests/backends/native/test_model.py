@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
+
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -29,6 +30,8 @@ from tests.shared_data import shared
 from tests.tiny import VOCABULARY, load_tiny, make_model
 
 FAMILIES = sorted(path.name for path in FIXTURES.iterdir())
+# With attention alone, a mixture of experts, short convolutions, and gated delta rules.
+FEW = ["gemma2_capped_tied", "olmoe_all_heads", "lfm2_tied", "qwen3_next_shared_keys"]
 # Nats between the best two tokens of a step. Rounding may decide a closer one.
 MARGIN = 0.05
 TOKENS = 24
@@ -41,9 +44,8 @@ def decided(engine: Engine, prompt: list[int]) -> list[int]:
     return [token for token, _, _ in close]
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_answers_of_every_family_are_those_of_float32(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FEW)
+def test_greedy_answers_are_those_of_float32(name: str, tmp_path: Path) -> None:
     path, prompts = make_model(tmp_path, name), np.random.default_rng(0).integers(5, VOCABULARY, (4, 50)).tolist()
     settings = {"cache_type": "f16", "block_size": 16, "ctx_size": 128}
     with load_tiny(path, ops=NumpyOps(1), **settings) as engine:
@@ -104,9 +106,7 @@ def test_steps_over_codes_are_the_same_at_every_level(
         np.testing.assert_allclose(logprobs[:first], wanted[:first], atol=MARGIN, err_msg=level.name)
 
 
-@pytest.mark.parametrize(
-    ("name", "cache_type"), [*((name, "balanced") for name in FAMILIES), (FAMILIES[0], "polarquant")]
-)
+@pytest.mark.parametrize(("name", "cache_type"), [*((name, "balanced") for name in FEW), ("llama_mha", "polarquant")])
 def test_a_quantized_cache_costs_what_it_costs_in_float32(name: str, cache_type: str, tmp_path: Path) -> None:
     """Heads of 8 or 16 numbers are few: a code that rounds the other way changes more than in a real model, and in a
     mixture of experts also which of them are chosen."""
@@ -120,7 +120,7 @@ def test_a_quantized_cache_costs_what_it_costs_in_float32(name: str, cache_type:
     assert kl(exact, found) == pytest.approx(kl(exact, wide), rel=0.2)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow  # the contract of every family
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_compute_as_transformers_does_and_packed_weights_as_numpy_does(name: str, tmp_path: Path) -> None:
     """Scores read keys and values as halves, which are 2⁻¹¹ of a number apart. Where weights of 16 bits become words in
@@ -138,8 +138,7 @@ def test_families_compute_as_transformers_does_and_packed_weights_as_numpy_does(
     np.testing.assert_allclose(found["q8_0", True], found["q8_0", False], atol=atol, rtol=0)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq2_xxs", "iq3_s"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq3_s"])
 def test_packed_weights_compute_as_float32_does(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(path, "tiny", TINY, kind, tokenizer_file(tmp_path))

@@ -47,9 +47,8 @@ def pairs() -> np.ndarray:
     return np.concatenate([grid, some, near, ends, ends * 1e-3, ends * 7, ends * 1e9, some[:1000] * 1e6])
 
 
-# Product: a level compares in its own way with the points of each table.
 @every_level
-@pytest.mark.parametrize("name", ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"])
+@pytest.mark.parametrize("name", ["ring3.5", "ring5", "turbo2", "turbo4"])
 def test_codes_and_points_are_those_of_numpy(name: str, level: Level) -> None:
     rounding = codecs.get(name).rounding
     x = pairs().reshape(-1, rounding.width).astype(np.float32)

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native import loading
 from polarlm.engine.backends.native.kernels.linear import packing
+from polarlm.engine.backends.native.product_ops import loading
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
@@ -18,8 +18,7 @@ from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.launching import launcher
 from tests.backends.native.packed_tiles import pack
-from tests.jit.levels import name_of
-from tests.pairs import pairs
+from tests.pairs import each, in_turn, pairs
 
 
 def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> weights.StoredBytes:
@@ -27,9 +26,7 @@ def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> weig
     return weights.StoredBytes(rng.integers(0, 256, (rows, get(name).size(columns)), np.uint8), name)
 
 
-@pytest.mark.slow(keep=16)
-@pytest.mark.parametrize(("level", "name"), pairs(levels(), available()), ids=name_of)
-def test_tiles_have_every_bit_of_the_file(level: Level, name: str) -> None:
+def check_tiles(level: Level, name: str) -> None:
     """Whole tiles and the rest of one, several matrices in one; columns that fill no vector, for plain numbers."""
     rng, ops = np.random.default_rng(0), LinearOps(launcher(level))
     for rows, blocks in (16, 1), (48, 3), (37, 2), (3, 5):
@@ -40,8 +37,13 @@ def test_tiles_have_every_bit_of_the_file(level: Level, name: str) -> None:
         np.testing.assert_array_equal(whole.data.memory, wanted)
 
 
+test_tiles_have_every_bit_of_the_file = in_turn("level name", each(levels(), available()))(check_tiles)
+# Every format at every level: two minutes of compilation.
+test_tiles_of_all_levels = pytest.mark.slow(in_turn("level name", pairs(levels(), available()))(check_tiles))
+
+
 # Blocks of digits are packed byte by byte.
-@pytest.mark.parametrize("name", [name for name in available() if get(name).unpack and not get(name).runs])
+@in_turn("name", [name for name in available() if get(name).unpack and not get(name).runs])
 def test_every_bit_of_a_block_is_used_once_and_the_rest_is_constant(name: str) -> None:
     format = get(name)
     used = np.concatenate([field.bits.ravel() for field in packing.origins(format).values()])

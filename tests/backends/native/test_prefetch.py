@@ -14,7 +14,7 @@ from tests.backends.native.attending import SCALE, Sequence_, Shape, step
 from tests.backends.native.launching import launcher
 from tests.backends.native.test_product import quantized, stored
 from tests.jit.levels import run
-from tests.pairs import pairs
+from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
@@ -43,8 +43,7 @@ from polarlm.engine.jit.lang.values import I8, Value
 SEQUENCES = [Sequence_(5), Sequence_(64, 3), Sequence_(150), Sequence_(190, 4), Sequence_(63, 2), Sequence_(640)]
 
 
-# Product: a window may begin anywhere in a block, which has a part of a piece, one and a half or two.
-@pytest.mark.parametrize("window", [None, 1, 40, 100, 200])
+@in_turn("window", [None, 1, 40, 100, 200])
 @pytest.mark.parametrize("shape", [Shape(block_size=64), Shape(kv_heads=3, dim=8), Shape(dim=96, block_size=32)])
 def test_the_pieces_are_what_a_step_attends_to(shape: Shape, window: int | None) -> None:
     case = step(shape, SEQUENCES, window)
@@ -87,9 +86,8 @@ def current(view: object) -> list[int]:
     return [view.current.block, *view.following]  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    ("name", "activation", "rows"), pairs(["q4_1", "q4_k", "q8_0"], [None, "silu"], [2, 3, 8, 13, 17])
+    ("name", "activation", "rows"), each(["q4_1", "q4_k", "q8_0"], [None, "silu"], [2, 3, 8, 13, 17])
 )
 def test_a_product_prefetches_each_of_its_pieces_once(
     name: str, rows: int, activation: str | None, monkeypatch: pytest.MonkeyPatch

@@ -10,8 +10,8 @@ from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import OF_BYTES, OF_WORDS, X86, Loop, special_levels
 from tests.backends.native.packed_tiles import pack
-from tests.jit.levels import every_level, name_of, run
-from tests.pairs import each, pairs
+from tests.jit.levels import every_level, run
+from tests.pairs import each, in_turn, pairs
 
 from polarlm.engine.backends.native import tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.linear.activations import (
@@ -33,7 +33,6 @@ from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
-every_format = pytest.mark.parametrize("name", available())
 WITH_WORDS = [level for level in X86 if level.unpacks_first]
 LATTICES = [name for name in available() if get(name).grid]
 
@@ -145,7 +144,6 @@ def read_back(words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return (words * numbers[..., :1].view(np.float32).astype(np.float64)).reshape(len(words), -1)
 
 
-# Product: a level cuts a panel of one row and of two into vectors of its own lanes.
 @every_level
 @pytest.mark.parametrize("row_tile", [1, 2])
 def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> None:
@@ -177,8 +175,7 @@ def test_rows_are_normed_and_interleaved(level: Level) -> None:
         np.testing.assert_allclose(out.swapaxes(1, 2).reshape(4, columns)[:3], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("level", "name", "count"), pairs(levels(), available(), [1, 3, 5, 9, 20, 40]), ids=name_of)
-def test_product(name: str, level: Level, count: int) -> None:
+def check_product(name: str, level: Level, count: int) -> None:
     """36 outputs: the last tile has rows that do not exist, and none beside it. Up to 40 rows: more than the panels for
     which weights are unpacked once, and than the matrices of a level have."""
     rng = np.random.default_rng(1)
@@ -197,11 +194,15 @@ def test_product(name: str, level: Level, count: int) -> None:
     assert (y[count] == 7).all()
 
 
-@pytest.mark.parametrize(
-    ("level", "activation", "count", "name"),
-    [(*case, name) for case, name in each(pairs(levels(), ["silu", "gelu_tanh"], [1, 3, 7, 17, 33]), available())],
-    ids=name_of,
+COUNTS = [1, 3, 5, 9, 20, 40]
+test_product = in_turn("level name count", each(levels(), available(), COUNTS))(check_product)
+# Every format at every level, with every number of rows: minutes of compilation.
+test_products_of_all_levels = pytest.mark.slow(
+    in_turn("level name count", pairs(levels(), available(), COUNTS))(check_product)
 )
+
+
+@in_turn("level activation count name", each(levels(), ["silu", "gelu_tanh"], [1, 3, 7, 17, 33], available()))
 def test_gated_product(name: str, level: Level, activation: str, count: int) -> None:
     """The gate and the up projection are multiplied together, or one after the other where registers have no room for
     the sums of both. The test above unpacks every format at every level."""
@@ -220,12 +221,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     assert (np.abs(y - want) <= 1e-6 * scale * (1 + np.abs(both).max()) + 1e-5).all()
 
 
-# Product: a level unpacks each format by instructions of its own. The test above expands lattices at every level.
-@pytest.mark.parametrize(
-    ("level", "name"),
-    [*pairs(levels(), [name for name in available() if name not in LATTICES]), *each(levels(), LATTICES)],
-    ids=name_of,
-)
+@in_turn("level name", each(levels(), available()))
 def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None:
     rng = np.random.default_rng(2)
     format, packed, values = stored(rng, name, 36, 256)
@@ -237,9 +233,7 @@ def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None
     np.testing.assert_array_equal(out, values[ids])
 
 
-@pytest.mark.parametrize(
-    ("level", "name"), each(levels(), [*LATTICES, "q4_1", "q6_k", "mxfp4", "f16", "bf16"]), ids=name_of
-)
+@in_turn("level name", each(levels(), [*LATTICES, "q4_1", "q6_k", "mxfp4", "f16", "bf16"]))
 def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level) -> None:
     """To the bit, beyond the panels for which a block is expanded once, and where the last block of codes that become
     words is alone."""
@@ -263,7 +257,7 @@ def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level
     assert (np.abs(outputs[0] - want) <= 1e-6 * scale + 1e-5).all()
 
 
-@every_format
+@in_turn("name", available())
 def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
     rng = np.random.default_rng(3)
     format, packed, _ = stored(rng, name, 36, 256)
@@ -273,10 +267,8 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
         assert tiles.block_bytes(format) == tiles.ROWS * (format.nbytes + more)
 
 
-# Product: what unpacks a format and the sums of a tile of rows need the same registers.
 @special_levels
-@pytest.mark.parametrize("rows", [1, 4, 8, 64])
-@pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0", "iq4_xs"])
+@pytest.mark.parametrize(("name", "rows"), [("q4_1", 1), ("q6_k", 4), ("q8_0", 8), ("iq4_xs", 1), ("q4_1", 64)])
 def test_instructions(name: str, rows: int, level: Level) -> None:
     """16 dot products of pairs of words for each row and 32 inputs, in whole registers, or of fours of bytes with the
     high and with the low bytes of inputs. With the 32 registers of AVX-512 few vectors go to the stack and back; AVX2
@@ -312,7 +304,7 @@ def test_results_do_not_depend_on_what_unpacks_codes(name: str) -> None:
                 assert loop.spilled <= 4 * sizes.rows
 
 
-@pytest.mark.parametrize(("level", "name"), each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0", "f16"]), ids=name_of)
+@in_turn("level name", each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0", "f16"]))
 def test_instructions_of_words(name: str, level: Level) -> None:
     """Two pairs of words are multiplied at a time: of each a load and a dot product for 16 outputs and each row, whose
     inputs are loaded once; or one product of two sums, but for each third row. Nothing else is in the loop, and nothing
@@ -339,7 +331,6 @@ def test_instructions_of_lattices(name: str, level: Level) -> None:
     assert loop.on_stack <= len(loop) / 7
 
 
-# Product: a level converts each type by instructions of its own.
 @special_levels
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
@@ -350,10 +341,3 @@ def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     assert loop.count("vfmadd231ps") >= sizes.rows * vectors
     assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
     assert loop.on_stack == 0
-
-
-@pytest.mark.slow
-@special_levels
-def test_sums_of_too_many_rows_are_seen_on_the_stack(level: Level) -> None:
-    """So that the tests above can fail."""
-    assert Loop(product(Product(get("f32"), Tiling(40, 1), inputs=Inputs.FLOATS)), level).on_stack > 0

@@ -92,8 +92,6 @@ def transform(
     return HeadTransform(kv_heads, None, None, rotation, scale_back)
 
 
-# Product: a level cuts head dims, queries and tokens into vectors and tiles of its own.
-@pytest.mark.slow(keep=1)
 @every_level
 @pytest.mark.parametrize(
     ("dim", "group", "rows", "done", "blocks", "window"),
@@ -111,7 +109,6 @@ def test_prompts_attend(
     check(found, exact(q, cache, span, 0.3, window, stored))
 
 
-# Product: a level has its own vectors, and a cap or a sink its own kernel.
 @every_level
 @pytest.mark.parametrize(("softcap", "has_sink_scores"), [(1.5, False), (None, True), (50.0, True)])
 def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sink_scores: bool) -> None:
@@ -218,8 +215,6 @@ def test_too_many_queries_for_a_head_are_refused() -> None:
         PromptOps(launcher(best())).attention(np.zeros((1, 193, 8), np.float32), cache, [span], 0.1, None)
 
 
-# Product: the head dim decides how many registers sums take, of which a level has its own number.
-@pytest.mark.slow(keep=1)
 @special_levels
 @pytest.mark.parametrize("dim", [64, 128])
 def test_instructions(dim: int, level: Level) -> None:

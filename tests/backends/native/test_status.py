@@ -27,7 +27,6 @@ def stepped(path: Path, cache_type: str) -> Engine:
     return engine
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("cache_type", "in_numpy"),
     [

@@ -270,7 +270,7 @@ def test_a_conversation_goes_on_after_a_call_that_is_cut_off(hermes: Serving) ->
         json.loads(call["function"]["arguments"])
     result = {"role": "tool", "tool_call_id": call["id"], "content": "The arguments are no JSON."}
     messages = [QUESTION, cut["message"], result]
-    assert chat(hermes, messages=messages, tool_choice="none", max_tokens=4)["finish_reason"] == "length"
+    assert chat(hermes, messages=messages, tool_choice="none", max_tokens=1)["finish_reason"] == "length"
     shown = hermes.post("/apply-template", {"messages": messages}).json()["prompt"]
     assert (
         json.dumps(call["function"]["arguments"], ensure_ascii=False) in shown

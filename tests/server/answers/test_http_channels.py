@@ -112,7 +112,8 @@ def test_the_beginning_of_an_answer_is_continued(server: Serving) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
 def test_tools_leave_room_for_reasoning(server: Serving, choice: str) -> None:
-    """The first letter of a channel is the model's to choose, and "a" is that of reasoning."""
+    """The first letter of a channel is the model's to choose, and "a" begins the channel of reasoning."""
+    (channel,) = server.engine.model.tokenizer.tokenize("<|channel|>", control=True)
     (letter,) = server.post("/tokenize", {"content": "a"}).json()["tokens"]
     body = {
         "model": "any",
@@ -122,7 +123,7 @@ def test_tools_leave_room_for_reasoning(server: Serving, choice: str) -> None:
         "max_tokens": 30,
         "temperature": 0,
     }
-    answer = server.post("/v1/chat/completions", {**body, "logit_bias": {str(letter): 100}}).json()
+    answer = server.post("/v1/chat/completions", {**body, "logit_bias": {str(channel): 50, str(letter): 100}}).json()
     message = answer["choices"][0]["message"]
     assert set(message["reasoning_content"]) == {"a"}
     assert not message["content"]

@@ -11,7 +11,8 @@ import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from tests.server.fill_model import FILLS, token
-from tests.server.http_server import Serving, eventually, serving
+from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 from tests.tiny import CONTEXT, forget
 
 PROMPT = "the rain"

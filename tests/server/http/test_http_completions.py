@@ -11,7 +11,8 @@ import pytest
 from polarlm.engine import Engine, SamplingParams
 from tests.lazily import openai
 from tests.server.fill_model import FILLS, token
-from tests.server.http_server import Serving, eventually, serving
+from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 from tests.tiny import forget
 
 PROMPTS = ["the rain", "he ran", "then on and on"]

@@ -16,7 +16,8 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.http import documents
-from tests.server.http_server import KEY, Serving, eventually, serving
+from tests.server.http_server import KEY, Serving, serving
+from tests.server.lines import eventually
 from tests.server.pdfs import made_pdf
 
 HEAD = (

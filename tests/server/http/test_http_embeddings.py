@@ -11,7 +11,8 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.lazily import openai
-from tests.server.http_server import Serving, eventually, serving
+from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 
 TEXT, OTHER = "the rain", "then he ran on and on"
 

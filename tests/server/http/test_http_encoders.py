@@ -11,7 +11,8 @@ import pytest
 
 from polarlm.engine import Engine, PromptOptions
 from tests.encoders import make_folder
-from tests.server.http_server import Serving, eventually, serving
+from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 
 TEXTS = ["the rain falls", "a ship on the sea", "he ran"]
 

@@ -14,7 +14,8 @@ import pytest
 from polarlm.engine import Engine
 from polarlm.server.http import streams
 from tests.lazily import anthropic
-from tests.server.http_server import Serving, eventually, serving
+from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 
 WORDS = "the rain " * 8
 CHAT = {"messages": [{"role": "user", "content": WORDS}]}

@@ -9,7 +9,8 @@ import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
 from tests.lazily import openai
-from tests.server.http_server import KEY, Serving, eventually, serving
+from tests.server.http_server import KEY, Serving, serving
+from tests.server.lines import eventually
 from tests.tiny import forget
 
 MESSAGES: list[Any] = [{"role": "user", "content": "then he ran on"}]

@@ -16,7 +16,8 @@ from polarlm import server as server_package
 from polarlm.engine import Engine
 from polarlm.server.http.page import _whole
 from polarlm.server.running import journal
-from tests.server.http_server import KEY, Serving, eventually, serving
+from tests.server.http_server import KEY, Serving, serving
+from tests.server.lines import eventually
 from tests.tiny import forget
 
 PAGE = _whole()

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from polarlm.engine import Engine
 from polarlm.server.http.plain import tokens as tokens_of_texts
-from tests.server.http_server import KEY, Serving, eventually, serving
-from tests.server.lines import PATIENCE
+from tests.server.http_server import KEY, Serving, serving
+from tests.server.lines import PATIENCE, eventually
 from tests.tiny import CHARACTERS, PLAIN, VOCABULARY, load_tiny
 
 

@@ -14,7 +14,8 @@ from polarlm.engine import Engine
 from polarlm.server.answers.pieces import Piece
 from polarlm.server.http import bodies, streams
 from tests.lazily import openai
-from tests.server.http_server import Serving, eventually, serving
+from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 from tests.tiny import held
 
 ENDLESS = {"prompt": "the rain", "temperature": 0, "ignore_eos": True}

@@ -17,6 +17,21 @@ from polarlm.server.mcp.file import McpServer, read_mcp_file
 from tests.server.http_server import KEY, serving
 from tests.server.mcp.faults import mcp_file
 
+WRONG = {
+    "{": "is not JSON",
+    "[]": "names no servers",
+    '{"mcpServers": []}': "names no servers",
+    '{"mcpServers": {"a": 1}}': "has to be an object",
+    '{"mcpServers": {"": {"command": "x"}}}': "needs a name",
+    '{"mcpServers": {"a": {}}}': "either a command or a url",
+    '{"mcpServers": {"a": {"command": "x", "url": "http://x"}}}': "either a command or a url",
+    '{"mcpServers": {"a": {"type": "sse", "url": "http://x"}}}': "of type 'sse'",
+    '{"mcpServers": {"a": {"url": "file:///x"}}}': "begins with http",
+    '{"mcpServers": {"a": {"url": 5}}}': "begins with http",
+    '{"mcpServers": {"a": {"command": ["x"]}}}': "a command that is text",
+    '{"mcpServers": {"a": {"command": "x", "args": "y"}}}': "an array of strings",
+    '{"mcpServers": {"a": {"command": "x", "env": {"A": 1}}}}': "an object of strings",
+}
 CALL = {"server": "absent", "tool": "any", "arguments": {}}  # which no answer but an error comes to
 FOREIGN: list[Mapping[str, str]] = [
     {"Origin": "https://evil.example"},
@@ -85,30 +100,13 @@ def test_a_file_names_programs_and_addresses(tmp_path: Path) -> None:
     assert found["web"].secrets() == ["Bearer sk-very-secret", "sk-very-secret", "Bearer"]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "names no servers"),
-        ('{"mcpServers": []}', "names no servers"),
-        ('{"mcpServers": {"a": 1}}', "has to be an object"),
-        ('{"mcpServers": {"": {"command": "x"}}}', "needs a name"),
-        ('{"mcpServers": {"a": {}}}', "either a command or a url"),
-        ('{"mcpServers": {"a": {"command": "x", "url": "http://x"}}}', "either a command or a url"),
-        ('{"mcpServers": {"a": {"type": "sse", "url": "http://x"}}}', "of type 'sse'"),
-        ('{"mcpServers": {"a": {"url": "file:///x"}}}', "begins with http"),
-        ('{"mcpServers": {"a": {"url": 5}}}', "begins with http"),
-        ('{"mcpServers": {"a": {"command": ["x"]}}}', "a command that is text"),
-        ('{"mcpServers": {"a": {"command": "x", "args": "y"}}}', "an array of strings"),
-        ('{"mcpServers": {"a": {"command": "x", "env": {"A": 1}}}}', "an object of strings"),
-    ],
-)
-def test_a_wrong_file_is_refused_with_a_sentence(tmp_path: Path, text: str, why: str) -> None:
+def test_a_wrong_file_is_refused_with_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "mcp.json"
-    path.write_text(text)
-    with pytest.raises(EngineError, match="--mcp-config") as refused:
-        read_mcp_file(str(path))
-    assert why in str(refused.value)
+    for text, why in WRONG.items():
+        path.write_text(text)
+        with pytest.raises(EngineError, match="--mcp-config") as refused:
+            read_mcp_file(str(path))
+        assert why in str(refused.value)
 
 
 def test_a_wrong_file_or_a_missing_package_is_told_before_a_model_is_loaded(

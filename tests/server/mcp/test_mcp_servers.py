@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from polarlm.server.mcp import session
-from tests.server.http_server import Serving, eventually, serving
+from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 from tests.server.mcp.faults import TOKEN, mcp_file, over_http
 from tests.server.models.running import front, two_models
 from tests.server.process import Process

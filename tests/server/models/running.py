@@ -26,7 +26,8 @@ from polarlm.server.models.registry import Registry
 from polarlm.server.models.served import Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.listening import tcp_socket
-from tests.server.http_server import eventually, join, quiet_config
+from tests.server.http_server import join, quiet_config
+from tests.server.lines import eventually
 from tests.tiny import make_model
 
 QUICK: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "calibration": False, "threads": 1}
@@ -52,6 +53,7 @@ class Front:
     """A running server, and a client for it."""
 
     supervisor: Supervisor
+    proxy: Proxy
     http: httpx.Client
     url: str
     loop: asyncio.AbstractEventLoop
@@ -90,7 +92,7 @@ def front(place: Path, *, model: dict[str, Any] | None = None, **settings: Any) 
         mcp = McpServers(config)
         app = create_models_app(supervisor, proxy, config, mcp)
         server = uvicorn.Server(quiet_config(app))
-        held.extend((supervisor, server, asyncio.get_running_loop()))
+        held.extend((supervisor, proxy, server, asyncio.get_running_loop()))
         ready.set()
         await server.serve(sockets=[listener])
         await mcp.close()
@@ -102,7 +104,7 @@ def front(place: Path, *, model: dict[str, Any] | None = None, **settings: Any) 
     assert ready.wait(60)
     try:
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as http:
-            yield Front(held[0], http, url, held[2])
+            yield Front(held[0], held[1], http, url, held[3])
     finally:
-        held[1].should_exit = True
-        join(thread, held[2])
+        held[2].should_exit = True
+        join(thread, held[3])

@@ -11,18 +11,17 @@ from typing import Any
 import ollama
 import pytest
 
-from polarlm.engine.loading.need import PROCESS_BYTES, need
+from polarlm.engine.loading.need import PROCESS_BYTES
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.models import proxy
-from polarlm.server.models.app import ASKED, POSTED, spelt
+from polarlm.server.models.app import ASKED, POSTED, create_models_app, spelt
 from polarlm.server.models.served import FAILED, LOADING, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.encoders import make_folder
 from tests.lazily import anthropic, openai
-from tests.server.http_server import eventually
-from tests.server.lines import PATIENCE
-from tests.server.models.running import KEY, PATIENT, Front, common, front, two_models
+from tests.server.lines import PATIENCE, eventually
+from tests.server.models.running import KEY, Front, front, two_models
 
 # Answers that are more than all buffers on the way take, so that their process waits for who reads them.
 LONG: dict[str, Any] = {
@@ -32,24 +31,6 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
     "logprobs": 5,
     "stream": True,
-}
-OWN = {"/v1/models", "/models", "/v1/models/{name:path}", "/models/{name:path}", "/health", "/v1/health", "/ping"}
-OWN |= {
-    "/version",
-    "/metrics",
-    "/api/tags",
-    "/api/ps",
-    "/api/show",
-    "/api/pull",
-    "/api/version",
-    "/conversations",
-    "/conversations/{id}",
-    "/documents/text",
-    "/mcp/servers",
-    "/mcp/connect",
-    "/mcp/call",
-    "/",
-    "/sessions/{name}",
 }
 
 
@@ -174,10 +155,16 @@ def test_the_front_asks_for_the_key_and_knows_the_paths(running: Front) -> None:
     assert running.http.post("/api/pull", json={"model": "big", "stream": False}).json() == {"status": "success"}
 
 
-def test_every_path_of_one_model_is_one_of_several(engine: Any) -> None:
+def test_every_path_of_one_model_is_one_of_several(engine: Any, running: Front) -> None:
     """A new endpoint has to be named among those that are passed on, or be the front's own."""
-    paths = {getattr(route, "path", "") for route in create_app(Driver(engine, ServerConfig()), ServerConfig()).routes}
-    assert paths == {*spelt(POSTED), *spelt(ASKED)} | OWN
+    config = ServerConfig()
+    one, several = (
+        create_app(Driver(engine, config), config),
+        create_models_app(running.supervisor, running.proxy, config),
+    )
+    paths, known = ({getattr(route, "path", "") for route in app.routes} for app in (one, several))
+    assert paths <= known
+    assert {*spelt(POSTED), *spelt(ASKED)} <= paths
 
 
 def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(running: Front) -> None:
@@ -194,41 +181,10 @@ def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(runnin
     assert running.http.get("/v1/models/big").json()["status"]["failed"] is True
     assert said(running.ask("small"))
     assert running.served("big").active == 0
+    assert said(running.ask("big"))  # which starts it again
 
 
 # -- processes that are started again and again ----------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_next_request_starts_a_killed_model_again(tmp_path: Path) -> None:
-    with front(two_models(tmp_path)) as server:
-        before = said(server.ask("big"))
-        pid = server.pid("big")
-        server.kill("big")
-        server.becomes("big", FAILED)
-        assert said(server.ask("big")) == before
-        assert server.pid("big") != pid
-
-
-@pytest.mark.slow
-def test_an_idle_model_is_unloaded_and_loaded_when_it_is_asked_for(tmp_path: Path) -> None:
-    with front(two_models(tmp_path), idle_unload=0.01) as server:
-        before = said(server.ask("big"))
-        server.becomes("big", UNLOADED)
-        assert server.http.get("/metrics", params={"model": "big"}).json()["error"]["code"] == "model_not_loaded"
-        assert server.http.get("/stats", params={"model": "big"}).json() == {"model": "big", "state": "unloaded"}
-        assert said(server.ask("big")) == before
-
-
-@pytest.mark.slow
-def test_memory_for_one_model_is_had_by_turns(tmp_path: Path) -> None:
-    two_models(tmp_path)
-    # What the larger model needs at least: beside it there is no room for the other one.
-    most = max(need(common(weights=str(tmp_path / name)), reserved={"cpu": 1 << 60}).bytes for name in ("big", "small"))
-    with front(tmp_path, models_memory=str(most)) as server:
-        for name, other in (("big", "small"), ("small", "big"), ("big", "small")):
-            assert said(server.ask(name))
-            assert (server.state(name), server.state(other)) == (READY, UNLOADED)
 
 
 @pytest.mark.slow
@@ -258,23 +214,6 @@ def test_no_store_is_larger_than_what_is_told_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_loaded_again_finds_what_its_disk_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(PATIENT)
-    (tmp_path / "models").mkdir()
-    kept = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "blocks"), "block_size": 8}
-    prompt = "Once upon a time there was a fox, and it was not alone."
-    with front(two_models(tmp_path / "models"), model=kept) as server:
-        first = server.ask("big", prompt=prompt).json()
-        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        server.http.post("/models/unload", json={"model": "big"})
-        server.becomes("big", UNLOADED)
-        again = server.ask("big", prompt=prompt).json()
-        details = again["usage"]["prompt_tokens_details"]
-        assert details["cached_from"]["disk"] >= 8
-        assert again["choices"][0]["text"] == first["choices"][0]["text"]
-
-
-@pytest.mark.slow
 def test_what_a_client_says_about_keeping_a_model_holds(tmp_path: Path) -> None:
     with front(two_models(tmp_path)) as server:
         client = ollama.Client(server.url, headers={"Authorization": f"Bearer {KEY}"})
@@ -285,6 +224,8 @@ def test_what_a_client_says_about_keeping_a_model_holds(tmp_path: Path) -> None:
         assert before <= entry.expires_at - timedelta(minutes=10) <= datetime.now(timezone.utc)
         assert client.generate("big", keep_alive=0).done_reason == "unload"
         server.becomes("big", UNLOADED)
+        assert server.http.get("/metrics", params={"model": "big"}).json()["error"]["code"] == "model_not_loaded"
+        assert server.http.get("/stats", params={"model": "big"}).json() == {"model": "big", "state": "unloaded"}
         for long in (10**400, -(10**400), 1e300, "999999999999h"):
             body = {"model": "big", "keep_alive": long, "stream": False}
             assert server.http.post("/api/generate", json=body).status_code == 200

@@ -20,8 +20,7 @@ from polarlm.server.models import process
 from polarlm.server.models.served import FAILED, LOADING, READY, UNLOADED
 from tests.compiled import share_kernels
 from tests.model_loaders.hub_server import Hub, Repository
-from tests.server.http_server import eventually
-from tests.server.lines import PATIENCE
+from tests.server.lines import PATIENCE, eventually
 from tests.server.models.running import Front, front, two_models
 from tests.server.process import started
 

@@ -16,6 +16,24 @@ from tests.server.models.running import common
 
 PARTS = ("huge-Q4_K_M-00001-of-00002.gguf", "huge-Q4_K_M-00002-of-00002.gguf")
 
+WRONG_FILES = {
+    "": "has no models",
+    "a = 1": r"\[a\]: a model is a table",
+    "[a": "neither a folder of models nor a TOML file",
+    "[a]": "needs either path",
+    '[a]\npath = "a.gguf"\nhf = "x/y"': "needs either path",
+    '[a]\npath = "b.gguf"': "no such file or folder$",
+    '[a]\npath = "C:\\Users\\a b\\m.gguf"': r"a TOML file: .*; write a path with backslashes in single quotes",
+    '[a]\npath = "C:\\new\\base.gguf"': r"no such file or folder; write a path with backslashes in single quotes",
+    "[a]\npath = 'C:\\Users\\a b\\m.gguf'": r"C:\\\\Users\\\\a b\\\\m.gguf': there is no such file or folder$",
+    '[a]\nhf = "nobody"': "does not name a model on the hub",
+    '[a]\npath = "a.gguf"\nctx-sise = 1': "there is no setting ctx-sise; did you mean ctx-size",
+    '[a]\npath = "a.gguf"\nctx-size = "many"': "--ctx-size|ctx_size",
+    '[a]\npath = "a.gguf"\npinned = 1': "pinned must be true or false",
+    '[a]\npath = "a.gguf"\naliases = "b"': "aliases must be an array",
+    '[a]\npath = "a.gguf"\n[b]\npath = "a.gguf"\naliases = ["a"]': "Two models are called a",
+}
+
 
 def names(registry: Registry) -> list[str]:
     return [model.name for model in registry.models()]
@@ -75,31 +93,13 @@ def test_a_toml_file_names_models_and_their_settings(tmp_path: Path) -> None:
     assert (other.name, other.idle_minutes, other.config.ctx_size) == ("user/repo:Q8_0", 0.5, 64)
 
 
-@pytest.mark.parametrize(
-    ("written", "sentence"),
-    [
-        ("", "has no models"),
-        ("a = 1", r"\[a\]: a model is a table"),
-        ("[a", "neither a folder of models nor a TOML file"),
-        ("[a]", "needs either path"),
-        ('[a]\npath = "a.gguf"\nhf = "x/y"', "needs either path"),
-        ('[a]\npath = "b.gguf"', "no such file or folder$"),
-        ('[a]\npath = "C:\\Users\\a b\\m.gguf"', r"a TOML file: .*; write a path with backslashes in single quotes"),
-        ('[a]\npath = "C:\\new\\base.gguf"', r"no such file or folder; write a path with backslashes in single quotes"),
-        ("[a]\npath = 'C:\\Users\\a b\\m.gguf'", r"C:\\\\Users\\\\a b\\\\m.gguf': there is no such file or folder$"),
-        ('[a]\nhf = "nobody"', "does not name a model on the hub"),
-        ('[a]\npath = "a.gguf"\nctx-sise = 1', "there is no setting ctx-sise; did you mean ctx-size"),
-        ('[a]\npath = "a.gguf"\nctx-size = "many"', "--ctx-size|ctx_size"),
-        ('[a]\npath = "a.gguf"\npinned = 1', "pinned must be true or false"),
-        ('[a]\npath = "a.gguf"\naliases = "b"', "aliases must be an array"),
-        ('[a]\npath = "a.gguf"\n[b]\npath = "a.gguf"\naliases = ["a"]', "Two models are called a"),
-    ],
-)
-def test_a_wrong_toml_file_is_one_sentence(tmp_path: Path, written: str, sentence: str) -> None:
+def test_a_wrong_toml_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
-    (file := tmp_path / "models.toml").write_text(written)
-    with pytest.raises(FlagError, match=sentence):
-        Registry(common(), file, (), ())
+    file = tmp_path / "models.toml"
+    for written, sentence in WRONG_FILES.items():
+        file.write_text(written)
+        with pytest.raises(FlagError, match=sentence):
+            Registry(common(), file, (), ())
 
 
 def test_the_flags_of_several_models(tmp_path: Path) -> None:
@@ -113,9 +113,8 @@ def test_the_flags_of_several_models(tmp_path: Path) -> None:
     assert (server.several, engine.hf_repo) == (False, "a/b")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_flags_that_contradict_each_other() -> None:
+    for words in (
         ["--models", "/no/such/folder"],
         ["--models", ".", "--weights", "a"],
         ["--models", ".", "--unix", "/tmp/s"],
@@ -126,11 +125,9 @@ def test_the_flags_of_several_models(tmp_path: Path) -> None:
         ["--idle-unload", "5"],
         ["--allow-pull"],
         ["--pin", "a"],
-    ],
-)
-def test_flags_that_contradict_each_other(words: list[str]) -> None:
-    with pytest.raises(FlagError):
-        read_command_line(words, {})
+    ):
+        with pytest.raises(FlagError):
+            read_command_line(words, {})
 
 
 def test_a_name_may_end_with_that_of_an_adapter(tmp_path: Path) -> None:

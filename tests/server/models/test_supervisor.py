@@ -77,7 +77,8 @@ class FakeProcess:
         self.has_taken = True
 
     async def end(self) -> None:
-        await self._step("end")
+        with suppress(Refused):  # it has ended already
+            await self._step("end")
         self.kill()
 
     async def end_at_once(self) -> None:
@@ -146,26 +147,12 @@ def loaded(supervisor: Supervisor) -> str:
 
 
 @scenario()
-async def test_requests_at_the_same_time_start_one_process(supervisor: Supervisor, machine: Machine) -> None:
-    await asyncio.gather(*(use(supervisor, "a") for _ in range(5)))
-    assert [one.name for one in machine.running] == ["a"]
-    assert supervisor.find("a").starts == 1
-
-
-@scenario()
 async def test_the_model_that_was_not_used_for_longest_makes_room(supervisor: Supervisor, machine: Machine) -> None:
     machine.free = 2 * GIB
     for name in "aba":
         await use(supervisor, name)
     await use(supervisor, "c")
     assert loaded(supervisor) == "ac"
-
-
-@scenario(models_memory="1.5G")
-async def test_a_limit_of_memory_holds_however_much_is_free(supervisor: Supervisor, machine: Machine) -> None:
-    for name in "abc":
-        await use(supervisor, name)
-        assert loaded(supervisor) == name
 
 
 @scenario(models_memory="512M")

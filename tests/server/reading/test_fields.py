@@ -57,7 +57,6 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # of the others: a value, and what it 
     "logit_bias": ({"5": 1}, SamplingParams(logit_bias={5: 1})),
     "speculative.type": ("ngram-simple", SamplingParams(spec_type="ngram-simple")),
     "speculative.n_max": (5, SamplingParams(draft_max=5)),
-    "speculative.n_min": (5, SamplingParams(draft_min=5)),
     "stop": ("x", SamplingParams(stop=("x",))),
     "stop_token_ids": ([5], SamplingParams(stop_token_ids=(5,))),
     "response_format": ({"type": "json_object"}, SamplingParams(schema={"type": "object"})),

@@ -15,8 +15,8 @@ import pytest
 from polarlm.engine import Engine
 from polarlm.engine.sampling.compilations import MOST_WAITING, TURNS
 from tests.sampling.test_hostile_grammars import HOSTILE
-from tests.server.http_server import Serving, eventually, serving
-from tests.server.lines import PATIENCE
+from tests.server.http_server import Serving, serving
+from tests.server.lines import PATIENCE, eventually
 from tests.tiny import assert_idle
 
 WORD = "[a-f]{4,9}"

@@ -71,21 +71,6 @@ def run(test: Callable[[Driver], Any], engine: Engine, **settings: Any) -> None:
 # -- answers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_concurrent_requests_get_the_same_answers_as_alone(engine: Engine) -> None:
-    prompts: list[Any] = [[5 + number] * (3 * number + 1) for number in range(9)]
-    prompts += ["once", [{"role": "user", "content": "Hi"}]]
-    alone = [engine.generate(prompt, greedy(20)) for prompt in prompts]
-
-    async def test(driver: Driver) -> None:
-        answers = await asyncio.gather(*(whole(driver, prompt, greedy(20)) for prompt in prompts))
-        assert [(a.text, a.token_ids, a.finish_reason) for a in answers] == [
-            (a.text, a.token_ids, a.finish_reason) for a in alone
-        ]
-
-    run(test, engine)
-
-
 def test_an_engine_error_is_raised_before_the_first_chunk(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
         with pytest.raises(EngineError) as caught:
@@ -201,17 +186,6 @@ def test_requests_without_an_answer_do_not_count_in_the_mean_time(engine: Engine
     run(test, engine)
 
 
-def test_text_and_ids(engine: Engine) -> None:
-    async def test(driver: Driver) -> None:
-        ids = await driver.counted("tokenized", lambda: engine.tokenize("once more"))
-        assert await driver.counted("detokenized", lambda: engine.detokenize(ids)) == "once more"
-        with pytest.raises(EngineError):
-            await driver.counted("detokenized", lambda: engine.detokenize([10**9]))
-        assert driver.snapshot().requests == {"tokenized": 1, "detokenized": 1, "error": 1}
-
-    run(test, engine)
-
-
 # -- requests that nobody wants any more -----------------------------------------------------------------------
 
 
@@ -271,20 +245,6 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized(engine: Engine, monk
         assert driver.snapshot().completion_tokens == 0
 
     run(test, engine)
-
-
-@pytest.mark.usefixtures("slow_steps")
-def test_the_limit_of_time(engine: Engine) -> None:
-    async def test(driver: Driver) -> None:
-        chunks = driver.stream(PROMPT, LONG)
-        with pytest.raises(Refused) as caught:
-            async for _ in chunks:
-                pass
-        assert caught.value.code == "timeout"
-        await until_idle(driver)
-        assert driver.snapshot().requests == {"timeout": 1}
-
-    run(test, engine, request_seconds=0.1)
 
 
 @pytest.mark.usefixtures("slow_steps")
@@ -389,47 +349,6 @@ def test_stopping_ends_what_runs(engine: Engine) -> None:
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------
-
-
-def test_an_error_in_a_step_ends_its_requests_and_nothing_else(engine: Engine, monkeypatch) -> None:
-    step, batches = engine._model.step, []
-
-    def broken_once(spans: Any, *rest: Any) -> Any:
-        batches.append(len(spans))
-        if batches.count(2) == 1 and batches[-1] == 2:
-            raise ArithmeticError("secret detail")
-        return step(spans, *rest)
-
-    monkeypatch.setattr(engine._model, "step", broken_once)
-    # Nothing is computed before all are there, so that two take part in a step.
-    submitted, submit, work = threading.Semaphore(0), engine.submit, engine.work
-
-    def submitting(*request: Any, **more: Any) -> Any:
-        ticket = submit(*request, **more)
-        submitted.release()
-        return ticket
-
-    def waiting() -> bool:
-        for _ in range(5 - len(there)):
-            assert submitted.acquire(timeout=PATIENCE)
-            there.append(True)
-        return work()
-
-    there: list[bool] = []
-    monkeypatch.setattr(engine, "submit", submitting)
-    monkeypatch.setattr(engine, "work", waiting)
-
-    async def test(driver: Driver) -> None:
-        answers = await asyncio.gather(*(whole(driver, params=greedy(30)) for _ in range(5)), return_exceptions=True)
-        failed = [answer for answer in answers if isinstance(answer, Refused)]
-        assert [error.code for error in failed] == ["internal"] * 2
-        assert all("secret" not in error.message for error in failed)
-        others = [answer for answer in answers if isinstance(answer, Completion)]
-        assert [answer.usage.completion_tokens for answer in others] == [30] * 3
-        await until_idle(driver)
-        assert driver.snapshot().requests == {"internal": 2, "length": 3}
-
-    run(test, engine)
 
 
 def test_an_error_of_the_engine_as_a_whole_ends_no_thread(engine: Engine, monkeypatch) -> None:

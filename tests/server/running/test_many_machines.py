@@ -13,9 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from polarlm.engine.cli.flags import describe
-from polarlm.engine.config import EngineConfig
-from polarlm.server.config import ServerConfig
 from tests.ports import free_port
 from tests.server.lines import eventually
 from tests.server.process import SMALL_BLOCKS, Process
@@ -89,17 +86,3 @@ def test_nginx_sends_a_conversation_to_the_same_server(tiny_path: Path, tmp_path
         two.process.wait(60)
         for talk in CONVERSATIONS:  # those of the server that is gone, too
             assert ask(url, talk, "the rain ran on and on and then")["completion_tokens"]
-
-
-def test_flags_of_servers_on_the_page_are_there() -> None:
-    names = {
-        name
-        for cls in (EngineConfig, ServerConfig)
-        for shown, _ in describe(cls)
-        for name in re.findall(r"--[\w-]+", shown)
-    }
-    text = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
-    commands = [line for line in text.splitlines() if "polarlm serve" in line]
-    assert commands
-    named = {flag for line in commands for flag in re.findall(r"--[\w-]+", line)}
-    assert named <= names

@@ -27,7 +27,7 @@ from polarlm.engine.backends.delta import (
     Mamba2Weights,
 )
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes, narrowed
+from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.model_loaders.config import Recurrent
 
 # Adds rows to one slot, from a place in its block. The last argument: see `kept` in `delta_scan.cu`.
@@ -199,7 +199,7 @@ class RecurrentOps:
             fetch = {name: self._device.to_host_later(array)[1] for name, array in made.items()}
             return lambda: {**{name: wait() for name, wait in fetch.items()}, "inputs": inputs()}
         matrices = self._device.to_host_later(ends.matrices)[1]
-        return lambda: {**codes.encode(matrices()), "inputs": narrowed(inputs(), codes.inputs)}
+        return lambda: {**codes.encode(matrices()), "inputs": inputs()}
 
     def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
         if codes != EIGHT_BITS:

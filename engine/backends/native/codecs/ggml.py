@@ -31,7 +31,6 @@ from polarlm.engine.codecs.ggml import Grouped
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream
 from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.byte_ops import dot4, dot4_signed
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
@@ -98,8 +97,8 @@ class _GroupedTiles(SectionTiles, ABC):
     def _dot(self, e: Emitter, total: Value, code: list[Value], signed: Value) -> Value:
         codes = code[0].bits(_I16)
         if e.level.signed_dots and self._packing.bits == 4:
-            return dot4_signed(e, total, codes, signed)
-        return dot4(e, total, codes, signed, fits=self._packing.bits == 4)
+            return e.level.dot4_signed(e, total, codes, signed)
+        return e.level.dot4(e, total, codes, signed, fits=self._packing.bits == 4)
 
     def _scales(self, e: Emitter, at: Value) -> list[Value]:
         """The scales of a group, float32, 16 tokens per vector."""

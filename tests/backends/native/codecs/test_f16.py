@@ -25,7 +25,6 @@ def test_unpacking_gives_back_the_fields(d: int, n: int, seed: int) -> None:
     attend.check_inverse(CODEC, n, d, seed)
 
 
-# Product: levels cut channels and tokens into vectors of their own lanes.
 @every_level
 @pytest.mark.parametrize(("d", "n", "heads"), SIZES)
 def test_scores(d: int, n: int, heads: int, level: Level) -> None:
@@ -40,7 +39,6 @@ def test_scores(d: int, n: int, heads: int, level: Level) -> None:
     assert (np.abs(got - np.einsum("hd,bnd->bhn", queries, keys)) <= 1e-6 * size).all()
 
 
-# Product: levels cut channels and tokens into vectors of their own lanes.
 @every_level
 @pytest.mark.parametrize(("d", "n", "heads"), SIZES)
 def test_mix(d: int, n: int, heads: int, level: Level) -> None:
@@ -54,7 +52,6 @@ def test_mix(d: int, n: int, heads: int, level: Level) -> None:
     assert (np.abs(got - 7 - np.einsum("bhn,bnd->hd", weights, values)) <= 3e-6 * size).all()
 
 
-# Product: keys and values are read by loops of their own, and a level has registers of its own.
 @special_levels
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_instructions(level: Level, side: str) -> None:

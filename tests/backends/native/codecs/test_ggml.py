@@ -41,7 +41,6 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(x * (np.float32(127) / top)).astype(np.float64), top.astype(np.float64) / 127
 
 
-# Product: products of bytes of q4_0 fit 16 bits, and those of q8_0 do not; a level multiplies either in its own way.
 @every_level
 @every_codec
 def test_scores(name: str, level: Level) -> None:
@@ -65,7 +64,6 @@ def test_scores(name: str, level: Level) -> None:
     assert (np.abs(got - exact) <= 1.001 * of_query + 1e-6 * size).all()
 
 
-# Product: products of bytes of q4_0 fit 16 bits, and those of q8_0 do not; a level multiplies either in its own way.
 @every_level
 @every_codec
 def test_mix(name: str, level: Level) -> None:
@@ -101,7 +99,6 @@ def test_weights_that_are_whole_steps_are_exact(level: Level) -> None:
     np.testing.assert_allclose(got, 7 + np.einsum("bhn,bnd->hd", weights, codec.decode(fields)), rtol=1e-6)
 
 
-# Product: products of bytes of q4_0 fit 16 bits, and those of q8_0 do not; a level multiplies either in its own way.
 @special_levels
 @every_codec
 @pytest.mark.parametrize("side", ["keys", "values"])

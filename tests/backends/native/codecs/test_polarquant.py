@@ -14,8 +14,8 @@ from polarlm.engine.codecs.polarquant import CENTRES, angles_of, level_count, ro
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import fields_of, streams
-from tests.jit.levels import every_level, name_of
-from tests.pairs import each
+from tests.jit.levels import every_level
+from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.jit.compile.target import levels
@@ -25,8 +25,8 @@ CODEC = codecs.get("polarquant")
 # (head dim, block size, queries that read a block together): four levels of angles or three, and odd numbers of groups
 FOUR = [(64, 64, 3), (128, 64, 4), (80, 48, 1), (48, 16, 2), (256, 16, 2)]
 THREE = [(8, 128, 4), (40, 32, 3)]
-some_sizes = pytest.mark.parametrize(
-    ("level", "size"), [*each(levels(), FOUR), *each(levels(), THREE)], ids=name_of
+some_sizes = in_turn(
+    "level size", [*each(levels(), FOUR), *each(levels(), THREE)]
 )  # not all: kernels take long to compile
 
 
@@ -112,8 +112,7 @@ def test_a_query_of_zeros(level: Level) -> None:
     assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
+@every_level
 def test_sums_of_the_largest_products_fit(level: Level) -> None:
     """All pairs of a query alike, and codes whose directions are its own: for every code of the levels above."""
     own = tiles.keys(CODEC, 256, 16)
@@ -196,7 +195,6 @@ def test_a_token_with_a_large_weight_and_a_small_value(level: Level) -> None:
     assert ((got - exact) ** 2).mean() < 5e-4 * (exact**2).mean()
 
 
-# Product: keys and values are read by loops of their own, and a level has registers of its own.
 @special_levels
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_instructions(level: Level, side: str) -> None:

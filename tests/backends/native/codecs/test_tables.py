@@ -11,8 +11,8 @@ from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import TABLED, streams
-from tests.jit.levels import every_level, name_of
-from tests.pairs import each, pairs
+from tests.jit.levels import every_level
+from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
@@ -23,16 +23,9 @@ from polarlm.engine.jit.isa.levels import Level
 
 NAMES = (*TABLED, "ring4+norm16")
 OF_EACH_SIZE = ("ring3", "ring3.5", "ring4", "ring5", "trellis3", "trellis3.5", "trellis4")
-every_codec = pytest.mark.parametrize("name", NAMES)
+every_codec = in_turn("name", NAMES)
 # A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.
-levels_and_codecs = pytest.mark.parametrize(
-    ("level", "name"),
-    [
-        *pairs(levels(), OF_EACH_SIZE),
-        *each(levels(), [name for name in NAMES if name not in OF_EACH_SIZE]),
-    ],
-    ids=name_of,
-)
+levels_and_codecs = in_turn("level name", each(levels(), NAMES))
 
 
 def table_of(codec: Codec) -> CodeTable:
@@ -69,7 +62,7 @@ def test_a_tile_takes_the_bytes_of_the_codec(name: str) -> None:
     attend.check_size(codecs.get(name), 64, 128)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn("name", NAMES)
 def test_names_differ_where_layouts_differ(name: str) -> None:
     codec = codecs.get(name)
     every = [side(codec, n, d) for side in (tiles.keys, tiles.values) for n in (16, 64) for d in (64, 128)]
@@ -118,7 +111,6 @@ def test_a_query_of_zeros(level: Level) -> None:
     assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
 
-@pytest.mark.slow(keep=1)
 @levels_and_codecs
 def test_mix(name: str, level: Level) -> None:
     """Exact integers, and within half a step of the table and of the weights of the mix of the decoded values. A step
@@ -177,16 +169,6 @@ def test_points_are_numbered_by_mirror_images(name: str) -> None:
     assert not upper[differ, 1].any()
 
 
-def test_bytes_of_ring5_are_images_of_those_in_a_quadrant() -> None:
-    """Bits 8 and 9 of a number negate coordinates."""
-    table = table_of(codecs.get("ring5"))
-    np.testing.assert_array_equal(table.codes, np.arange(1024))
-    quadrants = table.bytes_.reshape(2, 2, 256, 2)
-    signs = [[(x, y) for x in (1, -1)] for y in (1, -1)]
-    np.testing.assert_array_equal(quadrants, quadrants[0, 0] * np.int8(signs)[:, :, None])
-
-
-# Product: a level looks up tables of each size in its own way, and has registers of its own.
 @special_levels
 @pytest.mark.parametrize(
     ("name", "side"), [("ring4", "keys"), ("ring3.5", "values"), ("turbo3", "keys"), ("turbo4", "values")]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES
-from polarlm.engine.jit.lang.byte_ops import PairTable, Table
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import Value
 from polarlm.model_loaders.forks import cached_property
@@ -93,15 +92,15 @@ class CodeTable:
         size = 64 if e.level.wide_tables else _PART
         states = np.arange(size)
         masks = [(-(states >> channel & 1)).astype(np.int8).tobytes() for channel in (0, 1)]
-        tables = [Table(e, e.constant_bytes(mask), size) for mask in masks]
-        return lambda previous, channel: tables[channel][previous if e.level.wide_tables else previous & 3]
+        tables = [e.level.table(e, e.constant_bytes(mask), size) for mask in masks]
+        return lambda previous, channel: tables[channel](previous if e.level.wide_tables else previous & 3)
 
     def emit_numbers(self, e: Emitter) -> Callable[[list[Value]], list[Value]]:
         """Returns a function: a code vector as of `Packing.emit_pack` → the vector of their numbers."""
         if np.array_equal(self.numbers, np.arange(len(self.numbers))):
             return lambda codes: codes
-        table = Table(e, e.constant_bytes(self.numbers.tobytes()), len(self.numbers))
-        return lambda codes: [table[code.bits(BYTES)].bits(code.type) for code in codes]
+        look_up = e.level.table(e, e.constant_bytes(self.numbers.tobytes()), len(self.numbers))
+        return lambda codes: [look_up(code.bits(BYTES)).bits(code.type) for code in codes]
 
 
 def _mirrored(points: np.ndarray) -> np.ndarray | None:
@@ -124,7 +123,7 @@ def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value, Sequence[int]], 
     """Returns a function: a vector of indices, rows of entries (width, at most 256) → for each of them a vector of its
     bytes, which is looked up when it is asked for, where a level keeps order."""
     if len(entries) == 2 and not e.level.keeps_order:
-        pairs = PairTable(e, *(row.tobytes() for row in entries))
-        return lambda index, rows: iter([pairs[index][row] for row in rows])
-    tables = [Table(e, e.constant_bytes(row.tobytes()), len(row)) for row in entries]
-    return lambda index, rows: (tables[row][index] for row in rows)
+        look_up = e.level.pair_table(e, *(row.tobytes() for row in entries))
+        return lambda index, rows: iter([look_up(index)[row] for row in rows])
+    tables = [e.level.table(e, e.constant_bytes(row.tobytes()), len(row)) for row in entries]
+    return lambda index, rows: (tables[row](index) for row in rows)

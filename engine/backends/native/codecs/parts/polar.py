@@ -31,7 +31,6 @@ from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream
 from polarlm.engine.codecs.schema.streams import codes as codes_of
 from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.byte_ops import lookup_in_lanes
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
@@ -148,7 +147,7 @@ def emit_cosines(e: Emitter, rows: Value, lanes: Sequence[int], one: float) -> V
     """32 rows → cosines of level 4 times `one`, int16 (32,). lanes: the row that each result comes from."""
     words = np.resize(np.rint(COSINES[4] * one).astype("<i2"), 16).view(np.uint8).reshape(16, 2)
     index = ((rows.bits(vector(I32, 8)) >> 6) & 0x03030303).bits(rows.type)
-    low, high = (lookup_in_lanes(e, by_lane(e, [own], 32), index) for own in words.T)
+    low, high = (e.level.lookup_in_lanes(e, by_lane(e, [own], 32), index) for own in words.T)
     both = e.shuffle(low, high, [place for lane in lanes for place in (lane, 32 + lane)])
     return both.bits(vector(I16, 32))
 

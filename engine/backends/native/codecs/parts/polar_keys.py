@@ -31,7 +31,6 @@ from polarlm.engine.backends.native.codecs.parts.polar import (
 from polarlm.engine.backends.native.codecs.parts.sections import codes_section
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream
-from polarlm.engine.jit.lang.byte_ops import Table, dot4, lookup_in_lanes, pair_products, scaled_product
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
@@ -133,7 +132,7 @@ class _SumsOfHalves:
     def __init__(self, e: Emitter, levels: int) -> None:
         self._e, self._radii = e, 5 - levels
         factors = np.outer(COSINES[4] if levels == 4 else np.ones(4), pair_factors(0)).ravel()
-        self._table = Table(e, e.constant_bytes(np.rint(factors * 255).astype(np.uint8).tobytes()), 64)
+        self._look_up = e.level.table(e, e.constant_bytes(np.rint(factors * 255).astype(np.uint8).tobytes()), 64)
 
     def read(self, directions: Value, rows: Value) -> None:
         """Take the directions (16,) int32 and rows (32,) uint8 of a unit and 16 tokens."""
@@ -150,15 +149,15 @@ class _SumsOfHalves:
             self._pairs.append(e.shuffle(low.bits(_BYTES) | numbers[0], high.bits(_BYTES) | numbers[1], at))
             at = [32 * (pair // 2) + 16 * half + token for token in range(16) for pair in range(4)]
             upper = e.shuffle(first.bits(rows.type), second.bits(rows.type), at)
-            self._factors.append(self._table[upper ^ flips].bits(_I16))
+            self._factors.append(self._look_up(upper ^ flips).bits(_I16))
 
     def sums(self, query: Value) -> list[Value]:
         """For each radius of the unit the sums, int32 (16,). query: address of the unit's products."""
         e, found = self._e, [self._e.zero(_I16) for _ in range(self._radii)]
         for half in (0, 1):
-            products = Table(e, query + 64 * half, 64)[self._pairs[half]]
+            products = e.level.table(e, query + 64 * half, 64)(self._pairs[half])
             number = half % self._radii
-            found[number] = dot4(e, found[number], self._factors[half], products.bits(_I16))
+            found[number] = e.level.dot4(e, found[number], self._factors[half], products.bits(_I16))
         return found
 
 
@@ -177,21 +176,23 @@ class _SumsOfPairs:
         wide = e.shuffle(rows, rows, [16 * (lane // 32) + lane % 16 for lane in range(64)]).bits(_I16)
         first, second = ((wide >> 2) & 0x0C0C0C0C) | (wide & 0x03030303), (wide >> 2) & _CODE
         uppers = [upper.bits(_BYTES) for upper in (first, second)]
-        factors = [lookup_in_lanes(e, table, upper) for table, upper in zip(self._tables, uppers, strict=True)]
+        factors = [e.level.lookup_in_lanes(e, table, upper) for table, upper in zip(self._tables, uppers, strict=True)]
         self._factors = interleaved(e, factors[0], factors[1])
         self._codes = [(codes & _CODE).bits(_BYTES) for codes in (directions, directions >> 4)]
         self._cosines = emit_cosines(e, rows, range(32), 2**14) if self._levels == 4 else None
 
     def sums(self, query: Value) -> list[Value]:
         e = self._e
-        products = [lookup_in_lanes(e, e.load(query, _BYTES, 64 * i), code) for i, code in enumerate(self._codes)]
+        products = [
+            e.level.lookup_in_lanes(e, e.load(query, _BYTES, 64 * i), code) for i, code in enumerate(self._codes)
+        ]
         each = interleaved(e, products[0], products[1])
-        a, b = (pair_products(e, factor, product) for factor, product in zip(self._factors, each, strict=True))
+        a, b = (e.level.pair_products(e, factor, product) for factor, product in zip(self._factors, each, strict=True))
         lanes = [16 * (i // 16) + 32 * (i // 8 % 2) + i % 8 for i in range(32)]
         total = e.shuffle(a, b, lanes) + e.shuffle(a, b, [lane + 8 for lane in lanes])
         if self._cosines is None:
             return [e.part(total, first, 16).sext(I32) for first in (0, 16)]
-        total = scaled_product(e, total, self._cosines)
+        total = e.level.scaled_product(e, total, self._cosines)
         return [(e.part(total, 0, 16) + e.part(total, 16, 16)).sext(I32)]
 
 

@@ -31,7 +31,6 @@ from polarlm.engine.backends.native.codecs.parts.polar import (
 from polarlm.engine.backends.native.codecs.parts.sections import codes_section
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream
-from polarlm.engine.jit.lang.byte_ops import Table, dot4, join_words, lookup_in_lanes, scaled_product
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
@@ -109,7 +108,7 @@ class PolarValues(PolarTiles):
                     codes = e.load(at + group * 64, kind, first)
                     for eight in (0, 1):
                         code = ((codes >> 4 * eight if eight else codes) & _CODE).bits(vector(I8, size))
-                        values = [lookup_in_lanes(e, table, code).bits(kind) for table in directions]
+                        values = [e.level.lookup_in_lanes(e, table, code).bits(kind) for table in directions]
                         words = factors.read(e.load(rows + group * 32, vector(I8, 16), 16 * eight), first)
                         for head, total in zip(scaled, totals, strict=True):
                             e.keep_order()
@@ -117,10 +116,12 @@ class PolarValues(PolarTiles):
                                 self._eight(e, head + group * 32, 16 * eight + 2 * self.tokens * i, size)
                                 for i in range(factors.sets)
                             ]
-                            products = [scaled_product(e, own[i % len(own)], word) for i, word in enumerate(words)]
-                            bytes_ = join_words(e, products[0], products[1]).bits(kind)
+                            products = [
+                                e.level.scaled_product(e, own[i % len(own)], word) for i, word in enumerate(words)
+                            ]
+                            bytes_ = e.level.join_words(e, products[0], products[1]).bits(kind)
                             for channel, value in zip(total, values, strict=True):
-                                channel.set(dot4(e, channel.get(), bytes_, value, fits=True))
+                                channel.set(e.level.dot4(e, channel.get(), bytes_, value, fits=True))
                 found.append([[channel.get() for channel in total] for total in totals])
             for number, (top, target) in enumerate(zip(tops, sums, strict=True)):
                 cosines, sines = (e.join([part[number][axis] for part in found]) for axis in (0, 1))
@@ -192,11 +193,11 @@ class PolarValues(PolarTiles):
                     for group in groups
                 ]
                 by_half = (e.join([e.part(x, 16 * half, 16) for x in cosines]) for half in (0, 1))
-                words = [scaled_product(e, words[0], x) for x in by_half]
+                words = [e.level.scaled_product(e, words[0], x) for x in by_half]
             for weight, target in zip(weights, out, strict=True):
                 own_weights = e.load(weight, vector(I16, together), 2 * first)
                 for number, word in enumerate(words):
-                    e.store(scaled_product(e, own_weights, word), target, 2 * (first + self.tokens * number))
+                    e.store(e.level.scaled_product(e, own_weights, word), target, 2 * (first + self.tokens * number))
 
     @staticmethod
     def _eight(e: Emitter, at: Value, offset: int, size: int) -> Value:
@@ -221,7 +222,7 @@ class _Factors:
         self.largest = float(largest * level4)
         if self.has_level4:
             entries = np.rint(np.outer(COSINES[4], pairs[0]).ravel() * (_FACTOR / self.largest))
-            self._whole = Table(e, e.constant_bytes(entries.astype(np.uint8).tobytes()), 64)
+            self._look_up = e.level.table(e, e.constant_bytes(entries.astype(np.uint8).tobytes()), 64)
         else:
             tables = [np.rint(own * (_FACTOR / largest)) for own in pairs]
             self._tables = [by_lane(e, tables[i : i + size // 16], size) for i in range(0, 4, size // 16)]
@@ -236,8 +237,8 @@ class _Factors:
         own = e.constant(wide.type, [0 if pair > 1 else 0x03 for pair in pairs])  # level 2 of the first two pairs
         if self.has_level4:
             flips = e.constant(wide.type, [(0, 3, 12, 15)[pair] for pair in pairs])
-            found = self._whole[(shifted & ~own | wide & own) ^ flips]
+            found = self._look_up((shifted & ~own | wide & own) ^ flips)
         else:
             rest = e.constant(wide.type, [0x0F if pair > 1 else 0x0C for pair in pairs])
-            found = lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & own)
+            found = e.level.lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & own)
         return [word.bits(vector(I16, size // 2)) for word in interleaved(e, found, e.zero(found.type))]

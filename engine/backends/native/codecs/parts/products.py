@@ -10,7 +10,6 @@ from functools import reduce
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES, Packing
-from polarlm.engine.jit.lang.byte_ops import dot4, dot4_signed
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import largest, round_to, scaled_to
 from polarlm.engine.jit.lang.values import F32, I8, I32, Value, Variable, vector
@@ -73,7 +72,7 @@ def emit_products(
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
-    lookup, multiply = table.emit(e, _bias(e)), dot4_signed if e.level.signed_dots else dot4
+    lookup, multiply = table.emit(e, _bias(e)), e.level.dot4_signed if e.level.signed_dots else e.level.dot4
     each = groups // len(prepared)
     starts = [[e.broadcast(query, I32, 16, factor_at + 4) for query in queries] for queries in prepared]
     totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]

@@ -46,7 +46,6 @@ from polarlm.engine.codecs.schema.joined import join, split
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream, codes
 from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.byte_ops import dot4
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
 
@@ -235,7 +234,7 @@ class TableValues(_TableTiles):
                     values = values ^ flip(before, channel)
                 for four, total in zip(fours, totals, strict=True):
                     e.keep_order()
-                    total[channel].set(dot4(e, total[channel].get(), four, values.bits(_I16), fits=True))
+                    total[channel].set(e.level.dot4(e, total[channel].get(), four, values.bits(_I16), fits=True))
 
         def finish(offset: Value | int) -> None:
             """Add a chunk's totals to the sums at this offset, and reset them to zero."""

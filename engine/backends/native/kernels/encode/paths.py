@@ -22,7 +22,6 @@ from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit, add_
 from polarlm.engine.codecs.parts.cosets import CELLS, PER_UNIT, STATES, Cosets
 from polarlm.engine.codecs.parts.viterbi import CLIP, SIGNS, UNREACHABLE, flip
 from polarlm.engine.codecs.trellis import points_of
-from polarlm.engine.jit.lang.byte_ops import lookup_in_lanes
 from polarlm.engine.jit.lang.float_ops import gather, gather_pairs
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, Variable, vector
 
@@ -117,7 +116,7 @@ class _Search:
         with e.loop(0, last, 2) as channel:
             for step in (0, 1):
                 at = self.history + channel * (4 * LANES)
-                errors = lookup_in_lanes(e, e.load(at, _BYTES, 4 * LANES * step), lanes)
+                errors = e.level.lookup_in_lanes(e, e.load(at, _BYTES, 4 * LANES * step), lanes)
                 e.store(errors, at, 4 * LANES * step)
                 for row, chains in zip(rows, sums, strict=True):
                     factor = e.broadcast(row + channel * 4, F32, LANES, 4 * step)
@@ -144,7 +143,7 @@ class _Search:
         best = self._least_by_state(tagged)
         origin = best & (STATES - 1)
         lanes = (origin * 0x04040404 + 0x03020100).bits(_BYTES)
-        chosen = lookup_in_lanes(e, quadruple.bits(_BYTES), lanes).bits(_I16)
+        chosen = e.level.lookup_in_lanes(e, quadruple.bits(_BYTES), lanes).bits(_I16)
         code = gather(e, self.at["codes"], chosen * STATES + self.state, I32)
         points = gather_pairs(e, self.at["points"], (origin << self.bits) | code)
         cost.set(best.bits(_F16))

@@ -8,7 +8,7 @@ float32, and the sums of the 32 int16, of the first and of the last 16, all nega
 of the last 16.
 
 Where panels of R rows are split (`splits`), the int16 of each eight inputs are their high bytes and then their low
-bytes (see `byte_ops.SplitSums`), fours of which are in the order of `tiles.QUAD`.
+bytes (see `Level.split_add`), whose fours are in the order of `tiles.QUAD`.
 
 Panels for matrices of a level (`Level.matrix_rows`) have 16 rows. Their int16 are split, too, into a multiple of 256
 and a signed byte, both bfloat16, and the sums are float32, exact:
@@ -34,9 +34,9 @@ from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_column
 from polarlm.engine.backends.native.tiles import QUAD, ROWS
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.byte_ops import LARGEST_SPLIT, dot2
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.float_ops import round_to
+from polarlm.engine.jit.lang.level import LARGEST_SPLIT
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Type, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -160,9 +160,9 @@ def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
     """The sums in the numbers of a row, int32 (3,), or with those of products (6,). words: the row's 32 int16 as pairs,
     int32 (16,)."""
     zero, ones = e.zero(words.type), e.constant(words.type, [0x10001] * 16)
-    pairs, fours = dot2(e, zero, words, ones), zero
+    pairs, fours = e.level.dot2(e, zero, words, ones), zero
     if crossed:  # in the even lanes; the odd ones hold the same again
-        fours = dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
+        fours = e.level.dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
     even, odd = range(0, 32, 2), range(1, 16, 2)
     found = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
     for step in (2, 1):  # of each four lanes, the sum: of both halves of the words, and of both of products

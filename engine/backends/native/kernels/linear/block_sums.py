@@ -18,7 +18,6 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import (
 )
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout
 from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.byte_ops import SplitSums, Table, dot2, dot4
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I8, I32, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -148,7 +147,7 @@ def _dots(
         for row in rows:
             words = e.broadcast(inputs, I32, outputs, 2 * GROUP * row + 4 * pair)
             for dots, code in zip(sums, own_codes, strict=True):
-                total = dot2(e, dots[row][chain], code, words)
+                total = e.level.dot2(e, dots[row][chain], code, words)
                 dots[row][chain] = total if len(less) == 1 else e.in_order(total)
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
@@ -158,7 +157,7 @@ def _dots_of_bytes(
 ) -> list[list[Value]]:
     """The same with inputs that are split into bytes."""
     count, outputs = codes.place.format.group // 4, less[0].lanes
-    sums = [[SplitSums(e, own * codes.zero) for own in less] for _ in at]
+    sums = [[e.level.split_start(e, own * codes.zero) for own in less] for _ in at]
     # Quads that share vectors of codes are multiplied in succession, as pairs above.
     for quad in sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad):
         e.keep_order()
@@ -166,8 +165,8 @@ def _dots_of_bytes(
         for row in range(len(less)):
             words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
             for dots, both in zip(sums, own_codes, strict=True):
-                dots[row].add(both, words)
-    return [[dot.total for dot in dots] for dots in sums]
+                dots[row] = e.level.split_add(e, dots[row], both, words)
+    return [[e.level.split_end(e, dot) for dot in dots] for dots in sums]
 
 
 def _dots_of_unsigned(
@@ -184,7 +183,7 @@ def _dots_of_unsigned(
                 place = 2 * GROUP * row + 16 * (quad // 2) + 8 * half + 4 * (quad % 2)
                 fours = e.broadcast(inputs, I32, outputs, place)
                 for dots, code in zip(sums, own_codes, strict=True):
-                    dots[row][half] = dot4(e, dots[row][half], code, fours)
+                    dots[row][half] = e.level.dot4(e, dots[row][half], code, fours)
     return [[(high << 8) + low for high, low in dots] for dots in sums]
 
 
@@ -203,8 +202,8 @@ class Codes:
         self.are_unsigned = rows > 0 and splits(e.level, rows) and not e.level.splits_words
         bias = 128 if self.are_unsigned else 0
         table = None if format.table is None else (format.table.view(np.uint8) ^ bias).astype(np.uint8)
-        self._table = None if table is None else Table(e, e.constant_bytes(table.tobytes()), 16)
-        self.zero = bias if self._is_signed or self._table else format.zero
+        self._look_up = None if table is None else e.level.table(e, e.constant_bytes(table.tobytes()), 16)
+        self.zero = bias if self._is_signed or self._look_up else format.zero
 
     def vector(self, pair: int) -> int:
         """The index of the vector of the lowest plane that holds a pair."""
@@ -224,16 +223,16 @@ class Codes:
         at: address of the codes of 32 inputs.
         """
         words = read_pair(self._e, self.place, at, pair, lanes)
-        if self._table is not None:
-            words = (self._table[words.bits(vector(I8, 4 * lanes))].bits(words.type) << 8).ashr(8)
+        if self._look_up is not None:
+            words = (self._look_up(words.bits(vector(I8, 4 * lanes))).bits(words.type) << 8).ashr(8)
         return words.bits(vector(I32, lanes))
 
     def quad(self, at: Value, quad: int, lanes: int) -> Value:
         """The four codes of quad number `quad` of 8 or 16 rows, as the bytes of int32 lanes."""
         codes = read_quad(self._e, self.place, at, quad, lanes)
         bytes_ = codes.bits(vector(I8, 4 * lanes))
-        if self._table is not None:
-            return self._table[bytes_].bits(codes.type)
+        if self._look_up is not None:
+            return self._look_up(bytes_).bits(codes.type)
         return (bytes_ ^ -128).bits(codes.type) if self._is_signed and self.are_unsigned else codes
 
 

@@ -22,7 +22,6 @@ from polarlm.engine.backends.native.kernels.linear.activations import CROSSED, G
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes
 from polarlm.engine.backends.native.kernels.linear.tile_reads import times_sub
 from polarlm.engine.backends.native.tiles import ROWS
-from polarlm.engine.jit.lang.byte_ops import dot2
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I16, I32, Value, Variable, vector
 
@@ -51,7 +50,7 @@ class Words:
         """The sums of the products of a group's words, of one pair with the next: int32 (16,). at: address of words."""
         e, size, total = self._e, _PAIRS // self._groups, self._e.zero(_I16)
         for pair in range(group * size, (group + 1) * size, 2):
-            total = dot2(e, total, *(e.load(at, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
+            total = e.level.dot2(e, total, *(e.load(at, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
         return total
 
     def add_products(
@@ -105,7 +104,7 @@ class Words:
             for row in range(len(dots[0])):
                 given = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
                 for own, of_tile in zip(words, dots, strict=True):
-                    of_tile[row].set(dot2(e, of_tile[row].get(), own, given))
+                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), own, given))
 
     def _half_products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in
@@ -117,7 +116,7 @@ class Words:
             for (v, w), of_tile in zip(words, dots, strict=True):
                 factors = ((x, v), (y, w)) if row in whole else ((x + w, y + v),)
                 for a, b in factors:
-                    of_tile[row].set(dot2(e, of_tile[row].get(), a.bits(_I16), b.bits(_I16)))
+                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), a.bits(_I16), b.bits(_I16)))
 
     def _add_group(
         self, at: Value, group: int, dots: Sequence[Value], numbers: Sequence[Value], totals: Sequence[Variable]

@@ -1,0 +1,68 @@
+"""The flags of the server's measurement, one set for all of its sections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP
+from polarlm.engine.config import setting
+from polarlm.server.config import KEY_VARIABLE
+
+LOAD, AGENTS, PRESSURE = "load", "agents", "pressure"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags: what is measured, and of which server."""
+
+    only: str = setting(
+        LOAD,
+        "--only",
+        choices=(LOAD, AGENTS, PRESSURE),
+        help=f"{LOAD}: speed and latencies under load; {AGENTS}: first tokens of conversations that come back, also "
+        f"after a restart or elsewhere; {PRESSURE}: first tokens of more conversations than the KV store has room for",
+    )
+    url: str | None = setting(
+        None,
+        "--url",
+        metavar="URL",
+        help=f"a running server to load, with its key in {KEY_VARIABLE}; else one is started",
+    )
+    weights: str | None = setting(
+        None, "--weights", "-m", metavar="PATH", help=f"of the server that is started: {WEIGHTS_HELP}"
+    )
+    hf_repo: str | None = setting(
+        None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=f"of that server: {HF_REPO_HELP}"
+    )
+    threads: int = setting(0, "--threads", metavar="N", help="CPU threads of that server; 0 follows OMP_NUM_THREADS")
+    max_tokens: int | None = setting(
+        None, "--max-tokens", metavar="N", help=f"tokens of an answer; 64 of a {LOAD}, else 32"
+    )
+    seed: int = setting(0, "--seed", metavar="N", help="of arrivals, prompts and what agents write")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The flags of a load."""
+
+    clients: int = setting(8, "--clients", metavar="N", help="requests under way at a time, at most")
+    rate: float = setting(0.7, "--rate", metavar="R", help="requests that arrive in a second, on average")
+    seconds: float = setting(60.0, "--seconds", metavar="S", help="for which requests arrive")
+    requests: int | None = setting(None, "--requests", metavar="N", help="requests at most")
+    prompt_tokens: int = setting(128, "--prompt-tokens", metavar="N", help="tokens of a prompt after the shared ones")
+    shared_prefix: int = setting(128, "--shared-prefix", metavar="N", help="tokens that all prompts begin with")
+
+
+@dataclass(frozen=True)
+class ConversationOptions:
+    """The flags of conversations."""
+
+    agents: int = setting(4, "--agents", metavar="N", help=f"conversations of {AGENTS}")
+    opening: int = setting(2000, "--opening", metavar="N", help="tokens that a conversation opens with, about")
+    turn: int = setting(200, "--turn", metavar="N", help="tokens of each further turn, about")
+    types: str = setting("f16,q8_0,balanced", "--types", metavar="TYPE,…", help=f"cache types of {PRESSURE}")
+    kv_memory: str = setting("64M", "--kv-memory", metavar="SIZE", help=f"memory for keys and values of {PRESSURE}")
+    times: str = setting(
+        "2,4,8", "--times", metavar="N,…", help="conversations, as a multiple of those that fit in half precision"
+    )
+    rounds: int = setting(3, "--rounds", metavar="N", help=f"turns of each conversation of {PRESSURE}")

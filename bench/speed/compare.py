@@ -1,0 +1,176 @@
+"""The comparison with other engines: prompts, generation, batches, memory and starts, on the same file.
+
+Each engine runs with each of its caches in its own process. Runs to be compared alternate, so that a machine that slows
+down slows all of them. A context is computed once; every run continues from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+from polarlm import model_loaders
+from polarlm.bench import report
+from polarlm.bench.command import cache_types, model_named
+from polarlm.bench.gpu.setup import about_gpu
+from polarlm.bench.report import Output
+from polarlm.bench.speed import peers
+from polarlm.bench.speed.child import Failed
+from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject, new_child, start
+from polarlm.bench.speed.figures import Speed
+from polarlm.bench.speed.measure import DEEP_STEPS, SHORT_DEPTH, SHORT_STEPS, Measurement, Plan
+from polarlm.bench.speed.options import PROGRAM, STARTS, Options, numbers
+from polarlm.bench.speed.plot import draw
+from polarlm.bench.speed.tables import format_tables
+from polarlm.engine import EngineConfig
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.select import select
+from polarlm.engine.cli.commands import note
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.model.weights import file_bytes
+
+_NONE = "none"  # of --peer-types
+
+
+def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
+    """Measures, writes the JSON as figures come and a picture at the end, prints the tables. Raises FlagError,
+    EngineError or LoadError."""
+    types, threads = cache_types(options.types), options.thread_counts()
+    prompts, depths = numbers("--prompt", options.prompt), numbers("--depth", options.depth)
+    paths = peer_paths(options.peer)
+    caches = _peer_caches(options.peer_types, list(paths))
+    device = _chosen(options.device)
+    gpu = about_gpu() if device == "cuda" else None
+    source = model_loaders.load(model_named(options.weights, options.hf_repo), verbose=note)
+    try:
+        path, config, vocabulary = source.path, source.config, len(source.vocabulary)
+        size = file_bytes(source.weights)
+        weights = _type_in_name(source)
+        for cache_type in types:
+            cache_type.check(config.attention.head_dim)
+    finally:
+        source.weights.close()
+    about = report.machine(gpu)
+    where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
+    output = destination.path("starts" if options.only == STARTS else "speed", f"{source.name} {weights} {where}")
+
+    attention = config.attention
+    subject = Subject(path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, paths)
+    threads = threads[:1] if gpu else threads
+    ours = [Contestant(OURS, cache_type.label, cache_type) for cache_type in types]
+    speed = Speed(source.name, weights, size, device, ours, most_threads=max(threads), peer_threads=threads)
+    for name in paths:
+        _ask_peer(name, speed, subject, caches[name])
+    if len(speed.contestants) > len(ours) and options.repeat < 2:
+        raise FlagError("--repeat 1: a peer's figure counts if two runs agree; --peer-types none leaves peers out")
+    lengths, depths = _that_fit(prompts, depths, config.max_context, speed.left_out)
+    for sentence in speed.left_out:
+        note(sentence)
+    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
+
+    def keep(speed: Speed, complete: bool = False) -> None:
+        report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete, program=PROGRAM)
+
+    note(f"Figures are kept in {output} as they come")
+    with closing(Children(subject)) as children:
+        Measurement(plan, subject, speed, children, keep).run()
+    keep(speed, complete=True)
+    note(f"Written to {output}")
+    if plan.only != STARTS:
+        note(draw(speed.as_json(), output))
+    print(format_tables({"machine": about, **speed.as_json()}))
+
+
+def _type_in_name(source: model_loaders.Model) -> str:
+    """The type of the weights that the name of a file ends with, such as Q4_K_M; else that of most of its values."""
+    return source.path.stem[len(source.name) :].lstrip("-.").partition("-")[0].upper() or source.dtype
+
+
+def _chosen(device: str) -> str:
+    """The device to use, "cpu" or "cuda". Raises EngineError if a requested one is not available."""
+    ops, sentence = select(device, 0)
+    if sentence:
+        note(sentence)
+    return "cpu" if ops.name == NumpyOps.name else "cuda"
+
+
+def peer_paths(text: str) -> dict[str, str]:
+    """Name of a peer → its Python or its program, from a list of NAME[=PATH]. Raises FlagError for an unknown name."""
+    found = {}
+    for part in text.split(","):
+        name, _, path = (each.strip() for each in part.partition("="))
+        peer = peers.find(name)
+        if peer is None or peer.name != name:
+            known = ", ".join(peer.name for peer in peers.every())
+            raise FlagError(f"--peer {text}: {name!r} is not among {known}")
+        found[name] = path or peer.default_path()
+    return found
+
+
+def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]:
+    """Name of each peer → those of its caches that are in a list separated by commas; all of them without a list.
+
+    Raises FlagError for one that no peer has.
+    """
+    of_peers = {peer.name: list(peer.caches) for peer in peers.every() if peer.name in names}
+    if text is None:
+        return of_peers
+    wanted = [] if text == _NONE else [name.strip() for name in text.split(",")]
+    known = list(dict.fromkeys(cache for caches in of_peers.values() for cache in caches))
+    for name in wanted:
+        if name not in known:
+            raise FlagError(f"--peer-types {text}: {name!r} is not among {', '.join(known)}; {_NONE} leaves all out")
+    return {name: [cache for cache in caches if cache in wanted] for name, caches in of_peers.items()}
+
+
+def _ask_peer(name: str, speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
+    """Add a peer's version, contestants and notes to `speed`, or the reason why there are none."""
+    version, built_with = "", ""
+    if subject.device != "cpu":
+        version = "on the CPU only"
+    elif not subject.path.is_file():
+        version = "needs a .gguf file"
+    elif not caches:
+        version = "left out"
+    else:
+        contestants = [Contestant(name, cache) for cache in caches]
+        try:
+            with closing(new_child(contestants[0], subject)) as child:
+                start(child, contestants[0], subject, 1, SHORT_DEPTH)
+                about = child.call("about")
+        except Failed as reason:
+            version = str(reason)
+        else:
+            version, built_with = about["version"], about["built_with"]
+            speed.contestants = [*speed.contestants, *contestants]
+            speed.left_out += contestants[0].peer.notes
+    speed.peers.append({"name": name, "version_or_absence": version, "built_with": built_with})
+    if not built_with:
+        note(f"Without {name}: {version}")
+
+
+def _that_fit(
+    prompts: Sequence[int], depths: Sequence[int], most: int, left_out: list[str]
+) -> tuple[list[int], list[int]]:
+    """The lengths of prompts and contexts that fit into `most` tokens; sentences about others are added to `left_out`.
+
+    A context that leaves no room for the steps after it is shortened to whole blocks. Raises FlagError if no prompt
+    fits.
+    """
+    room, block = most - DEEP_STEPS - 1, EngineConfig.block_size
+    lengths = [tokens for tokens in prompts if tokens <= room]
+    if not lengths or most <= SHORT_DEPTH + SHORT_STEPS:
+        raise FlagError(f"--prompt: the model's context of {most:,} tokens is too short for a prompt of {prompts[0]:,}")
+    left_out += [
+        f"A prompt of {tokens:,} does not fit into the model's {most:,} tokens" for tokens in prompts[len(lengths) :]
+    ]
+    fitting: list[int] = []
+    for depth in depths:
+        fit = depth if depth <= room else room // block * block
+        if depth > most:
+            left_out.append(f"Generation at {depth:,} is left out: the model's context has {most:,} tokens")
+        elif fit not in fitting:
+            fitting.append(fit)
+            if fit != depth:
+                left_out.append(f"Generation at {depth:,} is measured at {fit:,}, to leave room for the steps")
+    return lengths, fitting

@@ -1,0 +1,123 @@
+"""The flags of the speed measurement, one set for all of its sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP
+from polarlm.bench.report import Output
+from polarlm.bench.speed import peers
+from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.config import setting
+
+PROGRAM = ("polarlm", "speed")
+RATES, STARTS = "rates", "starts"  # parts of the comparison with other engines
+DRAFTS, EMBEDDINGS, EXPERTS, TIERS = "drafts", "embeddings", "experts", "tiers"  # sections that it does not have
+_TOKENS = {DRAFTS: 200, EMBEDDINGS: 8192, EXPERTS: 64, TIERS: 4096}
+
+
+def _described(peer: peers.Peer) -> str:
+    """A peer and what its PATH is."""
+    return f"{peer.name} ({f'PATH is its {peer.program}' if peer.program else 'PATH is a Python that has it'})"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of the measurements."""
+
+    weights: str | None = setting(
+        None, "--weights", "-m", metavar="PATH", help=f"{WEIGHTS_HELP}; for {EMBEDDINGS}, .gguf files of encoders"
+    )
+    hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
+    only: str | None = setting(
+        None,
+        "--only",
+        choices=(RATES, STARTS, DRAFTS, EMBEDDINGS, EXPERTS, TIERS),
+        help=f"measure nothing but this: {RATES} of prompts and generation, or {STARTS}, both beside other engines; "
+        f"{DRAFTS} of prompt lookup; {EMBEDDINGS} beside llama.cpp; {EXPERTS} that are read from the file; {TIERS} "
+        "that keep a prompt's blocks",
+    )
+    types: str = setting(
+        "balanced,quality,compact,f16",
+        "--types",
+        metavar="TYPES",
+        help=f"{TYPES_HELP}; the first decides the threads, and runs the batches and {TIERS}",
+    )
+    peer: str = setting(
+        peers.DEFAULT,
+        "--peer",
+        metavar="NAME[=PATH],…",
+        help=f"engines to compare with: {', '.join(_described(peer) for peer in peers.every())}",
+    )
+    peer_types: str | None = setting(
+        None, "--peer-types", metavar="TYPES", help="caches of the peers, or none; else all that each has"
+    )
+    device: str = setting(
+        "auto", "--device", choices=("auto", "cpu", "cuda"), help="where the model runs; auto takes a GPU if it can"
+    )
+    threads: str | None = setting(
+        None,
+        "--threads",
+        "-t",
+        metavar="N,N",
+        help="numbers of CPU threads, of which the best one counts for generation: 1,2 if not given. "
+        f"{DRAFTS}, {EXPERTS} and {TIERS} take one number, or all threads; {EMBEDDINGS} one number, or 1",
+    )
+    prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
+    depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
+    repeat: int = setting(
+        3, "--repeat", metavar="N", help="runs of each kind; their median counts, a peer's if two of them agree"
+    )
+    tokens: int | None = setting(
+        None,
+        "--tokens",
+        metavar="N",
+        help=f"tokens of an answer ({DRAFTS}: at most {_TOKENS[DRAFTS]}, {EXPERTS}: {_TOKENS[EXPERTS]}), of all texts "
+        f"({EMBEDDINGS}: {_TOKENS[EMBEDDINGS]}) or of the prompt ({TIERS}: {_TOKENS[TIERS]})",
+    )
+    replay: bool = setting(
+        False, "--replay", help=f"{DRAFTS} of random weights: right where drafts of a real answer would be"
+    )
+    expert_cache: str = setting(
+        "",
+        "--expert-cache",
+        metavar="SIZE,…",
+        help=f"sizes for {EXPERTS}; without it, what memory leaves. all: every expert in memory",
+    )
+
+    def thread_counts(self) -> list[int]:
+        """The numbers of threads to compare. Raises FlagError."""
+        return numbers("--threads", self.threads or "1,2")
+
+    def thread_count(self, default: int = 0) -> int:
+        """The number of threads of a section that has one; 0 stands for all. Raises FlagError."""
+        if self.threads is None:
+            return default
+        counts = numbers("--threads", self.threads)
+        if len(counts) > 1:
+            raise FlagError(f"--threads {self.threads}: --only {self.only} takes one number")
+        return counts[0]
+
+    def token_count(self) -> int:
+        """The tokens of --tokens, or those that its section has without."""
+        return self.tokens or _TOKENS[self.only or DRAFTS]
+
+
+GROUPS: Mapping[str, type] = {"Speed": Options, "Output": Output}
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """The distinct numbers in a list separated by commas, ascending. Raises FlagError for one below 1."""
+    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(found) < 1:
+        raise FlagError(f"{flag} takes numbers from 1 up, separated by commas, not {text!r}")
+    return sorted(set(found))
+
+
+def file_names(weights: str | None) -> str:
+    """The names of model files without their endings, for the name of a result; "demo" without a model."""
+    if weights is None:
+        return "demo"
+    return " ".join(Path(part.strip()).name.removesuffix(".gguf") for part in weights.split(","))

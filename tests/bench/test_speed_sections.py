@@ -1,0 +1,165 @@
+"""The sections of the speed measurement beside the comparison: drafts, embeddings, experts, tiers; and ready memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripts.make_random_encoder import write
+
+from polarlm.bench.speed import drafts, embeddings, starts
+from polarlm.bench.speed.__main__ import main
+from polarlm.bench.speed.drafts import Offer, Replay, offers
+from polarlm.bench.speed.experts import disk_rate
+from tests.random_model import random_model
+from tests.tiny import make_model
+
+GIB = 1 << 30
+
+
+def measured(tmp_path: Path, weights: Path, *flags: str) -> dict[str, Any]:
+    """What the command writes for a section."""
+    output = tmp_path / "result.json"
+    assert main(["--weights", str(weights), "--output", str(output), *flags]) == 0
+    result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    assert result["command"].startswith("polarlm speed --weights ")
+    return result
+
+
+def test_offers_are_what_prompt_lookup_finds() -> None:
+    prompt, answer = [1, 2, 3, 4, 5, 6, 7], [9, 1, 2, 3, 4, 8]
+    drafted = offers(prompt, answer, 2, 10)
+    assert [offer.right for offer in drafted] == [0, 0, 0, 2, 1, 0]  # after 1 2 come 3 and 4, and then 5 instead of 8
+    assert [offer.tokens > 0 for offer in drafted] == [False, False, False, True, True, True]
+
+
+def test_a_replay_is_right_where_it_was_offered() -> None:
+    replay = Replay(2, [5, 6, 7, 8], [Offer(0, 0), Offer(3, 2), Offer(2, 0)], 10)
+    assert replay.draft([1, 1], 3) == []
+    assert replay.draft([1, 1, 5], 15) == [6, 7, 9]
+    assert replay.draft([1, 1, 5], 1) == [6]
+    assert replay.draft([1, 1, 5, 6], 15) == [8, 9]
+    assert replay.draft([1, 1, 5, 6, 7], 15) == []
+
+
+def test_answers_with_and_without_drafts_are_measured_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drafts, "TASKS", {"copy": "the sea the sea the sea", "prose": "the end"})
+    flags = ["--only", "drafts", "--tokens", "30", "--repeat", "2", "--threads", "1"]
+    rows = measured(tmp_path, random_model(tmp_path), *flags)["rows"]
+    assert [row["task"] for row in rows] == ["copy", "prose"]
+    for row in rows:
+        assert row["accepted_tokens"] <= row["drafted_tokens"]
+        assert len(row["plain"]) == len(row["drafted"]) == 2
+        assert min(row["plain"] + row["drafted"] + [row["ratio"]]) > 0
+    printed = capsys.readouterr()
+    assert "| copy " in printed.out
+    assert "differs" not in printed.err
+
+
+def test_texts_of_an_encoder_are_measured_beside_batches_of_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "minilm.gguf"
+    write(path, "q8_0")
+    monkeypatch.setattr(embeddings, "_PEER", "tests.bench.embedder")
+    fixed, mixed = measured(tmp_path, path, "--only", "embeddings", "--tokens", "256", "--repeat", "2")["rows"]
+    assert fixed["tokens"] == 256
+    assert fixed["theirs"] == {str(size): [256 / size] * 2 for size in (128, 256, 512, 1024)}
+    assert len(fixed["ours"]) == len(mixed["ours"]) == 2
+    assert 8 * 4 <= mixed["tokens"] <= 128 * 4
+    assert abs(fixed["cosine"]) < 0.9  # to the stand-in's vector
+    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert rows[2][1:6] == ["Q8_0", "32 tokens", f"{max(fixed['ours']):,.0f}", "0", "2 (128)"]
+
+
+def test_each_size_of_the_expert_cache_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llvmlite")
+    flags = ["--only", "experts", "--expert-cache", "all,50K", "--tokens", "5", "--repeat", "1", "-t", "1"]
+    every, some = measured(tmp_path, make_model(tmp_path, "mixtral_window"), *flags)["rows"]
+    assert every["rate"] > 0
+    assert "hits" not in every
+    assert 0 < some["hits"] < 1
+    assert some["read"] > 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| all ")
+    assert " tokens/s" in lines[3]
+
+
+def test_the_disk_reads_at_some_rate(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    rate = disk_rate(file, 1 << 12)
+    assert rate is None or rate > 0
+
+
+def test_each_way_to_the_first_token_has_a_line(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--only", "tiers", "--tokens", "128", "--device", "cpu", "--types", "f16"]
+    ways = measured(tmp_path, tiny_path, *flags)["ways"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[1:]] == list(ways)
+    assert len(ways) == 4
+    assert "100.0 % of the time" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--only", "embeddings"], "--weights names no .gguf file of an encoder"),
+        (["--only", "embeddings", "-m", "x", "--peer", "xllamacpp"], "are compared with llama-cpp-python"),
+        (["--only", "tiers", "--tokens", "5"], "--tokens 5: --only tiers takes prompts of at least 128 tokens"),
+        (["--only", "drafts", "--threads", "1,2"], "--threads 1,2: --only drafts takes one number"),
+        (["--only", "experts", "-m", "{model}", "--expert-cache", "1K"], "--expert-cache 1K has room for 0 of the 4"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, output = make_model(tmp_path, "mixtral_window"), tmp_path / "result.json"
+    assert main(["--output", str(output), *(flag.format(model=model) for flag in flags)]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not output.exists()
+
+
+# -- memory before a start -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file_bytes", "available", "size"),
+    [
+        pytest.param(4 * GIB, 32 * GIB, 6.5 * GIB, id="the weights, half as much again, and the process"),
+        pytest.param(4 * GIB, 8 * GIB, 3 * GIB, id="the file stays in memory, and a GiB is free"),
+        pytest.param(4 * GIB, 4 * GIB, 0, id="nothing is free"),
+    ],
+)
+def test_what_is_made_ready_is_what_a_start_may_need_and_has(
+    file_bytes: int, available: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts.host_memory, "available", lambda: available)
+    assert starts.memory_of_a_start(file_bytes) == size
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the most memory of a process is not told here")
+def test_memory_is_made_ready_by_a_process_that_writes_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    most: list[int] = []  # KiB
+
+    def run(command: Sequence[str], **settings: object) -> None:
+        python, flag, code, *arguments = command
+        status = f"{code}; print(open('/proc/self/status').read())"
+        printed = subprocess.check_output([python, flag, status, *arguments], text=True)
+        most.append(int(printed.split("VmHWM:")[1].split()[0]))
+
+    monkeypatch.setattr(starts, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    starts.ready_memory(100 << 20)
+    starts.ready_memory(0)
+    assert len(most) == 1
+    assert 100 << 10 < most[0] < 200 << 10
