@@ -1,13 +1,11 @@
-"""Writes the speed measurements of bench/results into README.md and docs/speed.md, between their marks."""
+"""Writes the speed measurements of bench/results into docs/speed.md and docs/prefix-tiers.md, between their marks."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 from polarlm.bench.serving.conversations import format_result
@@ -22,15 +20,13 @@ from polarlm.bench.speed.tables import (
     rates_table,
     source,
     starts_in_parts,
-    starts_in_words,
     starts_of_models,
     starts_table,
-    summary_table,
 )
-from scripts.make_quality_table import README, RESULTS, ROOT, newest, with_tables
+from scripts.make_quality_table import RESULTS, ROOT, newest, with_tables
 
 DOCUMENT = ROOT / "docs" / "speed.md"
-DEMO, LARGER = "SmolLM2-135M-Instruct", "qwen2.5-1.5b-random"
+DEMO = "SmolLM2-135M-Instruct"
 MISSING = "This version has not been measured yet; `make bench` measures it."
 MISSING_STARTS = "Starts have not been measured yet; `polarlm speed --only starts` measures them."
 
@@ -39,7 +35,7 @@ def published(kind: str = "speed") -> dict[Path, Measured]:
     """The newest complete measurement of each model on each CPU, and on one whose kernels are restricted to a level;
     also one that has all but starts, which come last.
 
-    Those of the demonstration model come first, then by name. kind: "speed", or "starts" for those of starts alone.
+    The demonstration model comes first, then by name. kind: "speed", or "starts" for measurements of starts alone.
     """
     found: dict[tuple[str, str], tuple[Path, Measured]] = {}
     measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]
@@ -47,24 +43,6 @@ def published(kind: str = "speed") -> dict[Path, Measured]:
         if (measured["complete"] or measured["memory"]) and measured["device"] == "cpu":
             found[_title(measured), place(measured)] = path, measured
     return dict(sorted(found.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
-
-
-def headline() -> str:
-    """Tables of the demonstration model and of a larger one with their weights side by side, and a picture, for the
-    README."""
-    everything = {path: one for path, one in published().items() if _restricted_to(one) is None}
-    parts, shown = [], list[tuple[Path, Measured]]()
-    for model, where in itertools.product((DEMO, LARGER), dict.fromkeys(map(place, everything.values()))):
-        own = [(path, one) for path, one in everything.items() if (one["model"], place(one)) == (model, where)]
-        if own:
-            parts += [f"{model}, on {where}:", summary_table([one for _, one in own])]
-            shown += own
-    if not shown:
-        return MISSING
-    most = max((one for _, one in shown), key=lambda one: len(one["contestants"]))
-    dates = " to ".join(sorted({min(one["date"] for _, one in shown), max(one["date"] for _, one in shown)}))
-    parts.append(f"{peers_in_words(most)}; measured on {dates} ([commands](docs/speed.md)).")
-    return "\n\n".join([*parts, *_picture(shown[0][0], README)])
 
 
 def all_tables() -> str:
@@ -101,13 +79,6 @@ def starts() -> str:
     return "\n\n".join(parts) or MISSING_STARTS
 
 
-def starts_in_short() -> str:
-    """The starts of the machine that measured most of them, for the README."""
-    where, group = max(_starts_by_machine().items(), key=lambda item: len(item[1]), default=("", []))
-    sentences = starts_in_words(group)
-    return f"{sentences} Measured on {where}; [more models](docs/speed.md#starts)." if sentences else MISSING_STARTS
-
-
 def _starts_by_machine() -> dict[str, list[Measured]]:
     """A description of the machine → its measurements of starts."""
     found: dict[str, list[Measured]] = {}
@@ -117,12 +88,12 @@ def _starts_by_machine() -> dict[str, list[Measured]]:
     return found
 
 
-def conversations(model: str = DEMO, results: str = "agents-demo") -> str:
-    """Seconds to the first token of conversations that come back. results: how the name of the file begins."""
-    measured = newest(f"{results}-????-??-??")
+def conversations() -> str:
+    """Seconds to the first token of conversations that come back, for docs/prefix-tiers.md."""
+    measured = newest("agents-qwen3.5-0.8b-random-q4-0-*")
     return (
         f"{format_result(measured)}\n\n"
-        f"{model} on {place(measured)}; "
+        f"Random weights of the shape of Qwen3.5 0.8B on {place(measured)}; "
         f"{measured['options']['agents']} conversations; the other server was a process on the same machine; "
         f"measured on {measured['date']} with\n`{_command(measured)}`."
     )
@@ -167,13 +138,9 @@ def _picture(path: Path, document: Path) -> list[str]:
 
 
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
-HYBRID = "qwen3.5-0.8b-random-q4-0"
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     DOCUMENT: {"speed": all_tables, "starts": starts},
-    ROOT / "docs" / "prefix-tiers.md": {
-        "conversations": partial(conversations, "Random weights of the shape of Qwen3.5 0.8B", f"agents-{HYBRID}"),
-        "pressure": pressure,
-    },
+    ROOT / "docs" / "prefix-tiers.md": {"conversations": conversations, "pressure": pressure},
 }
 
 

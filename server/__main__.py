@@ -28,6 +28,7 @@ from polarlm.server.running import journal
 from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.early import EarlyClients
+from polarlm.server.running.journal import note
 from polarlm.server.running.listening import (
     BACKLOG,
     ListenError,
@@ -81,7 +82,7 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
     registry = models.Registry(common, place, config.hub_models, config.pin)
     with tcp_socket(config.host, config.port) as http:
         _warn(config, http, 2 * config.max_connections + BACKLOG)  # one more to a model's process for each
-        _note(f"Models: {models.listed(registry.models())}. Each is loaded when it is first asked for")
+        note(f"Models: {models.listed(registry.models())}. Each is loaded when it is first asked for")
         journal.set_up()
         asyncio.run(models.serve(registry, config, http, lambda: _tell(http, None)))
 
@@ -104,11 +105,11 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
         if config.conversations is not None:  # here already, before a model is downloaded and read
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
         early = bound.enter_context(EarlyClients(http))
-        with Engine.load(model.weights, config=model, verbose=lambda told: _note(note_in_flags(told))) as engine:
+        with Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine:
             missing = engine.model.template.missing(engine.model.name)
             if missing and not engine.model.config.is_encoder:
-                _note(missing)
-            _note(engine.fit_line())
+                note(missing)
+            note(engine.fit_line())
             journal.set_up()
             driver = Driver(engine, config, sessions)
             asyncio.run(serving.serve_engine(driver, http, lines, early, lambda: _tell(http, lines)))
@@ -117,9 +118,9 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
 def _warn(config: ServerConfig, http: socket.socket, connections: int) -> None:
     """Say what is wrong with a server without a key, or with so many connections."""
     if config.api_key is None and not is_local(http):
-        _note(f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}")
+        note(f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}")
     if warning := allow_open_files(connections):
-        _note(warning)
+        note(warning)
 
 
 def _tell(http: socket.socket, lines: socket.socket | None) -> None:
@@ -145,12 +146,8 @@ def _check_mcp(path: str) -> None:
         raise _Missing("--mcp-config needs more packages: pip install 'polarlm[mcp]'") from None
 
 
-def _note(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
-
-
 def _complain(sentence: str, code: int) -> int:
-    _note(f"error: {sentence}")
+    note(f"error: {sentence}")
     return code
 
 

@@ -40,14 +40,14 @@ async def serve_engine(
     driver: Driver,
     http: socket.socket,
     lines: socket.socket | None,
-    early: EarlyClients,
+    early: EarlyClients | None,
     ready: Callable[[], None],
     outer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> None:
     """Serve the driver's engine over HTTP at `http`, and JSON lines at `lines`, until a signal arrives.
 
-    early: has accepted clients at `http` until now. ready: is called when requests are taken. outer: wraps the
-    application.
+    early: has accepted clients at `http` until now, if there could be any. ready: is called when requests are taken.
+    outer: wraps the application.
     """
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     servers = McpServers(driver.config)
@@ -56,7 +56,7 @@ async def serve_engine(
         app = outer(journal.Journaled(create_app(driver, driver.config, servers)))
         web = Web(app, driver.config, http)
         accepting: list[Accepting] = [web] if lines is None else [web, SocketServer(driver, lines)]
-        waiting = early.hand_over()
+        waiting = [] if early is None else early.hand_over()
         for server in accepting:
             await server.start()
         await web.adopt(waiting)

@@ -88,7 +88,7 @@ def measure(options: Options, talk: ConversationOptions, model: str | None) -> d
     flags += ["--threads", str(options.threads), "--parallel", "1"]
     if options.only == AGENTS:
         return {**about, "turns": _returning([agent(number) for number in range(talk.agents)], flags)}
-    tokens = talk.opening + (talk.rounds - 1) * talk.turn + talk.rounds * max_tokens  # of a conversation, about
+    tokens = talk.opening + (talk.rounds - 1) * talk.turn + talk.rounds * max_tokens  # tokens of a conversation, about
     rows = []
     for times in _multiples(talk.times):
         for cache_type in map(str.strip, talk.types.split(",")):

@@ -152,7 +152,7 @@ class Seen:
     seconds: float
     answers: list[Answer]
     blocks: int  # blocks in the server's store
-    peak_blocks: int  # most blocks held at a time, with those of finished sequences
+    peak_blocks: int  # most blocks held at a time, blocks of finished sequences included
     peak_running: int
 
 
@@ -222,7 +222,7 @@ class _Watch:
 
 
 def summary(seen: Seen) -> dict[str, Any]:
-    """The results as JSON. Latencies are those of finished answers."""
+    """The results as JSON, with latencies of finished answers."""
     whole = [answer for answer in seen.answers if answer.error is None]
     prompt_tokens = sum(answer.prompt_tokens for answer in whole)
     tokens = sum(answer.completion_tokens for answer in whole)

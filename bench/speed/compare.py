@@ -29,7 +29,7 @@ from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.model.weights import file_bytes
 
-_NONE = "none"  # of --peer-types
+_NONE = "none"  # --peer-types without any
 
 
 def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
@@ -82,7 +82,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
 
 
 def _type_in_name(source: model_loaders.Model) -> str:
-    """The type of the weights that the name of a file ends with, such as Q4_K_M; else that of most of its values."""
+    """The type of the weights that the name of a file ends with, such as Q4_K_M; else the type of most values."""
     return source.path.stem[len(source.name) :].lstrip("-.").partition("-")[0].upper() or source.dtype
 
 
@@ -96,19 +96,19 @@ def _chosen(device: str) -> str:
 
 def peer_paths(text: str) -> dict[str, str]:
     """Name of a peer → its Python or its program, from a list of NAME[=PATH]. Raises FlagError for an unknown name."""
-    found = {}
+    paths = {}
     for part in text.split(","):
         name, _, path = (each.strip() for each in part.partition("="))
         peer = peers.find(name)
         if peer is None or peer.name != name:
             known = ", ".join(peer.name for peer in peers.every())
             raise FlagError(f"--peer {text}: {name!r} is not among {known}")
-        found[name] = path or peer.default_path()
-    return found
+        paths[name] = path or peer.default_path()
+    return paths
 
 
 def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]:
-    """Name of each peer → those of its caches that are in a list separated by commas; all of them without a list.
+    """Name of each peer → its caches that are in a list separated by commas; all its caches without a list.
 
     Raises FlagError for one that no peer has.
     """

@@ -54,7 +54,7 @@ class Subject:
     layers: int
     kv_heads: int
     head_dim: int
-    file_bytes: int  # of all tensors in their files
+    file_bytes: int  # bytes of all tensors in their files
     peer_paths: Mapping[str, str] = field(default_factory=dict)  # name of a peer → its Python or its program
 
     def kv_bytes(self, bits: float, tokens: int) -> int:

@@ -25,7 +25,7 @@ from polarlm.engine.cli.commands import note
 
 _PEER = "polarlm.bench.speed.llama_embedder"
 _OURS = "ours"
-_DEFAULT_BATCH = 512  # of llama.cpp
+_DEFAULT_BATCH = 512  # tokens; llama.cpp's default
 _BATCHES = 128, 256, _DEFAULT_BATCH, 1024
 _LENGTHS = {"32 tokens": (32, 32), "8 to 128 tokens": (8, 128)}
 _FIRST_ID = 1000  # in BERT's vocabulary, control tokens and unused ones come before it

@@ -11,7 +11,7 @@ from polarlm.bench.speed.contestants import Contestant
 
 PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"
 FAR_BEHIND = 1.5  # times as fast as with fewer threads a contestant is with more, so that fewer need no further runs
-MARGIN = 0.1  # of the fastest run: what a peer's two fastest runs differ by at most, or its figure does not count
+MARGIN = 0.1  # share of the fastest run by which a peer's second fastest may be slower, or its figure does not count
 
 
 @dataclass
@@ -95,14 +95,14 @@ class Speed:
 
     model: str
     weights: str  # the format in which the file stores them
-    file_bytes: int  # of all tensors in their files
+    file_bytes: int  # bytes of all tensors in their files
     device: str
     contestants: Sequence[Contestant]
     # For each peer its "name", its "version_or_absence", and what it was "built_with", which is empty if it is missing.
     peers: list[dict[str, str]] = field(default_factory=list)
     ours: dict[str, Any] = field(default_factory=dict)  # `Ours.about` of our first contestant
     most_threads: int = 1
-    peer_threads: Sequence[int] = ()  # numbers of threads, of which a peer's best counts in each row
+    peer_threads: Sequence[int] = ()  # numbers of threads; a peer's best one counts in each row
     # Engine → number of threads → steps per second of short generation, by which the number is chosen.
     tried: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     chosen: dict[str, int] = field(default_factory=dict)

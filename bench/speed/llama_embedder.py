@@ -14,7 +14,7 @@ from polarlm.bench.speed.child import serve
 from polarlm.bench.speed.peers import NoPeer
 from polarlm.bench.speed.peers.llama_cpp_python import about, load
 
-_MOST_TEXTS = 128  # of a batch: as many as the shortest texts of `embeddings` fill
+_MOST_TEXTS = 128  # most texts in a batch: as many of the shortest texts of `embeddings` as fill it
 
 
 class Embedder:

@@ -174,11 +174,11 @@ class Measurement:
 
     def _best(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cell that counts of each contestant."""
-        found = []
+        counting = []
         for contestant in self._speed.contestants:
-            own = [cell for cell in cells if cell.contestant == contestant]
-            found.append(own[0] if contestant.is_ours else best(own))
-        return found
+            candidates = [cell for cell in cells if cell.contestant == contestant]
+            counting.append(candidates[0] if contestant.is_ours else best(candidates))
+        return counting
 
     def _generation(self, cell: Cell, depth: int, steps: int) -> Runs:
         ids, following = self._deep[:depth], self._ids(steps + 1)
@@ -243,7 +243,7 @@ class Measurement:
         ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
         context = self._plan.memory_context
         for contestant in self._speed.contestants:
-            found: dict[str, Any] = {"engine": contestant.engine, "cache": contestant.cache}
+            about: dict[str, Any] = {"engine": contestant.engine, "cache": contestant.cache}
             try:
                 child = self._children.child(contestant, self._speed.most_threads, context)
                 child.call("generation_rate", ids, following)
@@ -253,7 +253,7 @@ class Measurement:
             except Failed as error:
                 measured = {"failure": str(error)}
             self._children.close()
-            self._speed.memory.append(found | measured | {"tokens": tokens, "context": context})
+            self._speed.memory.append(about | measured | {"tokens": tokens, "context": context})
             self._referee.advance(1 / len(self._speed.contestants))
         self._on_progress(self._speed)
 

@@ -62,7 +62,7 @@ class Options:
         "--threads",
         "-t",
         metavar="N,N",
-        help="numbers of CPU threads, of which the best one counts for generation: 1,2 if not given. "
+        help="numbers of CPU threads; the best one counts for generation: 1,2 if not given. "
         f"{DRAFTS}, {EXPERTS} and {TIERS} take one number, or all threads; {EMBEDDINGS} one number, or 1",
     )
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
@@ -110,10 +110,10 @@ GROUPS: Mapping[str, type] = {"Speed": Options, "Output": Output}
 
 def numbers(flag: str, text: str) -> list[int]:
     """The distinct numbers in a list separated by commas, ascending. Raises FlagError for one below 1."""
-    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(found) < 1:
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(counts) < 1:
         raise FlagError(f"{flag} takes numbers from 1 up, separated by commas, not {text!r}")
-    return sorted(set(found))
+    return sorted(set(counts))
 
 
 def file_names(weights: str | None) -> str:

@@ -12,7 +12,7 @@ from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.figures import GENERATION
 from polarlm.bench.speed.tables import label
 
-# Our lines are solid and coloured; those of peers are dashed and grey. The colours also differ in lightness.
+# Our lines are solid and coloured; lines of peers are dashed and grey. The colours also differ in lightness.
 _OURS = ("#c2410c", "#7c3aed", "#0d9488", "#1d4ed8", "#a16207", "#be123c")
 _PEER = ("#111827", "#6b7280", "#8d929c")
 

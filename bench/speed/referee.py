@@ -38,7 +38,7 @@ class Referee:
         self._children = children
         self._bars = ExitStack()
         self._bar: tqdm[Any] | None = None
-        self._work = self._begun = 0.0  # of the current part, and of all parts before it
+        self._work = self._begun = 0.0  # work of the current part, and of all parts before it
 
     def show(self, work: float) -> None:
         """Show a progress bar of the work of all parts."""

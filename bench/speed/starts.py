@@ -21,12 +21,12 @@ from polarlm.bench.speed.referee import Referee, Runs
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.cli.commands import note
 
-START_TOKENS = 8  # of the prompt
+START_TOKENS = 8  # tokens of the prompt of a start
 _TILE_CACHE = {"tile_cache": "1000G"}
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
 _WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
 _MIB, _GIB = 1 << 20, 1 << 30
-WITH_EMPTY_FOLDER = 14  # starts that take as long as those of `Starter.first_ever`, roughly
+WITH_EMPTY_FOLDER = 14  # `Starter.first_ever` takes as long as this number of other starts, roughly
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Starter:
             if self.subject.device == "cpu":
                 self.run(contestant, variables, _TILE_CACHE)  # writes the file
                 mapped = {"mapped": _medians([self.run(contestant, variables, _TILE_CACHE) for _ in range(repeat)])}
-        fit = max(0.0, min(fitted, first["seconds"]) - warm)  # of the two, the machine may slow one down
+        fit = max(0.0, min(fitted, first["seconds"]) - warm)  # the machine may slow one of the two down
         return {"first": {name: first[name] for name in ("seconds", "kernels", "compiling")} | {"fit": fit}, **mapped}
 
 
@@ -100,7 +100,7 @@ def ready_memory(size: int) -> None:
     """Let another process write `size` bytes of memory, and end.
 
     The host of a virtual machine may take back memory that has been free for seconds. The process that needs it next
-    waits for it, seconds a GiB, of whichever engine it is.
+    waits for it, seconds a GiB, whichever engine it belongs to.
     """
     if size:
         subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
@@ -111,14 +111,14 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
     starter = Starter(subject, speed.most_threads, context, ids)
     leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
     cells = [Cell(leader, speed.most_threads) for leader in reversed(leaders.values())]
-    found: dict[Contestant, list[dict[str, Any]]] = {cell.contestant: [] for cell in cells}
+    measured: dict[Contestant, list[dict[str, Any]]] = {cell.contestant: [] for cell in cells}
 
     def runs(cell: Cell) -> Runs:
         def run(number: int) -> float:
-            one = starter.run(cell.contestant)
+            result = starter.run(cell.contestant)
             if number >= 0:
-                found[cell.contestant].append(one)
-            return float(one["seconds"])
+                measured[cell.contestant].append(result)
+            return float(result["seconds"])
 
         return Runs(cell, run)
 
@@ -130,7 +130,7 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
         row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
         row |= {"threads": cell.threads, "context": context}
         if cell.failure is None:
-            row |= _medians(found[cell.contestant])
+            row |= _medians(measured[cell.contestant])
             if cell.contestant.is_ours:
                 note("Starting with an empty cache folder, which compiles the kernels and fits the KV cache")
                 referee.announce("the first start ever")
@@ -146,7 +146,7 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
 
 def _medians(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The seconds of all runs and their median, the medians of their parts, and the most memory of each kind."""
-    seconds = [one["seconds"] for one in starts]
-    parts = {name: statistics.median(one["parts"][name] for one in starts) for name in starts[0]["parts"]}
-    sizes = {name: max(one["memory"][name] for one in starts) for name in starts[0]["memory"]}
+    seconds = [start["seconds"] for start in starts]
+    parts = {name: statistics.median(start["parts"][name] for start in starts) for name in starts[0]["parts"]}
+    sizes = {name: max(start["memory"][name] for start in starts) for name in starts[0]["memory"]}
     return {"median": statistics.median(seconds), "runs": seconds, "parts": parts, "memory": sizes}

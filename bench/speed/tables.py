@@ -1,4 +1,4 @@
-"""The tables of a speed measurement, made from its JSON for the terminal, the README and docs/speed.md."""
+"""The tables of a speed measurement, made from its JSON for the terminal and docs/speed.md."""
 
 from __future__ import annotations
 
@@ -50,27 +50,6 @@ def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = F
     return report.table(["", *_columns(measured), *(["strongest peer"] if several else [])], rows)
 
 
-def summary_table(found: Sequence[Measured]) -> str:
-    """A table with a line per prompt or context and a column per measurement, which have different weights: tokens/s of
-    our default cache, with the ratio to the strongest peer and its name."""
-    rows = [row for one in found for row in one["rows"] if row["section"] in (GENERATION, PROMPT)]
-    names = dict.fromkeys(row["name"] for row in sorted(rows, key=lambda row: (row["section"], row["tokens"])))
-    lines = [[name, *(_summary_cell(one, name) for one in found)] for name in names]
-    return report.table(["", *(one["weights"] for one in found)], lines)
-
-
-def _summary_cell(measured: Measured, name: str) -> str:
-    cells: Sequence[Mapping[str, Any]] = next((row["cells"] for row in measured["rows"] if row["name"] == name), [])
-    rates = [cell for cell in cells if "median" in cell]
-    ours = next((cell for cell in rates if not _is_peer(cell) and cell["cache"] == EngineConfig.cache_type), None)
-    strongest = _strongest(cells)
-    if ours is None:
-        return NOTHING
-    if strongest is None:
-        return _rate(ours["median"])
-    return f"{_rate(ours['median'])} ({_ratio(ours, strongest['median'])} {label(strongest['engine'])})"
-
-
 def _strongest(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The fastest cell of a peer; None if there is none."""
     theirs = [cell for cell in cells if _is_peer(cell) and "median" in cell]
@@ -91,7 +70,7 @@ def bandwidth_table(measured: Measured) -> str:
 
 
 def batches_table(measured: Measured) -> str:
-    """A table of tokens/s of several sequences together, and their ratio to those of one."""
+    """A table of tokens/s of several sequences together, and their ratio to the tokens/s of one sequence."""
     rows = [row for row in measured["rows"] if row["section"] == BATCHES]
     one = next((row["cells"][0].get("median") for row in rows if row["tokens"] == 1), None)
     lines = []
@@ -171,27 +150,6 @@ def starts_of_models(found: Sequence[Measured]) -> str:
     return report.table(header, lines)
 
 
-def starts_in_words(found: Sequence[Measured]) -> str:
-    """Sentences on starts with the smallest and the largest of the files with which both engines have started; empty if
-    there is none."""
-    starts = [(one, _start_of(one, OURS), _start_of(one, peers.DEFAULT)) for one in found]
-    compared = [start for start in starts if "first" in start[1] and "median" in start[2]]
-    compared.sort(key=lambda start: start[0]["file_bytes"])
-    if not compared:
-        return ""
-    ends = [*compared[:1], *compared[1:][-1:]]
-    taken = [
-        f"{ours['median']:.1f} s with {_title(measured)} ({format_bytes(measured['file_bytes'])}; "
-        f"{label(peers.DEFAULT)} takes {theirs['median']:.1f} s)"
-        for measured, ours, theirs in ends
-    ]
-    first = [f"{ours['first']['seconds']:.0f} s" for _, ours, _ in ends]
-    return (
-        f"A new process has the first token after {' and '.join(taken)}. The first start ever with a model, which also "
-        f"compiles kernels and fits the cache, takes {' and '.join(first)}."
-    )
-
-
 def place(measured: Measured) -> str:
     """The machine of a measurement."""
     machine = measured["machine"]
@@ -221,7 +179,7 @@ def label(engine: str) -> str:
 
 
 def _peers(measured: Measured) -> Sequence[Mapping[str, str]]:
-    """The peers of a measurement; those of earlier versions have one."""
+    """The peers of a measurement; results of earlier versions have one."""
     return measured["peers"] if "peers" in measured else [measured["peer"]]
 
 

@@ -23,7 +23,6 @@ import queue
 import signal
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,7 +38,7 @@ from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.early import EarlyClients
+from polarlm.server.running.journal import note
 from polarlm.server.running.listening import ListenError, tcp_socket
 from polarlm.server.running.sessions import SessionFolder
 from polarlm.server.serving import serve_engine
@@ -106,7 +105,7 @@ def main() -> int:
 
 def _run(parent: _Server) -> None:
     first = parent.hear()
-    model = fetched(EngineConfig(**first["engine"]), _note, parent.fetching)
+    model = fetched(EngineConfig(**first["engine"]), note, parent.fetching)
     parent.tell(fetched={"path": model.weights})
     if first["server"] is None:
         return
@@ -115,23 +114,17 @@ def _run(parent: _Server) -> None:
     sessions = None
     if config.sessions is not None:
         sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
-    with ExitStack() as bound:
-        http = bound.enter_context(tcp_socket(config.host, 0))
-        early = bound.enter_context(EarlyClients(http))
-        with Engine.load(model.weights, config=model, verbose=lambda told: _note(note_in_flags(told))) as engine:
-            _note(engine.fit_line())
-            engine.model = replace(engine.model, name=first["name"])  # what answers and lists call it
-            journal.set_up(first["name"])
-            port = http.getsockname()[1]
-            ready = serve_engine(
-                Driver(engine, config, sessions),
-                http,
-                None,
-                early,
-                lambda: parent.tell(loaded={"port": port}),
-                _FromParent,
-            )
-            asyncio.run(ready)
+    with (
+        tcp_socket(config.host, 0) as http,
+        Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine,
+    ):
+        note(engine.fit_line())
+        engine.model = replace(engine.model, name=first["name"])  # what answers and lists call it
+        journal.set_up(first["name"])
+        loaded = {"port": http.getsockname()[1]}
+        driver = Driver(engine, config, sessions)
+        # Nobody else knows the port until the parent hears it.
+        asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell(loaded=loaded), _FromParent))
 
 
 def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
@@ -147,10 +140,6 @@ def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
         limited = needed.store and (needed.device == "cpu" or said["reserved"] or said["most"] is not None)
         settings = replace(model, kv_memory=str(needed.store)) if limited else model
     return settings
-
-
-def _note(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

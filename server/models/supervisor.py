@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from polarlm.server.models.served import (
     without_folder,
 )
 from polarlm.server.running import refused
+from polarlm.server.running.journal import note
 from polarlm.server.running.refused import Refused, unknown_model
 
 _SWEEP_SECONDS = 1.0  # most between two looks for idle models
@@ -189,7 +189,7 @@ class Supervisor:
                 served.process, served.state = None, UNLOADED if was_given_up else FAILED
                 self._memory.set_aside(served, None)
             if not self.closing:
-                _note(_given_up(served).message if was_given_up else f"{name} cannot be loaded: {error}")
+                note(_given_up(served).message if was_given_up else f"{name} cannot be loaded: {error}")
             if not isinstance(error, (EngineError, Refused)):
                 raise
             served.error = without_folder(error, served.model.path)
@@ -202,7 +202,7 @@ class Supervisor:
         served.keep = self.usual_keep(served)
         served.touch()
         self._memory.set_aside(served, served.need)  # from now on it can be unloaded
-        _note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
+        note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
 
     async def _take_memory(self, served: Served, process: ModelProcess) -> None:
         """Set memory aside for the model, and unload others until there is enough. Raises EngineError or Refused."""
@@ -219,7 +219,7 @@ class Supervisor:
                 served.need, served.state = need, WAITING
                 if victim := self._memory.victim(served):
                     if victim.state == READY:
-                        _note(f"{victim.model.name} makes room for {served.model.name}: {format_bytes(need.bytes)}")
+                        note(f"{victim.model.name} makes room for {served.model.name}: {format_bytes(need.bytes)}")
                     self.unload(victim)
                 elif not self._memory.waits_for_others(served):
                     self._memory.check_most(served, need)
@@ -246,7 +246,7 @@ class Supervisor:
             await served.process.end()
             served.state, served.process = UNLOADED, None
             self._memory.set_aside(served, None)
-            _note(f"{served.model.name} is unloaded")
+            note(f"{served.model.name} is unloaded")
 
     def _ended(self, served: Served, process: ModelProcess | None, code: int) -> None:
         """A process has ended. If nobody meant it to, its requests end with an error, and the next one starts it."""
@@ -256,7 +256,7 @@ class Supervisor:
             served.state, served.process = FAILED, None
             self._memory.set_aside(served, None)
             served.error = ended(served.model.name, code)
-            _note(f"The process of {served.model.name} {how_ended(code)}; the next request starts it again")
+            note(f"The process of {served.model.name} {how_ended(code)}; the next request starts it again")
             served.free.set()
 
     # -- idle models -------------------------------------------------------------------------------------------
@@ -285,7 +285,3 @@ def _seen(loading: asyncio.Task[None]) -> None:
 def _given_up(served: Served) -> Refused:
     name = served.model.name
     return Refused("model_not_loaded", f"{name} was unloaded before it was loaded: a new request loads it")
-
-
-def _note(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)

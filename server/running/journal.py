@@ -23,6 +23,11 @@ _MOST_PATH = 200  # characters of a path, which clients choose
 _ASKED_ALL_THE_TIME = {"/stats", "/conversations", "/health", "/v1/health", "/ping"}
 
 
+def note(sentence: str) -> None:
+    """Write a sentence for whoever has started the server to standard error, which the log's lines follow."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
 @dataclass
 class Entry:
     """A request's fields for its line in the log. Several answers to one request share an entry."""

@@ -30,8 +30,9 @@ from tests.random_model import TINY, random_model
 from tests.tiny import make_model
 
 PEER = "llama-cpp-python"
+VALUES = 2 * len(TINY.layers) * TINY.attention.kv_heads * TINY.attention.head_dim  # numbers of a token in the cache
 SMALL = ["--device", "cpu", "--prompt", "40,100", "--depth", "100,512", "--repeat", "2", "--threads", "1,2"]
-CALLS = [("start", 256), ("prompt", START_TOKENS)]  # of a start
+CALLS = [("start", 256), ("prompt", START_TOKENS)]  # calls of a start
 # Ours and the peer's, in the order of the columns.
 FOUR = ["--types", "balanced,f16", "--peer-types", "f16,q4_0"]
 
@@ -293,6 +294,7 @@ def test_rates_alone_leave_out_batches_memory_and_starts(measure_with: Measure, 
 
 @pytest.mark.slow
 def test_a_whole_measurement_in_processes(measure_with: Measure) -> None:
+    """Slow: a dozen processes load the model."""
     flags = ["--types", "f16", "--threads", "1", "--repeat", "1", "--depth", "100", "--peer-types", "none"]
     whole, out, _ = measure_with(*flags)
     assert [(row["name"], len(row["cells"][0]["runs"])) for row in whole["rows"]] == [
@@ -341,9 +343,8 @@ def test_the_tables_come_last_and_the_file_says_how_it_was_made(
     assert all(len(cell["runs"]) == 1 and cell["runs"][0] > 0 for row in whole["rows"] for cell in row["cells"])
     read_at_384 = {cell["cache"]: cell["bytes_read"] for cell in whole["rows"][4]["cells"]}
     assert read_at_384["balanced"]["weights"] == read_at_384["polarquant:plain"]["weights"] > 0
-    values = 2 * TINY.layers * TINY.kv_heads * TINY.head_dim
-    blocks, full = 5, 64 * values * 2  # the first of 6 blocks is in full precision
-    assert read_at_384["balanced"]["cache"] == pytest.approx(blocks * 64 * values * 4 / 8 + full, rel=0.05)
+    blocks, full = 5, 64 * VALUES * 2  # the first of 6 blocks is in full precision
+    assert read_at_384["balanced"]["cache"] == pytest.approx(blocks * 64 * VALUES * 4 / 8 + full, rel=0.05)
     assert (tmp_path / "out.png").exists()
 
 
@@ -426,7 +427,7 @@ def test_runs_are_stable_if_the_two_fastest_differ_by_a_tenth_at_most(runs: list
 
 
 def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: Measure, stands: type[Stand]) -> None:
-    """Ours lose where they are slower. A peer has those of the caches that it knows."""
+    """Ours lose where they are slower. A peer has the caches that it knows."""
 
     def rates(label: str, threads: int, call: str, tokens: int) -> float:
         return {"ours ring4": 90.0, "peer f16": 60.0}.get(label, 120.0 if call == "prompt" else 30.0)
@@ -481,10 +482,11 @@ def test_the_share_of_the_bandwidth_counts_weights_and_cache(
     ours, _, f16, q4_0 = row["cells"]
     assert ours["bytes_read"] == {"weights": 1_000_000, "cache": 100_000}
     assert ours["bandwidth_share"] == pytest.approx(1.1e6 * 400 / 2e9)
-    values = 100 * 2 * TINY.layers * TINY.kv_heads * TINY.head_dim
+    values = 100 * VALUES
     assert (f16["bytes_read"]["cache"], q4_0["bytes_read"]["cache"]) == (2 * values, values * 18 // 32)
-    per_layer = (TINY.heads + 2 * TINY.kv_heads + TINY.heads) * TINY.head_dim + 3 * TINY.ffn
-    matrices = (TINY.layers * per_layer + TINY.vocabulary) * TINY.hidden
+    attention, layers = TINY.attention, len(TINY.layers)
+    per_layer = 2 * (attention.heads + attention.kv_heads) * attention.head_dim + 3 * TINY.layers[0].ffn.size
+    matrices = (layers * per_layer + TINY.vocab_size) * TINY.hidden_size
     assert f16["bytes_read"]["weights"] == matrices * 34 // 32, "without the embedding, which is not the head"
     *_, read, _, _, _ = tables(out)  # then batches, memory, starts
     assert read[2][1] == "1 + 0 MB, 22%"
@@ -535,10 +537,11 @@ def test_a_part_that_fails_hides_no_other_one(measure_with: Measure, stands: typ
     assert out.count("too few blocks") == 3
 
 
+@pytest.mark.slow
 def test_windows_leave_room_for_all_sequences_of_a_step(
     measure_with: Measure, local: type[Local], tmp_path: Path
 ) -> None:
-    """The store of an engine has the blocks of windows for one sequence."""
+    """The store of an engine has the blocks of windows for one sequence. Slow: a whole measurement of a real model."""
     model = make_model(tmp_path, "gpt_oss_mxfp4")
     flags = ["--weights", str(model), "--types", "f16", "--threads", "1", "--repeat", "1", "--peer-types", "none"]
     whole, _, _ = measure_with(*flags, "--prompt", "40", "--depth", "40")

@@ -112,7 +112,7 @@ def test_bytes_are_those_of_all_matrices_that_a_step_reads(ours: Ours) -> None:
 
 
 def test_of_experts_only_those_that_a_token_chooses_are_read(tmp_path: Path) -> None:
-    """The peer's bytes are those of a .gguf file, here in float32 as NumPy has them."""
+    """The peer's bytes are counted in a .gguf file, here in float32 as NumPy has them."""
     config, weights, _ = load_weights(MODELS / "qwen3_moe_normed")
     path = as_gguf(tmp_path / "model.gguf", "qwen3moe", config, read_all(weights))
     e, (mixer, ffn) = config.hidden_size, (config.layers[0].mixer, config.layers[0].ffn)

@@ -1,6 +1,6 @@
 """The packages to compare speed with beside llama-cpp-python: what they are asked, and what is made of their answers.
 
-The answers in tests/fixtures/peers are those of the real packages, of the versions that they name.
+The answers in tests/fixtures/peers come from the real packages, of the versions that they name.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripts.make_random_encoder import write
 
+from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.bench.speed import drafts, embeddings, starts
 from polarlm.bench.speed.__main__ import main
 from polarlm.bench.speed.drafts import Offer, Replay, offers
 from polarlm.bench.speed.experts import disk_rate
+from scripts.make_random_model import write
 from tests.random_model import random_model
 from tests.tiny import make_model
 
@@ -64,11 +65,13 @@ def test_answers_with_and_without_drafts_are_measured_in_turn(
     assert "differs" not in printed.err
 
 
+@pytest.mark.slow
 def test_texts_of_an_encoder_are_measured_beside_batches_of_llama_cpp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Slow: it writes an encoder and starts four processes."""
     path = tmp_path / "minilm.gguf"
-    write(path, "q8_0")
+    write(path, "minilm-l6", SHAPES["minilm-l6"], "q8_0", None)
     monkeypatch.setattr(embeddings, "_PEER", "tests.bench.embedder")
     fixed, mixed = measured(tmp_path, path, "--only", "embeddings", "--tokens", "256", "--repeat", "2")["rows"]
     assert fixed["tokens"] == 256

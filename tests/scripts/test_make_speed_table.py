@@ -1,4 +1,4 @@
-"""The tables and the picture of published measurements of speed, in the README and docs/speed.md."""
+"""The tables and the picture of published measurements of speed, in docs/speed.md and docs/prefix-tiers.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from polarlm.bench.speed.plot import _lines, draw
 from scripts import make_speed_table
+from scripts.make_quality_table import with_tables
 
 PEER = "llama-cpp-python"
 
@@ -58,7 +59,7 @@ def measurement(date: str, rate: float, **changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of results of a checkout at tmp_path."""
-    for name, path in (("ROOT", "."), ("README", "README.md"), ("DOCUMENT", "docs/speed.md"), ("RESULTS", "results")):
+    for name, path in (("ROOT", "."), ("DOCUMENT", "docs/speed.md"), ("RESULTS", "results")):
         monkeypatch.setattr(make_speed_table, name, tmp_path / path)
     (tmp_path / "results").mkdir()
     return tmp_path / "results"
@@ -91,49 +92,22 @@ def starts(
     return measurement("2026-11-23", 0, model=model, **changes)
 
 
+def test_the_documents_have_the_tables_of_the_published_results() -> None:
+    for document, tables in make_speed_table.TABLES.items():
+        text = document.read_text(encoding="utf-8")
+        assert text == with_tables(text, tables), "run `make readme`"
+
+
 def test_without_a_measurement_the_pages_say_so(results: Path) -> None:
     publish(results, "stopped", measurement("2026-11-20", 75, complete=False, memory=[]))
     publish(results, "gpu", measurement("2026-11-20", 75, device="cuda"))
-    assert make_speed_table.headline() == make_speed_table.all_tables() == make_speed_table.MISSING
+    assert make_speed_table.all_tables() == make_speed_table.MISSING
 
 
-def test_the_headline_has_the_weights_of_two_models_side_by_side(results: Path) -> None:
-    """The newest of each, with the strongest peer's name: ours lose where they are slower."""
-    publish(results, "a", measurement("2026-11-20", 75))
-    publish(results, "b", measurement("2026-11-21", 100))
-    stronger = measurement("2026-11-22", 20, weights="Q8_0")
-    contestant, row = {"engine": "ik_llama.cpp", "cache": "f16"}, stronger["rows"][0]
-    stronger["contestants"].append(contestant)
-    row["cells"].append(cell("ik_llama.cpp", "f16", 80.0))
-    publish(results, "c", stronger)
-    publish(results, "d", measurement("2026-11-22", 1000, model="tinyllama", weights="Q4_K"))
-    publish(results, "e", measurement("2026-11-22", 65, model="qwen2.5-1.5b-random", weights="Q4_K"))
-    other = {**measurement("", 0)["machine"], "cpu": "Intel"}
-    publish(results, "f", measurement("2026-11-21", 55, model="qwen2.5-1.5b-random", weights="Q4_K", machine=other))
-    here = "on 2 cores of an AMD EPYC, Linux x86_64:"
-    first, _, rest = make_speed_table.headline().partition(f"qwen2.5-1.5b-random, {here}")
-    second, _, third = rest.partition("qwen2.5-1.5b-random, on 2 cores of an Intel, Linux x86_64:")
-    assert first.startswith(f"SmolLM2-135M-Instruct, {here}")
-    lines = [[part.strip() for part in line.strip("|").split("|")] for line in first.splitlines()[2:7]]
-    assert lines[0] == ["", "Q4_1", "Q8_0"]
-    assert lines[2:] == [
-        ["generation at 8", "100 (2.00× llama.cpp)", "20.0 (0.25× ik_llama.cpp)"],
-        ["generation at 2,048", "100 (2.00× llama.cpp)", "20.0 (0.40× llama.cpp)"],
-        ["prompt of 256", "100 (2.00× llama.cpp)", "20.0 (0.40× llama.cpp)"],
-    ]
-    assert "65.0 (1.30× llama.cpp)" in second
-    assert "55.0 (1.10× llama.cpp)" in third
-    assert "\n\nllama-cpp-python 0.3.36; measured on 2026-11-21 to 2026-11-22 (" in third
-    source = "medians of 3 runs; threads: 2 for prompts, for steps here 2, llama.cpp 1; measured on 2026-11-21 with"
-    assert source in make_speed_table.source(measurement("2026-11-21", 100))
-    assert "![" not in first + second
-
-
-def test_a_cpu_restricted_to_older_instructions_is_not_in_the_headline(results: Path) -> None:
+def test_a_cpu_restricted_to_older_instructions_has_tables_of_its_own(results: Path) -> None:
     publish(results, "all", measurement("2026-11-20", 75))
     machine = {**measurement("", 0)["machine"], "restricted_to": "avx2"}
     publish(results, "avx2", measurement("2026-11-21", 100, machine=machine))
-    assert "100 (2.00×)" not in make_speed_table.headline()
     assert [line for line in make_speed_table.all_tables().splitlines() if line.startswith("###")] == [
         "### SmolLM2-135M-Instruct, Q4_1",
         "### SmolLM2-135M-Instruct, Q4_1, with avx2 alone",
@@ -151,7 +125,8 @@ def test_the_page_has_all_models_with_their_pictures(results: Path) -> None:
         "### tinyllama, Q4_K",
     ]
     assert text.count("(../results/speed-b.png)") == 1
-    assert "(results/speed-b.png)" in make_speed_table.headline()
+    source = "medians of 3 runs; threads: 2 for prompts, for steps here 2, llama.cpp 1; measured on 2026-11-20 with"
+    assert source in text
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines()]
     assert ["generation at 8", "98 + 4 MB, 50%", "crashed (SIGSEGV)", "98 + 4 MB, 50%"] in lines
     assert ["**balanced**", "3.0 MiB", "2.0 MiB", "1.0 MiB", "1.0 MiB", "512 B"] in lines
@@ -169,7 +144,7 @@ def test_a_line_of_the_picture_has_a_point_per_context() -> None:
 
 def test_without_starts_the_pages_say_how_to_measure_them(results: Path) -> None:
     publish(results, "whole", measurement("2026-11-20", 75))
-    assert make_speed_table.starts() == make_speed_table.starts_in_short() == make_speed_table.MISSING_STARTS
+    assert make_speed_table.starts() == make_speed_table.MISSING_STARTS
 
 
 def test_a_table_of_starts_has_a_line_for_each_file_and_the_smallest_first(results: Path) -> None:
@@ -204,7 +179,6 @@ def test_a_start_that_failed_has_its_reason_in_the_table(results: Path) -> None:
     publish(results, "a", failed, "starts")
     cells = [cell.strip() for cell in make_speed_table.starts().splitlines()[2].strip("|").split("|")]
     assert cells[2:10] == ["1.50 s", "too little memory", "—", "—", "—", "1.5 GiB", "—", "1.0 GiB"]
-    assert make_speed_table.starts_in_short() == make_speed_table.MISSING_STARTS, "there is nothing to compare with"
 
 
 def test_each_machine_has_its_table_of_starts(results: Path) -> None:
@@ -215,14 +189,3 @@ def test_each_machine_has_its_table_of_starts(results: Path) -> None:
     assert text.count("| small, Q4_1 |") == 2
     assert "On 2 cores of an AMD EPYC, Linux x86_64, 2 threads" in text
     assert "On 8 cores of an Xeon, Linux x86_64 with avx2 alone, 2 threads" in text
-
-
-def test_the_readme_tells_the_starts_with_the_smallest_and_the_largest_file(results: Path) -> None:
-    for gib, name in enumerate(("small", "middle", "large"), 1):
-        publish(results, name, starts(name, gib, 1.5 * gib, 1.0 * gib), "starts")
-    assert make_speed_table.starts_in_short() == (
-        "A new process has the first token after 1.5 s with small, Q4_1 (1.0 GiB; llama.cpp takes 1.0 s) and 4.5 s "
-        "with large, Q4_1 (3.0 GiB; llama.cpp takes 3.0 s). The first start ever with a model, which also compiles "
-        "kernels and fits the cache, takes 15 s and 45 s. Measured on 2 cores of an AMD EPYC, Linux x86_64; "
-        "[more models](docs/speed.md#starts)."
-    )

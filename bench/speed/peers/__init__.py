@@ -11,7 +11,7 @@ Its `start(path, context, threads, cache)`, for a program with the path of that 
 - `prompt_rate(ids)`: tokens per second of a whole prompt;
 - `generation_rate(ids, following)`: len(following) − 1 steps per second, after `ids` and one more token.
 
-A package's memory and start are those of the process. For a program, the contestant also has
+A package's memory and start are measured from its process. For a program, the contestant also has
 
 - `memory()`: bytes by kind of the run that needed most;
 - `first_token(ids)`: the "seconds" from the start of the program to the first token of a prompt, and its "memory".

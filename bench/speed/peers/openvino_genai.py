@@ -52,8 +52,8 @@ class Pipeline:
         """What the pipeline measures of a request for `tokens` tokens. Raises NoPeer."""
         settings = self._genai.GenerationConfig()
         settings.max_new_tokens, settings.ignore_eos, settings.do_sample = tokens, True, False
-        given = self._numpy.array([ids], dtype="int64")
-        tensors = [self._tensors.Tensor(array) for array in (given, self._numpy.ones_like(given))]
+        prompt = self._numpy.array([ids], dtype="int64")
+        tensors = [self._tensors.Tensor(array) for array in (prompt, self._numpy.ones_like(prompt))]
         metrics = self._pipeline.generate(self._genai.TokenizedInputs(*tensors), settings).perf_metrics
         if metrics.get_num_generated_tokens() != tokens:
             raise NoPeer(f"cannot generate {tokens} tokens after {len(ids)}")
