@@ -209,11 +209,6 @@ def test_a_second_call_reads_the_file_of_the_first(setting: Setting, cache: Path
     assert len(list(cache.iterdir())) == 1  # nothing unfinished is left
 
 
-def test_two_runs_give_the_same_bytes(setting: Setting) -> None:
-    ids = text_ids(setting.tokenizer, 40)
-    assert_same(*(calibrate(NumpyOps(), setting.config, setting.weights, ids, N) for _ in range(2)))
-
-
 def bend(file: Path, position: int) -> None:
     content = bytearray(file.read_bytes())
     content[position] ^= 1

@@ -127,27 +127,38 @@ def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
     return expert_plan(wanted, ops, wanted.shape(ops))
 
 
-def test_as_many_experts_as_memory_leaves_are_loaded(tmp_path: Path, memory: Callable[[int], None]) -> None:
-    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
-    memory(11 * GIB)
-    assert plan_for(path, whole) is None
-    memory(8 * GIB)
-    found = plan_for(path, whole)
-    assert found.experts == 5  # of 8: 6 GiB are left beside the other weights
-    assert found.bytes == 5 * GIB
-    assert found.of_token == 8 * GIB // 8 * 4 * 3 // 8  # three of eight are not in memory
-    assert found.room == (8 - 2 - 4) * GIB // 2
+@pytest.mark.parametrize(
+    ("free", "settings", "experts"),
+    [
+        (11 * GIB, {}, None),
+        (10 * GIB + (64 << 10), {"calibration": False}, 7),  # all weights would fit, but not with 4,096 tokens
+        (8 * GIB, {"calibration": False}, 5),  # of 8: 6 GiB are left beside the other weights
+        (8 * GIB, {}, 4),  # fitting the cache takes memory for a moment
+    ],
+)
+def test_as_many_experts_as_memory_leaves_are_loaded(
+    tmp_path: Path,
+    memory: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    free: int,
+    settings: dict[str, Any],
+    experts: int | None,
+) -> None:
+    monkeypatch.setattr(placed_experts, "fitting_bytes", lambda shape: 2 * GIB)
+    memory(free)
+    plan = plan_for(make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,)), **settings)
+    assert (plan and plan.experts) == experts
+    if experts == 5:
+        assert plan.bytes == 5 * GIB
+        assert plan.of_token == 8 * GIB // 8 * 4 * 3 // 8  # three of eight are not in memory
+        assert plan.room == (8 - 2 - 4) * GIB // 2
+
+
+def test_experts_of_one_token_have_to_fit(tmp_path: Path, memory: Callable[[int], None]) -> None:
     memory(5 * GIB)
     with pytest.raises(EngineError, match=r"weights take 10\.0 GiB"):
-        plan_for(path, whole)
-
-
-def test_experts_leave_room_for_the_context(tmp_path: Path, memory: Callable[[int], None]) -> None:
-    """All weights would fit, but not with 4,096 tokens, or the context that is asked for."""
-    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
-    memory(10 * GIB + (64 << 10))
-    found = plan_for(path, whole)
-    assert found.experts == 7
+        plan_for(make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,)))
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim", "layers"), [(8, 64, 4), (16, 128, 2)])
@@ -161,16 +172,6 @@ def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, l
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < fitting_bytes(shape) < 1.5 * most
-
-
-def test_experts_leave_room_for_fitting_the_cache(
-    tmp_path: Path, memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
-    monkeypatch.setattr(placed_experts, "fitting_bytes", lambda shape: 2 * GIB)
-    memory(8 * GIB)
-    found = [plan_for(path, whole, calibration=fitted) for fitted in (False, True)]
-    assert [plan and plan.experts for plan in found] == [5, 4]
 
 
 def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callable[[int], None]) -> None:

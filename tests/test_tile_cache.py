@@ -210,11 +210,6 @@ def test_matrices_of_any_size_are_those_that_were_packed(folder: Path) -> None:
     assert loaded(cache(folder, 1), unread) == matrices
 
 
-def test_matrices_that_the_file_does_not_have_are_not_found(folder: Path) -> None:
-    loaded(cache(folder, 1), [b"a" * 64, b"b" * 64])
-    assert loaded(cache(folder, 1), [b"a" * 64, b"b" * 63, b"c" * 64]) == [b"a" * 64, None, None]
-
-
 def test_the_files_used_least_recently_are_removed(folder: Path) -> None:
     matrix = [b"x" * 10_000]
     for number in (1, 2, 3):
