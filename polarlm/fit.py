@@ -102,26 +102,26 @@ def _report(argv: Sequence[str]) -> str:
     if path.startswith(PREFIX) and not Path(path).exists():
         if options.lora:
             raise FlagError("--lora: adapters are counted with a model that is here: give its path")
-        model, dtype, found = _fit_hub(path, config, numbers)
+        model, dtype, fits = _fit_hub(path, config, numbers)
     else:
         model, source, dtype = model_loaders.load_weights(path)
         try:
             asked = numbers or steps_to(model.max_context)
-            found = [
+            fits = [
                 fit_device(config, device, ops, model, source, contexts=asked)
                 for device, ops in devices(options.device)
             ]
         finally:
             source.close()
-    advice = advise(found, config, model)
+    advice = advise(fits, config, model)
     command = _command(advice, options, "serve" if model.is_encoder else "chat")
     if options.json:
         about = {"model": str(path), "family": model.family, "max_context": model.max_context, "weights": dtype}
-        result = {**about, "devices": [asdict(one) for one in found], "advice": asdict(advice), "command": command}
+        result = {**about, "devices": [asdict(one) for one in fits], "advice": asdict(advice), "command": command}
         return json.dumps(result, indent=1, ensure_ascii=False)
     name = path if path.startswith(PREFIX) else Path(path).name
     lines = [f"{name}: {len(model.layers)} layers, {model.max_context:,} tokens of context, {dtype} weights"]
-    for device in found:
+    for device in fits:
         lines += ["", *_device_lines(device, model)]
     lines += ["", advice.sentence]
     if command:
@@ -138,8 +138,8 @@ def _fit_hub(
     asked = numbers or steps_to(model.max_context)
     plain = f"{PREFIX}{replace(name, quantization=None)}"
     sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
-    found = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
-    return model, "GGUF" if files[0][0] else "safetensors", found
+    fits = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
+    return model, "GGUF" if files[0][0] else "safetensors", fits
 
 
 def _is_list(text: str) -> bool:

@@ -54,7 +54,7 @@ Say = Callable[[str], None]
 def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE, ops: Ops | None = None) -> Parts:
     """Load the model and allocate its KV store. Raises EngineError.
 
-    ops: the backend; None selects that of `config.device`.
+    ops: the backend; None selects the backend of `config.device`.
     """
     if verbose is not None:
         verbose = above_bars(verbose)
@@ -299,7 +299,7 @@ def with_cache(
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
     weight type and device. Closing either parts closes the files of both. Raises EngineError.
 
-    planned: returns the plan of the store for its shape; None for that of `config`. encoding: the parts of the encoder
+    planned: returns the plan of the store for its shape; None plans it for `config`. encoding: the parts of the encoder
     that are on.
     """
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
@@ -325,5 +325,5 @@ def _store(
     say = verbose or (lambda sentence: None)
     is_shown = verbose is not None and tokenizer is not None
     with progress_bar(is_shown, desc="Fitting the KV cache", bar_format=SHARE) as bar:
-        found = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
-        return KVStore(ops, plan, *found)
+        encodings = load_or_fit(encoding, ops, source.config, weights, plan.shape, tokenizer, say, amounts(bar))
+        return KVStore(ops, plan, *encodings)

@@ -44,15 +44,15 @@ class CacheFit:
 
     cache_type: str
     problem: str = ""  # a sentence that says why the device or the model cannot have this type; the rest is then 0
-    bits_per_value: float = 0.0  # of complete encoded blocks
-    bytes_per_token: float = 0.0  # of complete encoded blocks, all layers, as the device stores them
+    bits_per_value: float = 0.0  # complete encoded blocks alone
+    bytes_per_token: float = 0.0  # complete encoded blocks, all layers, as the device stores them
     tokens: int = 0  # the longest context that fits, of at most the model's own or ctx_size
     store_bytes: int = 0  # bytes of the KV store for that context, in the device's memory
     snapshot_bytes: int = 0  # bytes of snapshots of recurrent layers, in the computer's memory; see StorePlan
     contexts: tuple[ContextFit, ...] = ()
-    cards: tuple[CardFit, ...] = ()  # of several GPUs that share the layers
-    experts: ExpertPlan | None = None  # those in memory at a time, if not all of them fit
-    cpu_experts: CpuExperts | None = None  # those that stay in the computer's memory, if not all fit on the GPU
+    cards: tuple[CardFit, ...] = ()  # what each of several GPUs has
+    experts: ExpertPlan | None = None  # experts in memory at a time, if not all fit
+    cpu_experts: CpuExperts | None = None  # experts in the computer's memory, if not all fit on the GPU
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class DeviceFit:
 
 def devices(device: str, threads: int = 0) -> list[tuple[str, Ops]]:
     """Return (value of EngineConfig.device, its ops) of the device that `Engine.load` takes; if that is a GPU that
-    "auto" has selected, also those of the CPU. Raises EngineError."""
+    "auto" has selected, also the ops of the CPU. Raises EngineError."""
     first, _ = with_host(select(device, threads)[0], threads)
     cpu = select("cpu", threads)[0] if first.name != "cpu" and device == "auto" else None
     return [("cpu" if first.name == "cpu" else "cuda", first), *([("cpu", cpu)] if cpu is not None else [])]
@@ -137,7 +137,7 @@ def fit_files(
 
 
 def weight_types(config: EngineConfig) -> list[str]:
-    """Return the requested weight type and all others, those of most bits first."""
+    """Return the requested weight type and all others, from most bits to fewest."""
 
     def bits(name: str) -> float:
         format = weight_formats.get(name)

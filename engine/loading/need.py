@@ -32,7 +32,7 @@ class Need:
 
     device: str  # "cpu", or the name of a GPU
     bytes: int  # weights, KV store and process: for the context that fits, or for the least one that has to
-    store: int  # of these, the KV store; 0 if it does not fit
+    store: int  # bytes of the KV store, which `bytes` contains; 0 if it does not fit
     tokens: int  # the longest context that fits, of at most the model's own or ctx_size; 0 if it does not fit
     fits: bool
     free: int  # bytes of the device's memory

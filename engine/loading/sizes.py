@@ -1,4 +1,4 @@
-"""The size of a model's KV store for given settings. Nothing is loaded or allocated."""
+"""The shape of a model's KV cache, and the size of its weights, for some settings. Nothing is loaded or allocated."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Split:
         Raises EngineError ("out_of_memory"), which names the card that is full.
         """
         rooms = self.rooms()
-        if wanted.config.kv_memory is not None:  # it is that of all cards together
+        if wanted.config.kv_memory is not None:  # it is for all cards together
             return wanted.plan(self.ops, shape, sum(rooms))
         plans = []
         for share, room in zip(self.shares, rooms, strict=True):

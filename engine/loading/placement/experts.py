@@ -17,7 +17,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import Experts, ModelConfig
 
 LEAST_CONTEXT = 4096  # tokens for which all weights leave room, unless experts are cached or weights converted
-_SHARE = 0.9  # of what memory leaves
+_SHARE = 0.9  # the part of the remaining memory that experts may take
 _MIB = 1 << 20
 _UNIT_BYTES = 128 * _MIB
 
@@ -26,10 +26,10 @@ _UNIT_BYTES = 128 * _MIB
 class ExpertPlan:
     """Experts that are read from the file when they are chosen, and those that are in memory at a time."""
 
-    experts: int  # of each layer, in memory at a time
+    experts: int  # how many of each layer's experts are in memory at a time
     count: int  # experts that a layer has
     chosen: int  # for a token
-    bytes: int  # of the experts in memory
+    bytes: int  # what the experts in memory take
     whole: int  # bytes of all experts
     room: int  # bytes for the KV store and for activations
 
@@ -57,7 +57,7 @@ class CpuExperts:
     layers: int  # the first ones of the model
     bytes: int  # in the computer's memory
     saved: int  # bytes on the GPU that they would take
-    of_token: int  # bytes of those that a token chooses
+    of_token: int  # bytes of the experts that a token chooses
 
     def __str__(self) -> str:
         return f"experts of the first {self.layers} layers in the computer's memory: {format_bytes(self.bytes)}"
@@ -176,8 +176,8 @@ def _prompt_bytes(model: ModelConfig, tokens: int) -> int:
 
 
 def fitting_bytes(shape: CacheShape) -> int:
-    """Return the bytes that fitting the cache takes: the metrics of all heads, of which at most eight arrays (D, D) in
-    float64 are there at a time."""
+    """Return the bytes that fitting the cache takes: the metrics of all heads, in at most eight arrays (D, D) of
+    float64 at a time."""
     return sum(8 * 8 * layer.kv_heads * layer.head_dim**2 for layer in shape.kv_layers.values())
 
 

@@ -45,8 +45,8 @@ class Sizes:
     """Bytes of a model's weights on the device, adapters included."""
 
     weights: int
-    of_layers: tuple[int, ...] = ()  # of these, the matrices of each layer's experts
-    on_host: tuple[int, ...] = ()  # bytes of the same experts in the memory of a GPU's host
+    of_layers: tuple[int, ...] = ()  # each layer's experts, which `weights` contains
+    on_host: tuple[int, ...] = ()  # each layer's experts, in the memory of a GPU's host
 
     @property
     def experts(self) -> int:
@@ -54,7 +54,7 @@ class Sizes:
 
 
 class LayerSizes(NamedTuple):
-    """Bytes of `bytes_of_layers`, and of adapters, of which every card is given room for all."""
+    """Bytes of weights by their place in the model; every card has room for all adapters."""
 
     before: int
     layers: list[int]
@@ -77,7 +77,7 @@ class Wanted:
     model: ModelConfig
     sizes: Sizes
     layer_sizes: Callable[[Ops], LayerSizes] | None = None  # None: unknown, so that one device has all layers
-    more: More = nothing  # further bytes to leave, such as those of a draft model
+    more: More = nothing  # bytes to leave to something else, such as a draft model
     encoding: Encoding = WHOLE
     is_mapped: bool = False  # the system can drop the weights, and reads them again
     caches_experts: bool = True  # whether experts that do not fit may be read from the file when they are chosen
@@ -179,7 +179,7 @@ def wanted_of_source(
 
 
 def wanted_of_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> Wanted:
-    """Return the model of a file of `size` bytes of which no more is known: experts have their share of values."""
+    """Return the model of a file of which only the size in bytes is known: experts have their share of values."""
     weights = loaded_bytes(config, ops, model, size)
     every = sum(math.prod(spec.shape) for spec in tensors(model).specs())
     counts = (
