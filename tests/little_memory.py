@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 _PROGRAM = """
-import json, resource, sys
+import gc, json, resource, sys
 from polarlm.engine import Engine, EngineError, SamplingParams
 path, room, first, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4])
 settings |= dict(device="cpu", threads=1, ctx_size=64, parallel=1, kept_sequences=0, calibration=False)
 params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 with Engine.load(path, **{**settings, **first}) as engine:  # libraries and kernels are loaded
     engine.generate([5, 6, 7], params)
+gc.collect()  # the first engine's weights, which would otherwise be freed only later
 (data,) = [line for line in open("/proc/self/status") if line.startswith("VmData")]
 limit = int(data.split()[1]) * 1024 + (room << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
