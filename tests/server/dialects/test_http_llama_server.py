@@ -65,6 +65,8 @@ def test_an_answer_has_llama_servers_fields(shared: Serving) -> None:
 
 def test_a_streamed_answer_is_the_whole_one(shared: Serving) -> None:
     whole = complete(shared, return_tokens=True)
+    expected = shared.engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert whole["tokens"] == list(expected.token_ids)
     *parts, last = events(shared)
     assert "".join(part["content"] for part in parts) == whole["content"]
     assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
