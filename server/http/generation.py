@@ -68,7 +68,7 @@ class Writer(ABC):
 class Endpoint(ABC):
     """How one endpoint reads its requests, and how it writes the answers."""
 
-    framing: Framing = DATA  # of the events of a streamed answer
+    framing: Framing = DATA  # how the events of a streamed answer are written
     known: Collection[str] = FIELDS  # fields that are read, or have no effect by intent; all others get a warning
 
     @abstractmethod

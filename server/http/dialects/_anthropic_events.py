@@ -56,7 +56,7 @@ class MessageWriter(Writer):
         return self._message(content) | end | {"usage": self._usage(answer.usage)}
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece; before the `first` one, those that begin the message."""
+        """The events of a piece; before the `first` piece, the events that begin the message."""
         if first:
             usage = {"input_tokens": 0, "output_tokens": 0}  # the last event has the counts
             empty = {"stop_reason": None, "stop_sequence": None, "usage": usage}

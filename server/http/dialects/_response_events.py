@@ -17,7 +17,7 @@ from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # kind of item → prefix of its id
 
 
 @dataclass
@@ -63,8 +63,8 @@ class ResponseWriter(Writer):
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[dict[str, Any]] = field(default_factory=list)  # complete items
     _open: _Item | None = None
-    _tokens: list[TokenLogprob] = field(default_factory=list)  # those whose text has not been written yet
-    _number: int = 0  # of the next event
+    _tokens: list[TokenLogprob] = field(default_factory=list)  # tokens whose text has not been written yet
+    _number: int = 0  # sequence number of the next event
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of a response that is not streamed: the response in the last event of a stream."""
@@ -81,7 +81,7 @@ class ResponseWriter(Writer):
         return response
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece; before the `first` one, those that begin the response."""
+        """The events of a piece; before the `first` piece, the events that begin the response."""
         if first:
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._response("in_progress"))

@@ -49,7 +49,7 @@ _NAMES = {
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",
 }
-_REFUSED = {  # of /api/generate
+_REFUSED = {  # fields of /api/generate
     "template": "this server uses the model's own chat template; send a raw prompt",
     "context": "this server keeps no conversations: send messages to /api/chat",
 }
@@ -99,7 +99,7 @@ class Generating(Endpoint):
         return asked, LinesWriter(about.model.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields, including those of `options`."""
+        """Sentences about unknown fields, including unknown `options`."""
         options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")
         return super().warnings(body) + options
 

@@ -114,7 +114,7 @@ class TextWriter(ChoicesWriter):
         yield from super().events(index, piece, first=first)
 
     def _prompt(self, index: int, begin: Piece | Answer) -> tuple[str, dict[str, Any] | None]:
-        """The text of answer `index`'s prompt, and its log-probabilities if those are requested."""
+        """The text of answer `index`'s prompt, and its log-probabilities, if requested."""
         prompt = str(self.echoes[index // self.n])
         if not self.logprobs:
             return prompt, None

@@ -21,7 +21,7 @@ class Shapes:
     """The difference between the endpoints for conversations and for raw prompts."""
 
     takes: str  # the field of the prompt
-    prefix: str  # that of a response's id
+    prefix: str  # prefix of a response's id
     whole: str  # the name of the object of a whole response
     part: str  # the name of the object of an event
     switched_logprobs: bool  # whether log-probabilities are requested by true, with a count in another field
@@ -177,7 +177,7 @@ def prompt_progress(progress: Progress, began: float) -> dict[str, Any]:
 
 
 def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """The usage of `n` answers to each prompt, which counts once; cached tokens are those that every answer found.
+    """The usage of `n` answers to each prompt, which counts once. A token counts as cached if every answer found it.
 
     If some were restored from a tier, "cached_from" has the number of tokens from each place.
     """
