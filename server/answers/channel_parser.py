@@ -24,8 +24,9 @@ class ChannelParser:
         begun: bool = False,
         inline: bool = False,
     ) -> None:
-        """format: how calls are written; None if there are none. names: the functions that may be called. begun:
-        whether the prompt ends with the header of the text. inline: whether reasoning is text, with its header and its end.
+        """format: how calls are written; None if there are none. names: the functions that may be called.
+        begun: whether the prompt ends with the header of the text. inline: whether reasoning is text, with its header
+        and its end.
         """
         self._inline = Inline(channels) if inline else None
         self._reader = ChannelReader(channels, to="" if format is None else format.opening, names=names, begun=begun)
