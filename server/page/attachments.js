@@ -78,7 +78,7 @@ function chips(files, drop) {
     const name = visible(file.name);
     const remove = button("Remove", () => drop(file), "quiet", `Remove ${name}`);
     const tokens = file.tokens === null ? "reading …" : count(file.tokens, "token");
-    return filled(make("li"), dir(make("span", "name", name)), make("span", "tokens", tokens), sign(remove, "failed"));
+    return put(make("li"), dir(make("span", "name", name)), make("span", "tokens", tokens), sign(remove, "failed"));
   });
 }
 

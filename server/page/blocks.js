@@ -45,10 +45,10 @@ class Code {
   constructor(fence, indent, language) {
     Object.assign(this, { fence, indent, lines: 0, text: "", fresh: "" });
     const copying = copyButton("Copy code", () => this.text + this.fresh);
-    const bar = filled(make("figcaption"), make("span", "language", language || "Code"), copying);
+    const bar = put(make("figcaption"), make("span", "language", language || "Code"), copying);
     this.pre = region("pre", "", "", language ? `Code, ${language}` : "Code");
     this.pre.append(make("code"));
-    this.element = filled(make("figure", "code"), bar, this.pre);
+    this.element = put(make("figure", "code"), bar, this.pre);
   }
 
   write(text) { this.fresh += text; }
@@ -73,7 +73,7 @@ class Row {
     const texts = cells(this.text), wanted = this.aligns.length || texts.length;
     this.element.replaceChildren(...Array.from({ length: wanted }, (_, column) => {
       const text = texts[column] ?? "";
-      return filled(make(this.cell, this.aligns[column] ?? ""), ...inline(text.slice(0, SEGMENT)), visible(text.slice(SEGMENT)));
+      return put(make(this.cell, this.aligns[column] ?? ""), ...inline(text.slice(0, SEGMENT)), visible(text.slice(SEGMENT)));
     }));
   }
 }

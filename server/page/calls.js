@@ -160,5 +160,5 @@ function confirmForm(message, call) {
     button("Refuse", () => settled({ text: REFUSED, failed: true }), ""),
   ];
   const lines = notes.map((note) => make("p", fault ? "wrong" : "hint", note));
-  return filled(form, dir(make("p", "asks", title)), text, ...lines, filled(make("div", "row"), ...buttons));
+  return put(form, dir(make("p", "asks", title)), text, ...lines, put(make("div", "row"), ...buttons));
 }

@@ -13,7 +13,7 @@ function edit(row) {
     buttonOf(rowOf(rewrite(message, area.value)), "Edit").focus();
   };
   const send = make("button", "main", mine ? "Send" : summary ? "Save" : "Save and continue");
-  const buttons = filled(make("div", "row"), send, ...(mine || summary ? [] : [button("Save", save, "")]));
+  const buttons = put(make("div", "row"), send, ...(mine || summary ? [] : [button("Save", save, "")]));
   let files = message.files ?? [];
   const list = make("ul", "files", "", "Attached files"), drawFiles = () => list.replaceChildren(...chips(files, (file) => {
     files = files.filter((other) => other !== file);
@@ -73,10 +73,10 @@ function rewrite(message, text) {
 function resultsForm(results, name, send) {
   const form = make("form", "results"), areas = results.map((result) => {
     const area = Object.assign(make("textarea"), { rows: 2, value: result.text, spellcheck: false });
-    form.append(filled(make("label", "", `Result of ${visible(result.name)}`), area));
+    form.append(put(make("label", "", `Result of ${visible(result.name)}`), area));
     return area;
   });
-  form.append(filled(make("div", "row"), make("button", "main", name)));
+  form.append(put(make("div", "row"), make("button", "main", name)));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (live || !settingsHold()) return;

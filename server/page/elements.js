@@ -16,7 +16,7 @@ function make(name, className = "", text = "", label = "") {
 }
 
 /** Appends children to an element, and returns it. */
-function filled(element, ...children) {
+function put(element, ...children) {
   element.append(...children);
   return element;
 }

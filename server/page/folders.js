@@ -15,7 +15,7 @@ function inFolders(list, item, open) {
 }
 
 function folderItem(name, list, item, open) {
-  const inside = filled(make("ul", "", "", visible(name)), ...(open ? list.map(item) : [])), opener = button(visible(name), () => {
+  const inside = put(make("ul", "", "", visible(name)), ...(open ? list.map(item) : [])), opener = button(visible(name), () => {
     const folded = foldedNames();
     if (!folded.delete(name)) folded.add(name);
     keep("localStorage", FOLDED, JSON.stringify([...folded]));
@@ -24,7 +24,7 @@ function folderItem(name, list, item, open) {
   opener.setAttribute("aria-expanded", String(open));
   opener.dataset.does = `folder ${name}`;
   opener.append(make("span", "tokens", String(list.length)));
-  return filled(make("li", "folder"), opener, inside);
+  return put(make("li", "folder"), opener, inside);
 }
 
 // -- moving conversations ---------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ function inline(text, depth = 0) {
 }
 
 function inlineElement({ groups }, depth) {
-  const holding = (name, content) => filled(make(name), ...inline(content, depth + 1));
+  const holding = (name, content) => put(make(name), ...inline(content, depth + 1));
   if (groups.escaped) return document.createTextNode(groups.escaped);
   const code = groups.code ?? groups.code2;
   if (code !== undefined) return make("code", "", visibleCode(code));

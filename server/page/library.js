@@ -28,7 +28,7 @@ function drawPrompts() {
     const title = visible(name), act = (label, does, what) => button(label, does, "quiet", what);
     const shown = dir(make("span", "name", title));
     shown.title = visible(text.slice(0, 500));
-    return filled(
+    return put(
       make("li"), shown,
       act("System", () => {
         $("system").value = text;

@@ -52,7 +52,7 @@ function listItem(chat) {
   opener.dir = "auto";
   opener.title = name;
   opener.dataset.does = chat.id;
-  const item = filled(make("li"), opener);
+  const item = put(make("li"), opener);
   if (chat !== current) return item;
   opener.setAttribute("aria-current", "true");
   const does = {
@@ -64,7 +64,7 @@ function listItem(chat) {
     made.dataset.does = key;
     return made;
   });
-  return filled(item, filled(make("div", "row"), ...buttons));
+  return put(item, put(make("div", "row"), ...buttons));
 }
 
 /** Replaces a conversation's button with a field for its name. Nothing else moves: it may be clicked next. */

@@ -93,14 +93,14 @@ function mcpItem(server, place, open) {
     });
     box.querySelector("input").disabled = Boolean(tool.trouble);
     const about = tool.trouble ? full(`It cannot be used: ${tool.trouble}`) : tool.function.description ?? "";
-    return filled(make("li"), box, ...(about ? [dir(make("p", tool.trouble ? "wrong" : "hint", visible(about.slice(0, 300))))] : []));
+    return put(make("li"), box, ...(about ? [dir(make("p", tool.trouble ? "wrong" : "hint", visible(about.slice(0, 300))))] : []));
   });
   const usable = mcpTools().filter((each) => each.server === server.name).length;
   const summary = make("summary", "", `${number(usable)} of ${count(server.tools.length, "tool")}`);
-  const tools = filled(make("details"), summary, filled(make("ul", "", "", `Tools of ${visible(server.name)}`), ...items));
+  const tools = put(make("details"), summary, put(make("ul", "", "", `Tools of ${visible(server.name)}`), ...items));
   tools.dataset.server = server.name;
   tools.open = open;
-  return filled(item, tools);
+  return put(item, tools);
 }
 
 /** A box with a name that can be checked. The form of the settings keeps what `change` has changed. */
@@ -108,5 +108,5 @@ function switchOf(id, name, state, on, change) {
   const box = Object.assign(make("input"), { type: "checkbox", id, checked: on });
   const label = Object.assign(make("label", "", state ? `${name} · ${state}` : name), { htmlFor: id });
   box.addEventListener("input", () => change(box.checked));
-  return filled(make("p", "choice"), box, dir(label));
+  return put(make("p", "choice"), box, dir(label));
 }

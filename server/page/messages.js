@@ -1,6 +1,6 @@
 // What is in the row of a message, by its role.
 
-const fold = (className, summary, body) => filled(make("details", `fold ${className}`), make("summary", "", summary), body);
+const fold = (className, summary, body) => put(make("details", `fold ${className}`), make("summary", "", summary), body);
 
 /** Fills the row of a question; other functions fill the rows of answers, summaries and results of tools. */
 function buildQuestion(row) {
@@ -94,7 +94,7 @@ function buildResults({ message, element, foot }) {
     const body = region("pre", "", visibleCode(indented(text)), `Result of ${visible(name)}`);
     return fold(failed ? "call failed" : "call", `${failed ? "Error" : "Result"} of ${visible(name)}`, body);
   });
-  element.append(filled(make("div", "calls"), ...results), foot);
+  element.append(put(make("div", "calls"), ...results), foot);
 }
 
 /** A sentence about what went wrong with an answer; empty if nothing did. */

@@ -20,7 +20,7 @@ function pickItem(chat) {
     else picked.delete(chat);
     drawPicks();
   });
-  return filled(make("li"), filled(make("label", "chat"), box, dir(make("span", "", visible(titleOf(chat))))));
+  return put(make("li"), put(make("label", "chat"), box, dir(make("span", "", visible(titleOf(chat))))));
 }
 
 function drawPicks() {
