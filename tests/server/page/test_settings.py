@@ -36,10 +36,11 @@ def test_empty_fields_show_what_is_in_force(page: Page, server: Process) -> None
 
 
 def test_a_model_without_a_chat_template_says_so(page: Page) -> None:
-    assert page.text("#untaught") == ""
-    page.run("showProps({default_generation_settings: {params: {}}, chat_template_is_default: true})")
     sentence = "This model has no chat template: it continues text, and was probably not made for chats."
-    assert page.text("#untaught") == sentence
+    for is_default, shown in ((False, ""), (True, sentence)):
+        props = {"default_generation_settings": {"params": {}}, "chat_template_is_default": is_default}
+        page.run("showProps(arguments[0])", props)
+        assert page.text("#untaught") == shown
     assert page.shown("#untaught")
 
 
