@@ -111,7 +111,7 @@ def test_required_calls_parse(family: Serving) -> None:
 def test_required_calls_parse_in_every_family(name: str, tmp_path: Path) -> None:
     """Slow: a model for each template."""
     with tool_engine(tmp_path, FAMILIES[name]) as engine, serving(engine) as server:
-        assert_required_calls_parse(server, 4)
+        assert_required_calls_parse(server, 3)
         assert_calls_or_text_of_a_schema(server, 3)
 
 
