@@ -426,26 +426,6 @@ def test_what_is_needed_at_once_comes_first(held: tuple[list[str], threading.Eve
 
 
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("LLVM ERROR:\nmore"), OSError("no"), AssertionError()],
-    ids=lambda error: type(error).__name__,
-)
-def test_what_cannot_be_compiled_is_a_sentence(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def broken(kernel: Kernel, level: object) -> bytes:
-        raise error
-
-    monkeypatch.setattr(module, "compile_object", broken)
-    library = Library(LEVEL, None)
-    library.expect([number_kernel(1)])
-    end_of_thread()
-    for needed in (lambda: library.wait([number_kernel(1)]), lambda: library.address(number_kernel(1))):
-        with pytest.raises(KernelError) as raised:
-            needed()
-        assert "test_1" in str(raised.value)
-        assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("error", "advice"),
     [
         (
@@ -477,14 +457,6 @@ def test_errors_of_the_system_pass_and_those_of_the_compiler_do_not(
     else:
         assert library.failed == []
         assert stored_by(library.address(number_kernel(1))) == 1
-
-
-def test_a_missing_function_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
-        e.intrinsic("no_such_function", None)
-
-    with pytest.raises(KernelError, match="test_missing"):
-        Library(LEVEL, None).address(Kernel("test_missing", emit, declared("out")))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -187,11 +187,6 @@ def test_python_threads_run_their_tapes_at_the_same_time() -> None:
         commands.check(30)
 
 
-def test_all_threads_take_part(own: Workers) -> None:
-    meeting = Meeting(4)
-    assert all(meeting.takes_place(own, 4) for _ in range(10))
-
-
 def test_an_entry_begins_while_one_that_overlaps_it_runs(own: Workers) -> None:
     meeting = Meeting(4, entries=2)
     assert all(meeting.takes_place(own, 4) for _ in range(10))

@@ -110,7 +110,6 @@ def levels(step=0.5, count=16):
 
 WIDTHS = {1: levels(), 2: rings()}
 TABLES = pytest.mark.parametrize("codec", [rings(), levels(), paths()], ids=["pairs", "single", "paths"])
-POINT_BY_POINT = pytest.mark.parametrize("codec", [rings(), levels()], ids=["pairs", "single"])
 WITH_ROUNDING = [name for name in codecs.available() if codecs.get(name).rounding is not None]
 
 
@@ -139,11 +138,6 @@ def values_metric(rounding, heads=2, dim=8, tokens=16):
     output = gaussian(24, 2 * heads * dim, seed=6) * 0.8 ** np.arange(2 * heads * dim)
     along = (0.9 ** np.arange(tokens)).astype(np.float32)
     return value_metric(output_second(output, heads, dim), orthogonal(dim), rounding, along)
-
-
-def identity_metric(heads, dim):
-    eye = np.broadcast_to(np.eye(dim, dtype=np.float32), (heads, dim, dim))
-    return Metric(eye, np.zeros_like(eye), np.ones((heads, dim // 2), np.float32), None, None)
 
 
 def cost(errors, matrix):
@@ -251,16 +245,6 @@ def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
 # -- encoding against its definition, one vector at a time ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3"])
-def test_one_block_of_one_head_has_the_codes_that_it_has_among_others(name):
-    codec, x = codecs.get(name), gaussian(2, 2, 64, 16, seed=11)
-    metric = keys_metric(codec.rounding, dim=16)
-    both = encode_with_metric(codec, x, metric)
-    alone = encode_with_metric(codec, x[:1, :1], by_layer(metric, 2)[0])
-    for field, among in both.items():
-        np.testing.assert_array_equal(alone[field], among[:1, :1])
-
-
 def without(metric, part):
     """The metric with one part switched off: "feedback", "tilt" or "tokens"."""
     if part == "feedback":
@@ -349,36 +333,6 @@ def test_codes_and_norms_match_the_definition(codec, kind):
         assert np.array_equal(encoded["codes"], codes), off
         # A ratio of two sums of D² products, whose terms are about a hundred times larger than the sums.
         assert encoded["norms"] == pytest.approx(norms, rel=100 * 64 * EPS), off
-
-
-@TABLES
-def test_identity_metric_takes_the_nearest_points_and_fits_the_norm(codec):
-    x = gaussian(2, 3, 16, 8)
-    encoded, plain = encode_with_metric(codec, x, identity_metric(2, 8)), codec.encode(x)
-    assert np.array_equal(encoded["codes"], plain["codes"])
-    points = codec.decode(plain) / plain["norms"][..., None]
-    assert encoded["norms"] == pytest.approx((x * points).sum(-1) / np.square(points).sum(-1), rel=1e-4)
-
-
-class Lattice(Table):
-    """A table of pairs whose coordinates are multiples of 4."""
-
-    def nearest(self, x):
-        return np.zeros(len(x), np.uint16), 4 * np.rint(x / 4)
-
-    def assemble(self, codes, norms):
-        return norms
-
-
-def test_worked_example_of_two_pairs():
-    """The example of the module's docstring: the norm of least cost shows which points were taken."""
-    x = np.array([[[[0.4, 0, 0.3, 0]]]], np.float32)
-    matrix = np.kron([[1, 0.9], [0.9, 1]], np.eye(2))[None].astype(np.float32)
-    feedback = np.tril(matrix, -1)
-    metric = Metric(matrix, feedback, np.ones((1, 2), np.float32), None, None)
-    lattice = Lattice(np.zeros((1, 2), np.float32))
-    assert encode_with_metric(lattice, x, metric) == pytest.approx(0.66 * 0.25)
-    assert encode_with_metric(lattice, x, without_feedback(metric)) == pytest.approx(0.25)  # all points 0: norm kept
 
 
 # -- errors cost less -------------------------------------------------------------------------------------------

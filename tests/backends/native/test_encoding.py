@@ -11,24 +11,19 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
-from polarlm.engine.codecs import NotFinite
-from polarlm.engine.quantization.conditioning import read_mean
-from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
-from polarlm.engine.quantization.statistics import output_second
-from tests.backends.native.hot_loops import Loop, special_levels
-from tests.backends.native.launching import launcher
-from tests.pairs import each, in_turn, pairs
-
-from polarlm.engine.backends.native import codecs as native_codecs  # isort: skip
-from polarlm.engine.backends.native.kernels.encode import encode
-from polarlm.engine.backends.native.kernels.encode.unit import Encoding
 from polarlm.engine.backends.native.kv import encoding
 from polarlm.engine.backends.native.kv.cache import CacheOps, TileCache
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache, Sides
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.codecs import NotFinite
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.quantization.conditioning import read_mean
+from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
+from polarlm.engine.quantization.statistics import output_second
+from tests.backends.native.launching import launcher
+from tests.pairs import each, in_turn, pairs
 
 WITH_KERNELS = [
     "ring3",
@@ -168,14 +163,6 @@ def test_codes_are_those_of_numpy(name: str, along: bool, level: Level) -> None:
         assert cost(compiled, side) == pytest.approx(cost(plain, side), rel=0.03)
     for field, mean in plain.mean.items():
         np.testing.assert_array_equal(compiled.mean[field], mean)
-
-
-def test_errors_cost_the_same() -> None:
-    (format,) = formats(10, "ring4", "ring3.5", 64, 64, 8)
-    compiled, plain = both(format, HIGHEST, blocks=40)
-    for side in (0, 1):
-        assert share_of_equal_blocks(compiled, plain, side) > 0.9
-        assert cost(compiled, side) == pytest.approx(cost(plain, side), rel=1e-3)
 
 
 @in_turn("level name", each(FLOAT_LEVELS, ["ring3", "ring5", "turbo4", "trellis4"]))
@@ -374,19 +361,6 @@ def test_blocks_of_layers_from_slots() -> None:
         assert not np.array_equal(stored(layer).k["codes"][:, 4], stored(layer).k["codes"][:, 1])
 
 
-def test_blocks_of_a_prompt_from_its_buffer() -> None:
-    (format,) = formats(5, "ring4", "ring3.5", 24, 32, 8)
-    buffer = NumpyOps(1).buffer(format, 5 * 32 + 7)
-    for side in buffer:
-        side[...] = np.random.default_rng(6).standard_normal(side.shape)
-    compiled, plain = (cache(format, 4, seed=1) for _ in range(2))
-    places = [KVLocation(buffer, number) for number in (2, 3)]
-    encoding_ops().encode_blocks([FilledBlocks([compiled], [3, 0], places)])
-    NumpyOps(1).encode_blocks([FilledBlocks([plain], [3, 0], places)])
-    for side in (0, 1):
-        assert share_of_equal_blocks(compiled, plain, side) >= 0.5
-
-
 @pytest.mark.parametrize(("side", "bad"), [(0, np.nan), (1, np.nan), (0, np.inf), (1, -np.inf)])
 def test_what_is_not_finite_is_refused(side: int, bad: float) -> None:
     (format,) = formats(7, "ring4", "ring3.5", 16, 16, 8)
@@ -415,15 +389,3 @@ def test_codecs_without_a_kernel_are_encoded_in_numpy() -> None:
     compiled, plain = both(format, HIGHEST)
     for name, array in arrays(plain).items():
         np.testing.assert_array_equal(arrays(compiled)[name], array)
-
-
-@special_levels
-@pytest.mark.parametrize("along_tokens", [False, True])
-def test_instructions(level: Level, along_tokens: bool) -> None:
-    """Error feedback and norms are multiply-adds in whole registers; their sums never go to the stack."""
-    encoding = Encoding(8, 2, 64, tilted=not along_tokens, along_tokens=along_tokens, mean_bits=8)
-    side = (native_codecs.keys, native_codecs.values)[along_tokens](codecs.get("ring4"), 64, 64)
-    loop = Loop(encode(encoding, side), level, product=True)
-    assert loop.count("vfmadd231ps") >= 4
-    assert loop.count("vfmadd231ps") >= len(loop) / 2
-    assert loop.on_stack == 0

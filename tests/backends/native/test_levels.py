@@ -15,20 +15,17 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import Engine, SamplingParams
-from polarlm.engine.backends import select as selection
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native import self_test
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
-from polarlm.engine.errors import EngineError, KernelError
+from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.compile import library, target
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.target import VARIABLE, host_features, levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level
-from polarlm.engine.loading import assembly
 from tests.backends.native.attending import SCALE, Sequence_, Shape, attended, step
 from tests.backends.native.launching import launcher
 from tests.jit.levels import Narrow, every_level
@@ -329,30 +326,6 @@ def test_a_broken_llvmlite_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch, e
 def test_where_no_level_works_numpy_computes(broken) -> None:
     broken({level.name for level in LEVELS}, RuntimeError("no such target"))
     assert_numpy_with_a_reason("no such target")
-
-
-def test_auto_gives_both_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "driver_version", lambda: 11000)
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    _, note = select("auto", 1, compiled=True)
-    assert "driver is older" in note
-    assert "polarlm[cpu]" in note
-
-
-def test_a_model_loads_with_numpy_where_its_kernels_fail(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test at the start has passed, and then a kernel of the model cannot be compiled."""
-    monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
-
-    def load(self: object, matrices: object, kept: object) -> None:
-        raise KernelError("The kernel product_x cannot be compiled for this CPU: no registers")
-
-    self_test.choose()
-    monkeypatch.setattr("polarlm.engine.backends.native.product_ops.linear.LinearOps.load", load)
-    said: list[str] = []
-    with Engine.load(tiny_path, device="cpu", block_size=8, threads=1, verbose=said.append) as engine:
-        answer = engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
-    assert len(answer.token_ids) == 3
-    assert sum("product_x" in sentence and "NumPy" in sentence for sentence in said) == 1
 
 
 @pytest.mark.slow

@@ -154,16 +154,6 @@ def test_a_conversation_of_a_hybrid_needs_no_other_kernels(
     assert set(watch.needed) <= set(watch.announced)
 
 
-@pytest.mark.usefixtures("rehearsed_at_once")
-def test_they_are_announced_in_the_order_of_need(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(monkeypatch)
-    with load_tiny(tiny_path, ops=NativeOps(1), **{**SETTINGS, "cache_type": "ring4", "block_size": 64}):
-        pass
-    kinds = ["prompt_attention", "attention", "encode", "decode"]
-    first = [next(i for i, name in enumerate(watch.announced) if name.startswith(kind)) for kind in kinds]
-    assert first == sorted(first)
-
-
 def test_later_turns_are_warmed_up_a_moment_after_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the engine is closed before: then no compiler is needed where the first kernels are in the cache."""
     watch = Watch(monkeypatch)

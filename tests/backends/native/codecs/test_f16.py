@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import Loop, special_levels
 from tests.jit.levels import some_levels
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
@@ -50,14 +49,3 @@ def test_mix(d: int, n: int, heads: int, level: Level) -> None:
     values = fields["values"].astype(np.float64)
     size = 7 + np.einsum("bhn,bnd->hd", weights, np.abs(values))
     assert (np.abs(got - 7 - np.einsum("bhn,bnd->hd", weights, values)) <= 3e-6 * size).all()
-
-
-@special_levels
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_instructions(level: Level, side: str) -> None:
-    """Halves are widened in whole registers, each for three multiply-adds, and no vector goes to the stack."""
-    own = getattr(tiles, side)(CODEC, 64, 64)
-    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
-    assert loop.count("vcvtph2ps") >= 8
-    assert loop.count("vfmadd231ps") == 3 * loop.count("vcvtph2ps")
-    assert loop.on_stack == 0

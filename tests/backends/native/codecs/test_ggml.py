@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, Loop, special_levels
 from tests.jit.levels import some_levels
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
@@ -98,16 +96,3 @@ def test_weights_that_are_whole_steps_are_exact(level: Level) -> None:
     weights[..., 0] = 127
     got = attend.mixed(own, level, own.pack(fields), weights, 64)
     np.testing.assert_allclose(got, 7 + np.einsum("bhn,bnd->hd", weights, codec.decode(fields)), rtol=1e-6)
-
-
-@special_levels
-@every_codec
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_instructions(name: str, side: str, level: Level) -> None:
-    """Codes are multiplied as bytes, in whole registers. With VNNI, and for values, hardly a vector goes to the stack
-    and back where there are the 32 registers of AVX-512."""
-    own = getattr(tiles, side)(codecs.get(name), 64, 64)
-    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
-    assert loop.count((OF_BYTES if name == "q8_0" else OF_SMALL_BYTES)[level.name]) >= 24
-    if level.lanes == 16 and (side == "values" or "avx512vnni" in level.needs):
-        assert loop.on_stack <= 0.1 * len(loop)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
 from tests.codecs.data import streams
 from tests.jit.levels import SOME, run
 from tests.pairs import each, in_turn
@@ -94,19 +93,3 @@ def test_tiles_are_decoded(name: str, level: Level) -> None:
     for side, codec, own in zip(found, pair, fields, strict=True):
         exact = codec.decode(own)[:, ids]
         assert (np.abs(side - exact) <= 1e-6 * np.abs(exact).max(axis=-1, keepdims=True)).all()
-
-
-@special_levels
-@pytest.mark.parametrize("name", ["polarpair-m4n4", "polarpair-m4n2+g32"])
-def test_instructions(name: str, level: Level) -> None:
-    """Bytes are looked up and multiplied in whole registers, as those of `ring`."""
-    own = tiles.keys(codecs.get(name), 64, 64)
-    assert own is not None
-    loop = Loop(attend.scores_kernel(own, 64, 3), level)
-    lookup = "vpshufb"
-    if level.lanes == 16:
-        lookup = "vperm[it]?2?b" if "avx512vbmi" in level.needs else "vperm[it]2w"
-    assert loop.count(lookup) >= 4
-    assert loop.count(OF_BYTES[level.name]) >= 24
-    if level.lanes == 16:
-        assert loop.on_stack <= (0.02 if "avx512vbmi" in level.needs else 0.2) * len(loop)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from polarlm.engine.codecs.polarquant import CENTRES, angles_of, level_count, rows_of, upper_table
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import fields_of, streams
 from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
@@ -190,22 +189,3 @@ def test_a_token_with_a_large_weight_and_a_small_value(level: Level) -> None:
     exact = np.einsum("bhn,bnd->hd", weights, CODEC.decode(fields).astype(np.float64))
     got = attend.mixed(own, level, own.pack(fields), weights, 64) - 7
     assert ((got - exact) ** 2).mean() < 5e-4 * (exact**2).mean()
-
-
-@special_levels
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_instructions(level: Level, side: str) -> None:
-    """Products of a query, factors and directions are looked up and multiplied in whole registers; with AVX-512 they
-    stay there."""
-    own = getattr(tiles, side)(CODEC, 64, 64)
-    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
-    if side == "values":
-        wanted = {"vpshufb": 4, "vpmulhrsw": 12, "vpackuswb": 6, OF_SMALL_BYTES[level.name]: 12}
-    elif "avx512vbmi" in level.needs:
-        wanted = {"vpermb": 6, "vpdpbusd": 6}
-    else:
-        wanted = {"vpshufb": 6, "vpmaddubsw": 6, "vpmulhrsw": 3}
-    for instruction, least in wanted.items():
-        assert loop.count(instruction) >= least, instruction
-    if level.lanes == 16:
-        assert loop.on_stack == 0

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import TABLED, streams
 from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
@@ -21,7 +20,6 @@ from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.jit.isa.levels import Level
 
 NAMES = (*TABLED, "ring4+norm16")
-OF_EACH_SIZE = ("ring3", "ring3.5", "ring4", "ring5", "trellis3", "trellis3.5", "trellis4")
 every_codec = in_turn("name", NAMES)
 # A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.
 levels_and_codecs = in_turn("level name", each(SOME, NAMES))
@@ -166,25 +164,3 @@ def test_points_are_numbered_by_mirror_images(name: str) -> None:
     assert (upper[:-16, 0] == lower[:-16, 0]).all()
     differ = upper[:, 0] != lower[:, 0]
     assert not upper[differ, 1].any()
-
-
-@special_levels
-@pytest.mark.parametrize(
-    ("name", "side"), [("ring4", "keys"), ("ring3.5", "values"), ("turbo3", "keys"), ("turbo4", "values")]
-)
-def test_instructions(name: str, side: str, level: Level) -> None:
-    """Bytes are looked up and multiplied in whole registers: 16 bytes of a table at once, and those of mirror images
-    together; with AVX-512 64 bytes, or two tables of as many words. With its 32 registers hardly a vector goes to the
-    stack and back; the tables alone are more than the 16 of AVX2."""
-    own = getattr(tiles, side)(codecs.get(name), 64, 64)
-    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
-    lookup = "vpshufb"
-    if name.startswith("ring") and level.lanes == 16:
-        lookup = "vperm[it]2b" if "avx512vbmi" in level.needs else "vperm[it]2w"
-    assert loop.count(lookup) >= 4
-    if lookup == "vpshufb" and name.startswith("ring"):  # parts of both tables, and of what differs, in each register
-        registers, parts = {"ring4": (8, 8), "ring3.5": (16, 4)}[name]
-        assert loop.count(lookup) == registers * (2 * parts + 1)
-    assert loop.count((OF_BYTES if side == "keys" else OF_SMALL_BYTES)[level.name]) >= 12
-    if level.lanes == 16:
-        assert loop.on_stack <= (0.02 if "avx512vbmi" in level.needs else 0.2) * len(loop)
