@@ -22,23 +22,25 @@ def in_turn(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
     keys, values = names.split(), list(cases)
 
     def decorate(test: Test) -> Test:
+        signature = inspect.signature(test)
+        others = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+
         @functools.wraps(test)
         def run_all(*args: Any, **kwargs: Any) -> None:
             if not values:
                 pytest.skip(f"there is no case of {names} here")
+            kwargs |= zip((parameter.name for parameter in others), args, strict=False)  # Hypothesis gives positions
             skipped = []
             for case in values:
                 chosen = dict(zip(keys, case if len(keys) > 1 else (case,), strict=True))
                 print(*(getattr(value, "name", value) for value in chosen.values()))
                 try:
-                    test(*args, **kwargs, **chosen)
+                    test(**kwargs, **chosen)
                 except pytest.skip.Exception as reason:
                     skipped.append(str(reason))
             if len(skipped) == len(values):
                 pytest.fail(f"every case is skipped: {skipped[0]}")
 
-        signature = inspect.signature(test)
-        others = [parameter for name, parameter in signature.parameters.items() if name not in keys]
         run_all.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
         return run_all
 

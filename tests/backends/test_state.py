@@ -17,7 +17,7 @@ from polarlm.engine.loading import assembly
 from tests.cuda.emulated import open_device
 
 # An attribute about the machine, which is no state of an op: device memory, compiled kernels and recordings.
-MACHINE = {"_device"}
+MACHINE = {"_device", "_launch"}
 
 
 def state(value: object, seen: tuple[int, ...] = ()) -> object:
@@ -34,7 +34,7 @@ def state(value: object, seen: tuple[int, ...] = ()) -> object:
         return [(state(key, seen), state(x, seen)) for key, x in value.items()]
     if isinstance(value, (Sequence, set, frozenset)):
         return [state(x, seen) for x in value]
-    if type(value).__module__.startswith("engine."):
+    if type(value).__module__.startswith("polarlm.engine."):
         own = {name: x for name, x in getattr(value, "__dict__", {}).items() if name not in MACHINE}
         return id(value), state(own, seen)
     return id(value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
@@ -18,22 +16,6 @@ NAMES = ("q8_0", "q4_0")
 every_codec = in_turn("name", NAMES)
 
 
-@given(
-    st.sampled_from(NAMES),
-    st.sampled_from([32, 64, 96, 128, 256]),
-    st.sampled_from([16, 48, 64, 128]),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=30, deadline=None)
-def test_unpacking_gives_back_the_fields(name: str, d: int, n: int, seed: int) -> None:
-    attend.check_inverse(codecs.get(name), n, d, seed)
-
-
-@every_codec
-def test_a_tile_takes_the_bytes_of_the_codec(name: str) -> None:
-    attend.check_size(codecs.get(name), 64, 96)
-
-
 def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x (..., M) float32 → bytes and the value of a step (..., 1), as a kernel rounds M numbers together; float64."""
     top = np.abs(x).max(-1, keepdims=True)
@@ -45,12 +27,8 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_scores(name: str, level: Level) -> None:
     """Exact integers, and within half a step of the query of the decoded keys. Some codes of q8_0 are -128."""
     d, n, heads = attend.sizes(NAMES.index(name), level, of_32=True)
-    codec, rng = codecs.get(name), np.random.default_rng(1)
-    fields = attend.random_fields(rng, codec, (3,), n, d)
-    own = tiles.keys(codec, n, d)
-    queries = rng.standard_normal((heads, d)).astype(np.float32)
-    queries[:, :32] *= 30  # outliers, as queries that are not rotated have
-    got = attend.scores(own, level, own.pack(fields), queries, n)
+    codec = codecs.get(name)
+    fields, queries, got = attend.scored(codec, level, n, d, heads, outliers=30)  # as queries that are not rotated have
 
     keys = codec.decode(fields).astype(np.float64)
     codes, step = rounded(queries.reshape(heads, -1, 32))
@@ -68,12 +46,8 @@ def test_scores(name: str, level: Level) -> None:
 def test_mix(name: str, level: Level) -> None:
     """Within half a step of the weights of the mix of the decoded values; scales have both signs."""
     d, n, heads = attend.sizes(NAMES.index(name) + 2, level, of_32=True)
-    codec, rng = codecs.get(name), np.random.default_rng(2)
-    fields = attend.random_fields(rng, codec, (3,), n, d)
-    own = tiles.values(codec, n, d)
-    weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
-    weights[1, 0] = 0
-    got = attend.mixed(own, level, own.pack(fields), weights, d)
+    codec = codecs.get(name)
+    fields, weights, got = attend.mix_of_random_blocks(codec, level, n, d, heads)
 
     values = codec.decode(fields).astype(np.float64)
     exact = 7 + np.einsum("bhn,bnd->hd", weights, values)
