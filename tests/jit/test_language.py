@@ -12,6 +12,7 @@ import pytest
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.isa.levels import LEVELS, Level
 from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang.float_ops import float_to_half, gather, gather_pairs
 from polarlm.engine.jit.lang.values import F16, F32, F64, I8, I16, I32, I64, POINTER, Type, Value, vector
 from tests.jit.levels import declared, every_level, loaded, run
 from tests.pairs import in_turn
@@ -81,6 +82,13 @@ INTEGERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
     "ashr": (lambda a, b: a.ashr(b & 31), lambda a, b: a >> (b & 31)),
     "neg": (lambda a, b: -a, lambda a, b: -a),
     "not": (lambda a, b: ~a, lambda a, b: ~a),
+    "less": (lambda a, b: (a < b).zext(I32), operator.lt),
+    "at_most": (lambda a, b: (a <= b).zext(I32), operator.le),
+    "greater": (lambda a, b: (a > b).zext(I32), operator.gt),
+    "at_least": (lambda a, b: (a >= b).zext(I32), operator.ge),
+    "equal": (lambda a, b: a.equals(b).zext(I32), operator.eq),
+    "minimum": (lambda a, b: a.emitter.imin(a, b), np.minimum),
+    "maximum": (lambda a, b: a.emitter.imax(a, b), np.maximum),
     "constant": (lambda a, b: a * 3 - 0x7FFFFFFF, lambda a, b: a * np.int32(3) - np.int32(0x7FFFFFFF)),
 }
 
@@ -90,7 +98,7 @@ INTEGERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
 def test_integers(name: str, level: Level) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.integers(-(2**31), 2**31, (2, 160), np.int32)
-    a[:16:3], b[:16] = -(2**31), rng.integers(1, 9, 16)
+    a[:16:3], b[:16], a[16:32] = -(2**31), rng.integers(1, 9, 16), b[16:32]
     kernel, reference = INTEGERS[name]
     with np.errstate(over="ignore"):
         want = reference(a, b)
@@ -129,29 +137,6 @@ def test_floats(name: str, level: Level) -> None:
     if name not in {"maximum", "minimum"}:  # which do not tell zeros apart
         same &= (np.signbit(found) == np.signbit(want)) | np.isnan(want)
     assert same.all(), (a[~same], b[~same], found[~same], want[~same])
-
-
-@every_level
-def test_integer_minima_and_maxima_are_signed(level: Level) -> None:
-    a, b = np.random.default_rng(2).integers(-(2**31), 2**31, (2, 64), np.int32)
-    least = over_vectors(level, "least", lambda e, a, b: e.imin(a, b), a, b, result="i4")
-    most = over_vectors(level, "most", lambda e, a, b: e.imax(a, b), a, b, result="i4")
-    np.testing.assert_array_equal(least, np.minimum(a, b))
-    np.testing.assert_array_equal(most, np.maximum(a, b))
-
-
-@every_level
-def test_comparisons_of_integers_are_signed(level: Level) -> None:
-    a, b = np.random.default_rng(3).integers(-3, 4, (2, 64), np.int32)
-    for name in ("lt", "le", "gt", "ge"):
-        compare = getattr(operator, name)
-
-        def bit(e: Emitter, a: Value, b: Value, compare: Callable[[Any, Any], Any] = compare) -> Value:
-            return compare(a, b).zext(I32)
-
-        np.testing.assert_array_equal(over_vectors(level, name, bit, a, b, result="i4"), compare(a, b))
-    equal = over_vectors(level, "eq", lambda e, a, b: a.equals(b).zext(I32), a, b, result="i4")
-    np.testing.assert_array_equal(equal, a == b)
 
 
 @every_level
@@ -347,6 +332,61 @@ def test_reductions(level: Level) -> None:
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+# -- more than one instruction -------------------------------------------------------------------------------------
+
+
+@every_level
+def test_gather(level: Level) -> None:
+    rng = np.random.default_rng(0)
+    table, index = rng.standard_normal(200).astype(np.float32), rng.integers(0, 100, 16).astype(np.int32)
+    out = np.zeros((4, 16), np.float32)
+
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        places = e.load(args.index, vector(I32, 16))
+        single, words = gather(e, args.table, places, F32), gather(e, args.table, places, I16).sext(I32).to_float()
+        for number, part in enumerate([single, words, *gather_pairs(e, args.table, places)]):
+            e.store(part, args.out, 64 * number)
+
+    run(Kernel("test_gathers", emit, declared("table index out")), level, 1, (table, index, out))
+    np.testing.assert_array_equal(out[0], table[index])
+    np.testing.assert_array_equal(out[1], table.view(np.int16)[index])
+    np.testing.assert_array_equal(out[2:].T, table.reshape(-1, 2)[index])
+
+
+@every_level
+def test_any(level: Level) -> None:
+    def spread(e: Emitter, x: Value) -> Value:
+        return e.splat(e.select(e.any(x > 0.0), e.constant(I32, 1), e.constant(I32, 0)), 16)
+
+    x = np.concatenate([np.zeros((1, 16)), np.eye(16)]).astype(np.float32)
+    assert over_vectors(level, "any", spread, x, result="i4").tolist() == [[0] * 16] + [[1] * 16] * 16
+
+
+@every_level
+def test_float_to_half(level: Level) -> None:
+    """Every half, the middles between neighbours, which are ties, and what lies just beside them."""
+    every = np.arange(1 << 15, dtype=np.uint16).view(np.float16)
+    every = every[np.isfinite(every)].astype(np.float32)
+    middles = (every[1:] + every[:-1]) / 2
+    positive = np.concatenate([every, middles, np.nextafter(middles, 0), np.nextafter(middles, np.float32(1e9))])
+    x = np.concatenate([positive, -positive])
+    x = np.ascontiguousarray(x[: len(x) // 16 * 16])
+    halves = over_vectors(level, "halves", float_to_half, x, result="f2")
+    np.testing.assert_array_equal(halves.view(np.int16), x.astype(np.float16).view(np.int16))
+
+
+@every_level
+def test_square_matrices_are_transposed(level: Level) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
+        for number, column in enumerate(e.transposed([e.load(args.x, vector(F32, 16), 64 * i) for i in range(16)])):
+            e.store(column, args.y, 64 * number)
+
+    x = np.arange(256, dtype=np.float32).reshape(16, 16)
+    y = np.empty_like(x)
+    run(Kernel("test_transpose", emit, declared("x y")), level, 1, (x, y))
+    np.testing.assert_array_equal(y, x.T)
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------------
