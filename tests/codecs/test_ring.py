@@ -59,15 +59,6 @@ def test_decode_is_the_stored_norm_times_the_nearest_points(name, bits, option):
 
 
 @every_ring
-def test_a_pair_is_two_neighbouring_channels(name, bits):
-    codec = codecs.get(name)
-    x = gaussian(8, 16)
-    codes, _ = codec.rounding.nearest(x.reshape(-1, 2))
-    fields = codec.rounding.assemble(codes.reshape(8, 8), np.ones(8, np.float32))
-    assert np.square(codec.decode(fields) - x).mean() < 0.05
-
-
-@every_ring
 def test_norm16_keeps_norms_that_a_byte_rounds(name, bits):
     x = gaussian(64, 64, seed=1)
     norms = np.sqrt(np.square(x).mean(-1))

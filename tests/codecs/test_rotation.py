@@ -42,14 +42,6 @@ def test_twice_signed_hadamard_has_signs_on_both_sides(head_dim):
         assert len(np.unique(block[0])) == len(np.unique(block[:, 0])) == 2
 
 
-def test_dense_entries_have_the_moments_of_a_uniform_rotation():
-    """E w² = 1/D and E w⁴ = 3/(D(D+2)); D² entries, and a standard deviation of w⁴ of about √96/D²."""
-    d = 128
-    w = dense(d).astype(np.float64)
-    assert abs(np.mean(w)) < 4 / d**1.5
-    assert np.mean(w**4) * d * (d + 2) / 3 == pytest.approx(1, abs=4 * np.sqrt(96) / 3 / d)
-
-
 @pytest.mark.parametrize("rotation", [signed_hadamard, twice_signed_hadamard, dense])
 def test_shared_matrices_are_read_only(rotation):
     with pytest.raises(ValueError, match="read-only"):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -349,34 +350,19 @@ def test_what_is_no_file_is_not_loaded_and_does_not_hang(folder: Path, compiled:
             file.write_bytes(right)
 
 
-def test_processes_may_write_at_the_same_time(tmp_path: Path) -> None:
-    program = """
-import sys
-from pathlib import Path
-from tests.jit.test_library import *
-library = Library(LEVEL, ObjectCache(Path(sys.argv[1]), "key"))
-print("ready", flush=True)
-sys.stdin.readline()
-for number in range(8):
-    assert stored_by(library.address(number_kernel(number))) == number
-"""
-    command = [sys.executable, "-c", program, str(tmp_path / "set")]
-    pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
-    try:
-        for process in processes:
-            assert process.stdout.readline() == "ready\n"
-        for process in processes:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        assert [process.wait(PATIENCE) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    cache = ObjectCache(tmp_path / "set", "key")
-    assert all(cache.read(f"test_{number}") for number in range(8))
-    assert len(files(tmp_path)) == 8
+def test_writers_and_readers_at_the_same_time_see_whole_files(tmp_path: Path) -> None:
+    """Each has a cache of its own, as processes have."""
+    contents = [bytes([number]) * 200_000 for number in range(4)]
+
+    def write_and_read(content: bytes) -> None:
+        cache = ObjectCache(tmp_path / "set", "key")
+        for _ in range(20):
+            cache.write("name", content)
+            assert cache.read("name") in contents
+
+    with ThreadPoolExecutor(len(contents)) as pool:
+        list(pool.map(write_and_read, contents))
+    assert len(files(tmp_path)) == 1
 
 
 # -- the thread --------------------------------------------------------------------------------------------------------

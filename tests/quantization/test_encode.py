@@ -222,12 +222,6 @@ def assert_equal_metrics(a: Metric, b: Metric) -> None:
         np.testing.assert_array_equal(field, getattr(b, name))
 
 
-def test_uncorrelated_attention_gives_no_token_feedback():
-    alone = np.zeros(16, np.float32)
-    alone[0] = 1
-    assert not value_metric(output_second(gaussian(8, 16), 2, 8), None, rings(), alone).token_feedback.any()
-
-
 @pytest.mark.parametrize(("rounding", "rounds"), [(rings(), 16), (levels(), 16), (paths(), 4)])
 def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
     correlation = (0.9 ** np.arange(16)).astype(np.float32)
@@ -336,60 +330,6 @@ def test_codes_and_norms_match_the_definition(codec, kind):
 
 
 # -- errors cost less -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("decay", [0.9])
-def test_cost_of_a_fine_table_is_what_block_ldl_predicts(decay):
-    """Rounding errors of a fine uniform table are independent and equal in variance: they cost tr M, or with feedback
-    Σ D_j."""
-    heads, dim = 2, 16
-    codec = levels(step=2**-7, count=2048)
-    second = covariance(heads, dim, dim, decay=decay)
-    metric = without_tilt(key_metric(second, np.zeros((heads, dim)), np.ones((heads, dim)), None, codec))
-    lower = np.eye(dim) + metric.feedback
-    squares = np.linalg.solve(lower.swapaxes(1, 2), metric.matrix.astype(np.float64)).diagonal(axis1=1, axis2=2)
-    predicted = squares.sum(-1) / metric.matrix.trace(axis1=1, axis2=2)
-
-    x = gaussian(heads, 32, 64, dim)
-    norms = np.sqrt(np.square(x).mean(-1))  # the norms used for rounding; fitted norms would lower both costs
-
-    def rounding_cost(metric):
-        codes = encode_with_metric(codec, x, metric)["codes"]
-        return cost(x - codec.decode({"codes": codes, "norms": norms}), metric.matrix)
-
-    # A mean over 2,048 vectors with a few independent terms each is off by some 1/√2,048, rarely by five times that.
-    assert rounding_cost(metric) / rounding_cost(without_feedback(metric)) == pytest.approx(predicted, rel=0.1)
-    assert (predicted < 0.95).all()
-
-
-@TABLES
-def test_token_feedback_lowers_the_cost_of_shared_attention(codec):
-    metric = values_metric(codec, dim=16)
-    x = gaussian(2, 40, 16, 16)
-    lag = np.abs(np.subtract.outer(np.arange(16), np.arange(16)))
-    shared = np.linalg.cholesky(0.9**lag)  # Σ_t,t' P_tt' e_t·M·e_t'ᵀ = |Pᐟ² e|², token for token in M
-
-    def mixed_cost(metric):
-        errors = x - codec.decode(encode_with_metric(codec, x, metric))
-        return cost(np.einsum("ti,kbtd->kbid", shared, errors), metric.matrix).sum()
-
-    alone = without(metric, "tokens")
-    assert mixed_cost(metric) < 0.8 * mixed_cost(alone)
-    assert mixed_cost(alone) < mixed_cost(without(alone, "feedback"))
-
-
-@TABLES
-def test_tilted_norm_lowers_the_cost_of_leaning_queries(codec):
-    metric = keys_metric(codec, dim=16)
-    x = 3 * gaussian(2, 40, 16, 16)
-    second, mean = metric.matrix, metric.tilt_mean
-    lean = mean[:, None, None] + x @ (second - mean[:, :, None] * mean[:, None])[:, None] / 4
-
-    def leaning_cost(metric):
-        errors = x - codec.decode(encode_with_metric(codec, x, metric))
-        return cost(errors, second).sum() + np.square((errors * lean).sum(-1, dtype=np.float64)).sum()
-
-    assert leaning_cost(metric) < leaning_cost(without(metric, "tilt"))
 
 
 @TABLES

@@ -152,12 +152,6 @@ def test_scores_that_are_far_apart() -> None:
         check(attended(case._replace(q=case.q * large), best(), None), exact(case._replace(q=case.q * large), None))
 
 
-@with_plain_tiles
-def test_any_number_of_threads_finds_the_same() -> None:
-    case = step(Shape(), [*RAGGED, Sequence_(1500)], None)
-    np.testing.assert_array_equal(attended(case, best(), None, threads=1), attended(case, best(), None, threads=2))
-
-
 def alone(case: Step, number: int) -> Step:
     """The sequence with a number, of one row, as a step of its own."""
     view = case.views[number]

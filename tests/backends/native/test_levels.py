@@ -29,7 +29,7 @@ from polarlm.engine.jit.isa.levels import LEVELS, Level
 from tests.backends.native.attending import SCALE, Sequence_, Shape, attended, step
 from tests.backends.native.launching import launcher
 from tests.jit.levels import Narrow, every_level
-from tests.test_bare_python import ROOT, run_without
+from tests.test_bare_python import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +87,6 @@ def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.Monke
     for machine, own in found.items():
         assert own == [generic, *(level for level in others if level.machine == machine)]
     assert sum(map(len, found.values())) == len(others) + len(found)
-
-
-def test_systems_call_machines_by_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, wanted in [("AMD64", "x86_64"), ("x86_64", "x86_64"), ("arm64", "aarch64"), ("ARM64", "aarch64")]:
-        monkeypatch.setattr("platform.machine", lambda name=name: name)
-        assert target.machine() == wanted
 
 
 def names_on_arm(monkeypatch: pytest.MonkeyPatch, system: str, library: object) -> list[str]:
@@ -261,16 +255,6 @@ def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], m
 @every_level
 def test_every_level_passes(level: Level) -> None:
     self_test.check(level)
-
-
-@pytest.mark.slow
-def test_it_needs_no_package_that_takes_memory() -> None:
-    """That of GGUF files, with all that it imports, is for those alone."""
-    program = """
-from polarlm.engine.backends.select import select
-print(type(select("cpu", 1, compiled=True)[0]).__name__)
-"""
-    assert run_without(["gguf"], program) == "NativeOps\n"
 
 
 @pytest.mark.skipif(len(levels()) < 2, reason="this CPU has one level")

@@ -181,14 +181,3 @@ def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_f
         assert tuple(before) == (*at, products[-1].spare)
     assert all(r.number("hint") == hint.ctypes.data for r, hint in zip(products, given, strict=True))
     assert (NO_HINT[[0, 1, 3]] == 0).all()
-
-
-def test_steps_without_time_to_prefetch_list_nothing() -> None:
-    case = step(Shape(types=("f16", "f16")), [Sequence_(30)], None)
-    launch = launcher(best())
-    attention = AttentionOps(launch, NumpyOps())
-    with launch.record() as recording:
-        attention.attention(case.q, case.cache, StepTable(case.views, 16), SCALE, None)
-    before = list(recording.launches)
-    add_prefetches(recording)
-    assert recording.launches == before

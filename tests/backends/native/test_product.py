@@ -8,7 +8,6 @@ import pytest
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
-from tests.backends.native.hot_loops import Loop
 from tests.backends.native.packed_tiles import pack
 from tests.jit.levels import SOME, run, some_levels
 from tests.pairs import each, in_turn, pairs
@@ -264,21 +263,3 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
     if format.unpack is not None:  # those of the file; an exponent becomes a scale, a sign a bit of four indices
         more = {"mxfp4": 1, "iq1_s": 4, "iq1_m": 2}.get(name, 0)
         assert tiles.block_bytes(format) == tiles.ROWS * (format.nbytes + more)
-
-
-@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "q8_0"])
-def test_results_do_not_depend_on_what_unpacks_codes(name: str) -> None:
-    """Unpacked for each panel, or to words in memory. Of sums, only those of floats go to the stack."""
-    for level in (level for level in levels() if level.sums_in_order):
-        rng, most = np.random.default_rng(8), largest_tiling(level)
-        for rows in (4, 6, 16):
-            (format, packed, _), x = stored(rng, name, 16, 512), rng.standard_normal((rows, 512)).astype(np.float32)
-            sizes, outputs = tiling(rows, level), np.empty((2, rows, 16), np.float32)
-            for own, y in zip((sizes, most), outputs, strict=True):
-                spec, (panels, *_) = Product(format, own), quantized(x, own.rows, level)
-                run(product(spec), level, 1, _products(spec, packed, panels, y, y[0], 512, rows))
-            np.testing.assert_array_equal(*outputs)
-            if name != "q6_k":
-                loop = Loop(product(Product(format, sizes)), level)
-                assert loop.count("vpmaddwd") == 32 * sizes.rows
-                assert loop.spilled <= 4 * sizes.rows
