@@ -11,7 +11,7 @@ RADIUS_BITS = {"polarpair-m4n4": 4, "polarpair-m4n2": 2}
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
 VARIANTS = [name + option for name in RADIUS_BITS for option in ("", "+g16", "+minmax-radius", "+minmax+g32")]
 every_name = pytest.mark.parametrize(("name", "n"), RADIUS_BITS.items())
-every_variant = pytest.mark.parametrize("name", VARIANTS)
+every_variant = in_turn("name", VARIANTS)
 
 EPS = np.finfo(np.float32).eps
 
@@ -28,7 +28,7 @@ def polar(x):
     return np.hypot(a, b), np.arctan2(b, a)
 
 
-@pytest.mark.parametrize(("name", "head_dim"), each(RADIUS_BITS, HEAD_DIMS))
+@in_turn("name head_dim", each(RADIUS_BITS, HEAD_DIMS))
 def test_codes_match_the_paper(name, head_dim):
     """§3.2 with θ = atan2 + π, in float64, from the stored scale."""
     n = RADIUS_BITS[name]

@@ -11,10 +11,11 @@ from hypothesis.extra import numpy as hnp
 from polarlm.engine import codecs
 from polarlm.engine.codecs.polarquant import CENTRES
 from tests.codecs.data import gaussian, streams
+from tests.pairs import in_turn
 
 CODEC = codecs.get("polarquant")
 LEVELS = {head_dim: 4 if head_dim % 16 == 0 else 3 for head_dim in (8, 16, 24, 48, 64, 80, 96, 128, 256)}
-every_head_dim = pytest.mark.parametrize(("head_dim", "levels"), LEVELS.items())
+every_head_dim = in_turn("head_dim levels", LEVELS.items())
 
 
 def polar_transform(x, levels):

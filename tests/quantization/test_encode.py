@@ -390,7 +390,7 @@ def codec_and_metrics(name):
     return codec, [keys_metric(codec.rounding, dim=32), values_metric(codec.rounding, dim=32)]
 
 
-@pytest.mark.parametrize("name", WITH_ROUNDING)
+@in_turn("name", WITH_ROUNDING)
 def test_fields_match_the_codec(name):
     codec, metrics = codec_and_metrics(name)
     for blocks in (0, 1, 3):
@@ -401,7 +401,7 @@ def test_fields_match_the_codec(name):
                 assert encoded[key].dtype == field.dtype, blocks
 
 
-@pytest.mark.parametrize("name", WITH_ROUNDING)
+@in_turn("name", WITH_ROUNDING)
 def test_errors_cost_less_than_those_of_plain_encoding(name):
     codec, metrics = codec_and_metrics(name)
     x = gaussian(2, 12, 16, 32)
@@ -411,7 +411,7 @@ def test_errors_cost_less_than_those_of_plain_encoding(name):
         assert (with_metric < 0.9 * cost(x - codec.decode(codec.encode(x)), metric.matrix)).all()
 
 
-@pytest.mark.parametrize("name", WITH_ROUNDING)
+@in_turn("name", WITH_ROUNDING)
 def test_zeros_stay_zero_beside_other_vectors(name):
     codec, metrics = codec_and_metrics(name)
     x = gaussian(2, 3, 16, 32)
@@ -424,7 +424,7 @@ def test_zeros_stay_zero_beside_other_vectors(name):
         assert np.square(y - x).mean() < 0.5
 
 
-@pytest.mark.parametrize("name", WITH_ROUNDING)
+@in_turn("name", WITH_ROUNDING)
 def test_huge_and_tiny_vectors_stay_finite(name):
     codec, metrics = codec_and_metrics(name)
     for scale in (1e-38, 1e-20, 1e-10, 1e5, 1e10, 1e20, 3e37):
