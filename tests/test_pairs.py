@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 
-from tests.pairs import each, pairs
+import pytest
+
+from tests.pairs import each, in_turn, pairs
 
 TESTS = Path(__file__).parent
 
@@ -26,6 +28,18 @@ def test_any_two_values_occur_together() -> None:
         *_, second, most = sorted(map(len, axes))
         assert len(found) <= second * most + 1, axes
         assert len(found) == len(set(found)), axes
+
+
+def test_a_test_that_skips_every_case_fails() -> None:
+    def skips_odd_numbers(number: int) -> None:
+        if number % 2:
+            pytest.skip("it is odd")
+
+    in_turn("number", [1, 2])(skips_odd_numbers)()
+    with pytest.raises(pytest.fail.Exception, match="every case is skipped: it is odd"):
+        in_turn("number", [1, 3])(skips_odd_numbers)()
+    with pytest.raises(pytest.skip.Exception, match="no case of number"):
+        in_turn("number", [])(skips_odd_numbers)()
 
 
 def parametrizes(node: ast.AST) -> bool:
