@@ -21,9 +21,9 @@ class StorePlan:
     shape: CacheShape
     tokens: int
     quantized_blocks: tuple[int, ...]  # per group
-    full_slots: int  # of K/V; see `TokenBlocks.slots`
-    more_slots: int = 0  # of K/V, of further sequences that are kept
-    more_tokens: int = 0  # of such sequences
+    full_slots: int  # K/V slots; see `TokenBlocks.slots`
+    more_slots: int = 0  # K/V slots for further sequences that are kept
+    more_tokens: int = 0  # tokens of the further sequences
 
     @property
     def bytes(self) -> int:
@@ -143,7 +143,7 @@ def smallest(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
 def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     """Return `plan` with room for further sequences that are kept, as many as fit into `memory` bytes.
 
-    tokens_each: the tokens for which there are blocks, for each of them; 0 if they share those of the plan. What they
+    tokens_each: the tokens for which there are blocks, for each of them; 0 if they share the plan's blocks. What they
     leave of `memory` becomes blocks, too: of a shorter sequence if at least half of one fits, with its slots; else of
     more tokens of the others.
     """

@@ -72,17 +72,6 @@ def test_the_plan_is_the_longest_sequence_that_fits(shape, memory, max_tokens, s
     assert plan.tokens == max_tokens or one_more.bytes > memory
 
 
-@given(shapes(), st.integers(1, 1 << 24), st.integers(1, 500))
-def test_sequences_that_are_kept_share_the_blocks_of_a_context(shape, memory, tokens) -> None:
-    one = plan_for_tokens(shape, tokens, 1)
-    plan = with_kept(one, memory, 0)
-    assert plan == replace(one, more_slots=plan.more_slots)
-    if one.bytes > memory:
-        assert plan == one
-        return
-    assert plan.bytes <= memory < plan.bytes + shape.bytes((0,) * len(plan.quantized_blocks), 2)
-
-
 RECURRENT = DeltaShape(GatedDelta(1, 2, 4, 3, 3))
 
 
@@ -168,17 +157,6 @@ def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
     assert plan_for_tokens(plain, held, sequences).bytes <= plan.bytes
     assert held == tokens or plan_for_tokens(plain, held + 1, sequences).bytes > plan.bytes
     assert f16_tokens(plan_for_tokens(plain, tokens, sequences)) == tokens
-
-
-@given(shapes(), st.integers(0, 600))
-def test_a_sequence_is_compared_with_the_same_blocks_as_f16(shape, tokens) -> None:
-    half = codecs.get("f16")
-    plain = replace(
-        shape, layers=tuple(replace(layer, codec_k=half, codec_v=half, mean_bits=0) for layer in shape.layers)
-    )
-    assert shape.f16_bytes(tokens) == plain.sequence_bytes(tokens) == plain.f16_bytes(tokens)
-    if all(layer.mean_bits == 0 for layer in shape.layers):  # that of halves is never centred
-        assert shape.sequence_bytes(tokens) <= shape.f16_bytes(tokens)
 
 
 @given(shapes(st.integers(1, 64)), st.integers(1, 5))

@@ -252,7 +252,7 @@ run = partial(run_state_machine_as_test, Schedules)
 
 
 def test_schedules() -> None:
-    run(settings=settings(max_examples=40))
+    run(settings=settings(max_examples=15))
 
 
 @pytest.mark.slow
