@@ -25,7 +25,7 @@ from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
 
-EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # of a layer: the matrices of its experts
+EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
 
 
 class _Reader:
@@ -121,10 +121,10 @@ def load_weights(
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
-    progress: called with the number of bytes of the file that are done since its last call. numbers: those of the
+    progress: called with the number of bytes of the file that are done since its last call. numbers: the numbers of the
     layers to load; None: all. kept: as in `Ops.load`. cache: as in `Ops.cache_experts`; None loads all experts.
-    on_host: the experts of this many layers, the first ones, stay on `Ops.host`. adapters: those that requests choose
-    among, by their numbers.
+    on_host: the experts of this many layers, the first ones, stay on `Ops.host`. adapters: the adapters that requests
+    choose from, by their numbers.
     """
     readers: dict[Ops, _Reader] = {}  # one for each card
 
@@ -171,7 +171,7 @@ def load_weights(
             read.linear(top["score_dense"], top["score_dense_bias"]),
             read.linear(top["score"], top["score_bias"]),
         )
-    ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
+    ops.wait()  # on a GPU a step's launch may overlap the one before and read weights before it waits for it
     nbytes = sum(one.bytes for one in readers.values())
     return ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, dense, pair_head)
 
@@ -232,7 +232,7 @@ def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | Non
 def bytes_of_layers(
     ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None
 ) -> tuple[int, list[int], int]:
-    """Return the bytes of `weight_bytes` by place: those of tensors before the first layer, of each layer, and of the
+    """Return the bytes of `weight_bytes` by place: tensors before the first layer, each layer, and the
     head, a copy of the embedding if it is tied."""
     table = tensors(config)
 

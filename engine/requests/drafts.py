@@ -2,8 +2,8 @@
 
 A step computes the rows of the newest token and of the drafted ones. Each row samples the token after it as if all
 drafted tokens before it were right, and rows are accepted up to the first that samples a token other than the drafted
-one. The answer equals that of steps of one token: each row attends to the same keys and values and uses the same random
-number as it would there.
+one. The answer is the same as with steps of one token: each row attends to the same keys and values and uses the same
+random number as it would there.
 
 Whether a draft pays depends on how long a step of more rows takes, which `StepSeconds` measures, and on p, the
 probability that a drafted token is right if all those before it are. On average, p + p² + … + p^d tokens of a draft of

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_DEPTH = 64  # of nested parentheses
+MOST_DEPTH = 64  # levels of nested parentheses
 MOST_REPEATS = 2000  # as in llama.cpp
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _HEX = set("0123456789ABCDEFabcdef")
@@ -49,7 +49,7 @@ class _Rule:
     """The right side of a rule: Lark's text, split at names of rules."""
 
     parts: list[str] = field(default_factory=list)
-    needs: list[set[str]] = field(default_factory=list)  # of each alternative: the rules that it requires
+    needs: list[set[str]] = field(default_factory=list)  # the rules that each alternative requires
     is_terminal: bool = False
 
     @property

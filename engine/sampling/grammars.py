@@ -1,6 +1,6 @@
 """Constraints from JSON schemas, grammars and regular expressions, which llguidance (the extra `json`) compiles.
 
-llguidance: https://github.com/guidance-ai/llguidance. Its masks are those of `engine.sampling.constraints`.
+llguidance: https://github.com/guidance-ai/llguidance. Its masks have the layout of `engine.sampling.constraints`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
 def prepared_for_text(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`prepared` for an answer's text, whose white space is that of printed JSON. Raises ValueError."""
+    """`prepared` for an answer's text, with the white space of printed JSON. Raises ValueError."""
     return prepared(schema, {"whitespace_pattern": _SPACE})
 
 

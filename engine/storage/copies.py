@@ -28,7 +28,7 @@ def within(blocks: Blocks, groups: int) -> Blocks:
 
 
 def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:
-    """Return copies of quantized blocks, all of which are in the same groups, one or more."""
+    """Return copies of quantized blocks, which must all be in the same groups."""
     taken: list[Object] = []
     for are_finer, run in groupby(blocks, partial(_is_finer, store)):
         taken += _take_alike(store, payloads, list(run), are_finer)

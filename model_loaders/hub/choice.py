@@ -20,7 +20,7 @@ BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the confi
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
-    "modules.json",  # of an embedding model, as all that follow
+    "modules.json",  # this and all that follow belong to embedding models
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
     *(f"{folder}_Dense/{name}" for folder in (2, 3) for name in (CONFIG, SINGLE)),
