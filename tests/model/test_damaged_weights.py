@@ -235,22 +235,3 @@ def test_damaged_packed_weights_give_an_error(packed: Callable[..., Path], backe
                     codes += [code_of(engine.generate, ids, GREEDY) for ids in (TEXT, TEXT[:3])]
                 assert_idle(engine)
         assert set(codes) == {"model_damaged"}, (name, value, cache_type)
-
-
-@pytest.mark.slow
-def test_a_step_that_reads_a_damaged_row_gives_an_error(
-    packed: Callable[..., Path], backend: Callable[[], Ops]
-) -> None:
-    """The first drawn token has the damaged row of the embedding; the blocks before it are codes."""
-    draw_bad = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={BAD: 1000.0})
-    ids = [token for token in TEXT if token != BAD]
-    for value, cache_type in itertools.product((math.nan, math.inf), ("f16", "balanced")):
-        path = packed("token_embd", value, BAD)
-        with load_tiny(path, ops=backend(), cache_type=cache_type, ctx_size=512, calibration=False) as engine:
-            expected = engine.generate(ids, GREEDY).token_ids
-            for length in (1, len(ids)):
-                with pytest.raises(EngineError, match="not finite") as caught:
-                    engine.generate(ids[:length], draw_bad)
-                assert caught.value.code == "model_damaged"
-            assert_idle(engine)
-            assert engine.generate(ids, GREEDY).token_ids == expected

@@ -242,7 +242,7 @@ def test_rows_of_a_step_get_the_logits_of_a_prompt(fixture, types: tuple[str, st
 
 
 def drafted(ids: Sequence[int], span: Span, kept: int) -> list[int]:
-    """The rows of a span: those of `ids` that will be kept, then wrong ones."""
+    """The rows of a span: the next of `ids`, which will be kept, then wrong tokens."""
     return [*ids[span.start : span.start + kept], *[7] * (span.count - kept)]
 
 

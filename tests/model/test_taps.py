@@ -23,7 +23,7 @@ Seen = dict[tuple[int, str, int], np.ndarray]  # layer, name, position → a cop
 
 
 class Keep:
-    """Taps that keep all values, and replace the input of every layer by that of `inputs`, if any."""
+    """Taps that keep all values, and replace the input of every layer with its value in `inputs`, if any."""
 
     def __init__(self, model: Transformer, inputs: Seen | None = None):
         self.model, self.inputs, self.seen = model, inputs or {}, Seen()

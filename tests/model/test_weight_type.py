@@ -126,7 +126,7 @@ def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str 
 
 
 def test_messages_say_how_the_matrices_of_a_file_are_kept(tmp_path: Path) -> None:
-    """The bytes are those of the loaded matrices."""
+    """The bytes that are told are the bytes of the loaded matrices."""
     pytest.importorskip("llvmlite")
     from polarlm.engine.backends.native.ops import NativeOps
 

@@ -116,7 +116,7 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 @pytest.mark.parametrize("weight_type", [None, "q4_0"])
 def test_progress_counts_the_bytes_of_the_file(tmp_path: Path, weight_type: str | None) -> None:
-    """And not those of what they become."""
+    """Not the bytes of the converted matrices."""
     quantized_model(tmp_path / "model.gguf", "Q4_K")
     with_biases = FIXTURES / "llama_wide_heads_biases"
     for path, size in ((tmp_path / "model.gguf", 144 / 256), (with_biases, 2)):

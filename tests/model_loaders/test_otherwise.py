@@ -112,14 +112,14 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ["the first alone", "turns", "nothing empty", "MISTRAL", "qwen3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["the first alone", "turns", "MISTRAL"])
 def test_no_conversation_is_refused_and_no_text_is_lost(name: str) -> None:
     check_all(name)
 
 
 @pytest.mark.slow
 def test_no_template_refuses_a_conversation() -> None:
-    """The other templates, with all conversations."""
+    """All templates with all conversations. Some have a hundred messages."""
     for name in (*SHORT, *REAL):
         check_all(name)
 

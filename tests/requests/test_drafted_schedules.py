@@ -33,7 +33,7 @@ TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=20, max_size=50)
 class Asked:
     prompt: list[int]
     params: SamplingParams
-    wanted: tuple[int, ...]  # of a plain run
+    wanted: tuple[int, ...]  # tokens of a plain run
     ticket: Ticket | None = None
     tray: list[Any] = field(default_factory=list)
     is_cancelled: bool = False
@@ -44,7 +44,7 @@ class Asked:
 
 
 class Schedules(RuleBasedStateMachine):
-    """Each answer is that of a plain run; a cancelled one is its beginning. No block is lost."""
+    """Each answer equals a plain run's; a cancelled answer is its beginning. No block is lost."""
 
     preempted = drafted = saved = 0
     model = "llama_gqa_linear"

@@ -118,21 +118,6 @@ def test_a_limit_ends_the_compilation_and_not_the_worker_which_has_the_vocabular
 
 
 @pytest.mark.slow
-def test_what_was_refused_is_refused_again_without_being_compiled(grammars: Grammars) -> None:
-    params = SamplingParams(schema=PRIME | {"title": "again"})
-    messages = []
-    for _ in range(2):
-        with pytest.raises(EngineError, match=SLOW) as caught:
-            grammars.constraint(params)
-        messages.append(str(caught.value))
-        counts = grammars.counts()
-    assert messages[0] == messages[1]
-    with pytest.raises(EngineError):
-        grammars.constraint(params)
-    assert grammars.counts() == counts
-
-
-@pytest.mark.slow
 def test_a_compilation_ends_when_its_client_goes(grammars: Grammars) -> None:
     """Its process is ended, not waited for: what it would have said is not remembered."""
     long = TURNS[-1]

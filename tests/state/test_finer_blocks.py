@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,6 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.encode import decode_centred, encode_centred
-from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.layer_shapes import NEWEST, FinerKind, LayerShape
 from polarlm.engine.state.plan import plan_for_sequences, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
@@ -139,18 +136,8 @@ def test_a_block_is_coded_again_from_what_it_decodes_to(ops: Ops) -> None:
             np.testing.assert_array_equal(contents(fed.store, layer, block), given)
 
 
-def test_as_many_tokens_fit_as_with_fewer_bits(ops: Ops) -> None:
-    for finer in (BY_ROOM, BY_AGE):
-        two, compact = (Unchecked(make_store(ops, *given)) for given in ((400, COMPACT, finer), (400, COMPACT)))
-        for fed in (two, compact):
-            with pytest.raises(OutOfBlocks):
-                list(map(fed.feed, itertools.repeat(N)))
-        assert two.kv.length == compact.kv.length + NEWEST * N * finer.is_by_age
-        assert two.store.finer.blocks.places.counts() == (0, two.kv.length // N - 1)  # the newest ones last
-
-
 def test_by_age_the_newest_blocks_alone_are_finer(ops: Ops) -> None:
-    """Of prompts and of steps; older ones are due as soon as they are that, and no other."""
+    """In prompts and in steps. Older blocks are due for coding at once, and no others."""
     store = make_store(ops, 800, COMPACT, BY_AGE)
     sequences, rng = [Checked(store, seed) for seed in range(2)], np.random.default_rng(0)
     while sum(fed.kv.length for fed in sequences) < 640:

@@ -156,19 +156,6 @@ def test_steps_can_be_aborted_after_an_interrupted_encoder(monkeypatch: pytest.M
     sequence.feed(2, step=True)
 
 
-def test_bytes_held_are_those_of_the_arrays() -> None:
-    sequence = Fed(make_store("polarquant", "polarquant", windows=(None, None)))
-    sequence.feed(45)  # sink, 4 quantized blocks, current block
-    expected = 0
-    for layer in range(2):
-        cache = sequence.store.cache(layer)
-        expected += 4 * sum(
-            field[:, :1].nbytes for field in [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
-        )
-        expected += 2 * (cache.full_k[:1].nbytes + cache.full_v[:1].nbytes)
-    assert sequence.store.bytes_held(sequence.kv) == expected
-
-
 class Schedules(RuleBasedStateMachine):
     """Sequences grow, fail and end in any order; the allocators always agree with the block tables."""
 
