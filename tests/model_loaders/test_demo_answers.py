@@ -69,7 +69,9 @@ def text_of(outbox: list[Any]) -> str:
     return "".join(chunk.text for chunk in outbox)
 
 
+@pytest.mark.slow
 def test_it_knows_most_of_six_facts(downloaded: Engine) -> None:
+    """Loading the model with its calibration takes seconds."""
     answers = {prompt: text_of(box) for prompt, box in asked_together(downloaded, FACTS, 32).items()}
     known = {prompt for prompt, fact in FACTS.items() if re.search(rf"(?i)\b({fact})\b", answers[prompt])}
     assert len(known) >= 4, {prompt: answers[prompt] for prompt in FACTS.keys() - known}
