@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.chat.config import GROUPS, ChatConfig, read_command_line, read_prompt
@@ -99,6 +99,7 @@ def test_every_flag_of_a_group_is_explained(title, capsys):
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda text: text != "--")
 
 
+@settings(max_examples=10)
 @given(TEXTS)
 @example("-x")
 @example("--no-calibration")
@@ -108,12 +109,14 @@ def test_a_text_is_taken_as_it_is(text):
     assert read_command_line(["-sys", text, "-st"])[2].system_prompt == text
 
 
+@settings(max_examples=10)
 @given(st.lists(TEXTS))
 def test_reverse_prompts_add_up(texts):
     words = [word for text in texts for word in ("-r", text)]
     assert read_command_line(words)[1].stop == tuple(texts)
 
 
+@settings(max_examples=10)
 @given(st.dictionaries(st.integers(0, 200_000), st.floats(-1e6, 1e6).map(lambda x: round(x, 3))))
 def test_logit_biases_add_up(biases):
     words = [word for token, bias in biases.items() for word in ("--logit-bias", f"{token}{bias:+.3f}")]

@@ -220,7 +220,10 @@ def test_a_cap_of_logits_hides_no_infinity(backend: Callable[[], Ops], tmp_path:
 
 @pytest.mark.slow
 def test_damaged_packed_weights_give_an_error(packed: Callable[..., Path], backend: Callable[[], Ops]) -> None:
-    """From long and short prompts, and from scores; or when the model is loaded, if its codes are fitted to them."""
+    """From long and short prompts, and from scores; or when the model is loaded, if its codes are fitted to them.
+
+    Sixteen models are loaded on each backend.
+    """
     cache_types = itertools.cycle(("f16", "balanced", "balanced", "f16"))  # each file has both
     for (name, value), cache_type in zip(itertools.product(PACKED, (math.nan, math.inf)), cache_types, strict=False):
         try:

@@ -175,7 +175,7 @@ class OfMamba2(OfDeltaRules):
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [Schedules, OfDeltaRules, OfMamba2])
 def test_answers_are_those_of_plain_runs(machine: type[Schedules]) -> None:
-    """With requests that are preempted, and drafts that are right."""
+    """With requests that are preempted, and drafts that are right. Each machine runs for half a minute."""
     Schedules.preempted = Schedules.drafted = Schedules.saved = 0
     usual = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True, database=None)
     run_state_machine_as_test(machine, settings=usual)

@@ -157,7 +157,7 @@ def test_an_error_behind_right_drafts_comes_where_it_came(engine: Engine) -> Non
 
 
 def test_batches_mix_requests_with_and_without_drafts(engine: Engine) -> None:
-    asked = [(prompt, replace(PARAMS, temperature=1.0, seed=seed)) for seed, prompt in enumerate(prompts(5, seed=2))]
+    asked = [(prompt, replace(PARAMS, temperature=1.0, seed=seed)) for seed, prompt in enumerate(prompts(4, seed=2))]
     wanted = [plain(engine, *each) for each in asked]
     known = {tuple(prompt): answer.token_ids for (prompt, _), answer in zip(asked, wanted, strict=True)}
     made: list[Unpaced] = []
@@ -178,7 +178,7 @@ def test_batches_mix_requests_with_and_without_drafts(engine: Engine) -> None:
         pass
     for tray, answer in zip(trays, wanted, strict=True):
         assert summary(fold(tray)) == summary(answer)
-    assert sum(drafts.accepted for drafts in made) > 40
+    assert sum(drafts.accepted for drafts in made) > 30
 
 
 # -- drafters ---------------------------------------------------------------------------------------------------------

@@ -249,5 +249,5 @@ def test_schedules() -> None:
 
 @pytest.mark.slow
 def test_many_schedules() -> None:
-    """Takes half a minute."""
+    """A hundred random schedules take half a minute."""
     run_state_machine_as_test(Schedules, settings=settings(max_examples=100))
