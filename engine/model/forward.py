@@ -184,8 +184,8 @@ class Transformer:
         ids: the rows' tokens, or the fetch of the previous step, which had the same sequences in the same order.
         """
         assert self.ops.fetch_later is not None
-        given = ids.ids if isinstance(ids, Fetch) else rows_of(self.weights.embedding, ids)
-        chosen, _ = self._run("step", spans, given, sampler_inputs)
+        rows = ids.ids if isinstance(ids, Fetch) else rows_of(self.weights.embedding, ids)
+        chosen, _ = self._run("step", spans, rows, sampler_inputs)
         return self.ops.fetch_later(chosen, sampler_inputs)
 
     def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
@@ -268,13 +268,13 @@ def rows_of(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
 
     Kernels read whatever lies there, so numbers that come from outside pass here on their way to `Ops.embed`.
     """
-    given = np.asarray(numbers)
-    beyond = given[(given < 0) | (given >= table.shape[0])]
+    ids = np.asarray(numbers)
+    beyond = ids[(ids < 0) | (ids >= table.shape[0])]
     if beyond.size:
         raise EngineError(
             f"The model has no row {beyond[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
         )
-    return given.astype(np.int32)
+    return ids.astype(np.int32)
 
 
 @dataclass(frozen=True)

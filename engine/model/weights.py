@@ -129,10 +129,10 @@ def load_weights(
     readers: dict[Ops, _Reader] = {}  # one for each card
 
     def reader(layer: int) -> _Reader:
-        own = ops.of_layer(layer)
-        if own not in readers:
-            readers[own] = _Reader(own, source, progress, weight_type, kept, cache, adapters)
-        return readers[own]
+        layer_ops = ops.of_layer(layer)
+        if layer_ops not in readers:
+            readers[layer_ops] = _Reader(layer_ops, source, progress, weight_type, kept, cache, adapters)
+        return readers[layer_ops]
 
     read, last = reader(0), len(config.layers) - 1
     of_host = None if ops.host is None else _Reader(ops.host, source, progress, weight_type, None, None, ())
@@ -145,12 +145,12 @@ def load_weights(
         of_layer = reader(number)
         of_experts = of_host if of_host is not None and number < on_host else of_layer
         count = layer.ffn.count if isinstance(layer.ffn, Experts) else 0
-        own = _LayerReader(of_layer, of_experts, table.layers[number], count)
+        layer_reader = _LayerReader(of_layer, of_experts, table.layers[number], count)
         whole = (
-            MIXERS[type(layer.mixer)].Weights.read(own),
-            None if layer.ffn is None else FFNS[type(layer.ffn)].Weights.read(own),
-            own.vector("layer_scale"),
-            LayerEmbeddingWeights.read(own),
+            MIXERS[type(layer.mixer)].Weights.read(layer_reader),
+            None if layer.ffn is None else FFNS[type(layer.ffn)].Weights.read(layer_reader),
+            layer_reader.vector("layer_scale"),
+            LayerEmbeddingWeights.read(layer_reader),
         )
         layers.append(LayerWeights(*whole))
     of_last = reader(last)
