@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.bench import plot_style
+from polarlm.bench import plots
 from polarlm.bench.command import cache_types
 from polarlm.bench.quality import __main__ as cost
 from polarlm.bench.quality import answers, budget, cache_cost, page, pictures, survey, tables, types
@@ -197,7 +197,7 @@ def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> 
     assert speeds[0]["prompt"] > 0
     assert found["rows"][1]["fit"]["tokens"] == 256
     svg = output.read_text(encoding="utf-8")
-    assert svg.count("<svg") == (2 if plot_style.can_draw() else 0)
+    assert svg.count("<svg") == (2 if plots.can_draw() else 0)
     said = capsys.readouterr().err
     assert str(output) in said
     assert "\r" not in said
@@ -210,7 +210,7 @@ def test_without_matplotlib_a_sentence_stands_for_the_pictures(
     output = text.with_name("out.html")
     assert cost.main(argv(tiny_path, text, "-o", str(output), "--minutes", "0.1")) == 0
     assert "<svg" not in output.read_text(encoding="utf-8")
-    assert plot_style.NO_PICTURES in result(output)[1].text
+    assert plots.NO_PICTURES in result(output)[1].text
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, clock: Clock, token_seconds: float) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.bench.plot_style import can_draw
+from polarlm.bench.plots import can_draw
 from polarlm.bench.quality import pictures
 
 pytestmark = pytest.mark.skipif(not can_draw(), reason="needs matplotlib, which the extra `bench` has")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.bench.plot_style import can_draw
+from polarlm.bench.plots import can_draw
 from polarlm.bench.speed.plot import draw
 from scripts.speed_tables import published
 
