@@ -22,9 +22,9 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import __main__ as kernels
 from polarlm.bench.gpu import peer, setup
-from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, layer_format, measure_attention
-from polarlm.bench.gpu.cache import Content, fill
-from polarlm.bench.gpu.peer import NAMES, PROMPT_NAMES, PeerTime, PromptPeerTime, half_attention, prompt_attention
+from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, measure_attention
+from polarlm.bench.gpu.cache import Content
+from polarlm.bench.gpu.peer import NAMES, PeerTime, PromptPeerTime, half_attention
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.shapes import LLAMA_8B, llama, parameters
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
@@ -198,21 +198,6 @@ def test_a_failing_task_does_not_affect_others(
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
 
 
-def test_results_before_a_lost_device_are_printed(tmp_path: Path) -> None:
-    """After a fault every call fails; earlier results are printed all the same."""
-    gpu = emulated()
-
-    def free() -> None:
-        raise RuntimeError("an illegal access was encountered")
-
-    gpu.clock.free = free
-    assert run(tmp_path / "out.json", gpu=gpu) == 0
-    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert {one["why"] for one in results["not_measured"]} == {
-        "failed: RuntimeError: an illegal access was encountered"
-    }
-
-
 def test_the_file_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*shape: Any) -> list[PeerTime]:
         raise KeyboardInterrupt
@@ -275,21 +260,6 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = measure_attention(emulated(), *arguments)
     assert not wrong.right
     assert wrong.error == pytest.approx(0.01, rel=0.5)
-
-
-def test_a_type_without_a_kernel_is_reported() -> None:
-    with pytest.raises(EngineError, match="kivi4 has no GPU kernel"):
-        measure_attention(emulated(), SIZES, Content.random(3, 16, 2, 16), CacheType.read("kivi4"), 64, 1)
-
-
-def test_records_repeat_to_the_end_of_every_pool() -> None:
-    ops, _ = emulated().open()
-    format = layer_format(SIZES, CacheType.read("ring4/ring3.5"), None, None)
-    cache = ops.cache(format, 11, 7)
-    fill(ops, HostClock(), cache, Content.random(3, 16, 2, 16))
-    for pool in map(ops._device.to_host, (cache.keys.quantized, cache.values.quantized, *cache.full)):
-        assert len(np.unique(pool.reshape(len(pool), -1), axis=0)) == 3
-        np.testing.assert_array_equal(pool, pool[np.arange(len(pool)) % 3])
 
 
 @pytest.mark.parametrize(
@@ -377,15 +347,6 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     assert ["torch cuDNN", "1,000", "not installed", "—", "—"] in lines
     assert ["ring4", "64", "5.0"] in lines
     assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
-
-
-def test_without_limits_there_are_no_shares() -> None:
-    results = Results(
-        [AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4), StepTime("bf16", 8, 8, 1, 1e-3, 1e-3, 1e-3, 9, 1e-3)]
-    )
-    lines = [cells(line) for line in format_tables(results).splitlines()]
-    assert ["f16", "1,024", "1", "20.0", "2,000", "—", "1.00", "1.0e-04"] in lines
-    assert ["bf16", "in turn", "8", "1", "1.00", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
 
 
 # -- PyTorch -------------------------------------------------------------------------------------------------------
@@ -478,16 +439,6 @@ def test_pytorch_is_timed_by_each_backend_in_two_layouts(monkeypatch: pytest.Mon
         assert ((3, 4, 1, 16), (3, 2, 64, 16), (3, 2, 64, 16), "enable_gqa", backend) in torch.calls
         assert ((3, 2, 2, 16), (3, 2, 64, 16), (3, 2, 64, 16), backend) in torch.calls
     assert torch.tensors == 4 * (1 + 2 * 5), "queries, and five sets of keys and values"
-
-
-def test_a_prompt_is_timed_by_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = FakeTorch()
-    torch.install(monkeypatch)
-    times = prompt_attention(CONFIG, 70, runs=2)
-    assert [(time.name, time.seconds) for time in times] == [(name, pytest.approx(1e-3)) for name in PROMPT_NAMES]
-    assert {time.flops for time in times} == {4 * 4 * 16 * 70 * 71 / 2}
-    for backend in ("flash", "cuDNN"):
-        assert ((1, 4, 70, 16), *((1, 2, 70, 16),) * 2, "is_causal", "enable_gqa", backend) in torch.calls
 
 
 def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

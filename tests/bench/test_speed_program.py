@@ -9,13 +9,12 @@ import json
 import os
 import resource
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polarlm.bench.speed.child import Child, Failed
+from polarlm.bench.speed.child import Child
 from polarlm.bench.speed.peers import NoPeer, ik_llama_cpp
 from tests.conftest import FIXTURES
 
@@ -99,11 +98,3 @@ def test_a_program_ends_with_the_measurement_that_runs_it(tmp_path: Path) -> Non
     with pipe.open(encoding="utf-8") as held:  # opens when the program runs
         child.close()
         assert held.read() == "", "its end closes the pipe"
-
-
-def test_a_program_is_asked_in_a_process_of_ours(program: str) -> None:
-    with closing(Child("polarlm.bench.speed.peers.ik_llama_cpp")) as child:
-        child.call("start", "model.gguf", 64, 2, "f16", program)
-        assert child.call("about")["version"] == "8337e4cd3 (build 4840)"
-        with pytest.raises(Failed, match=r"^/no/llama-bench does not exist$"):
-            child.call("start", "model.gguf", 64, 2, "f16", "/no/llama-bench")
