@@ -177,9 +177,10 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
 
 
 @pytest.mark.slow  # the engine's speed is measured, and pictures are written as SVG
-def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> None:
-    """With real speed; it goes to the current folder."""
-    assert cost.main(argv(tiny_path, text, "--minutes", "0.2")) == 0
+def test_a_page_needs_nothing_beside_it(hub: Hub, small_ggufs: dict[str, bytes], text: Path, capsys) -> None:
+    """With real speed, of a model of the hub; it goes to the current folder."""
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    assert cost.main(argv(Path("-"), text, "--model", "hf:user/tiny", "--minutes", "0.2")) == 0
     (output,) = text.parent.glob("quality-*.html")
     found, shown = result(output)
     assert not [link for link in shown.links if not link.startswith("#")]
@@ -192,9 +193,10 @@ def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> 
     speeds = [row["speed"] for row in found["rows"]]
     assert speeds[0]["generation"] > 0
     assert speeds[0]["prompt"] > 0
-    assert found["rows"][1]["fit"]["tokens"] == 256
+    assert found["weights"] == "Q8_0"
+    assert found["rows"][1]["fit"]["tokens"] > 0
     svg = output.read_text(encoding="utf-8")
-    assert svg.count("<svg") == (2 if plots.can_draw() else 0)
+    assert (svg.count("<svg") > 1) is plots.can_draw()
     said = capsys.readouterr().err
     assert str(output) in said
     assert "\r" not in said
@@ -328,17 +330,6 @@ def test_types_take_turns_while_there_is_time(tiny_path: Path) -> None:
     assert all(rates[label].prompt > 0 and rates[label].generation > 0 for label in TYPES)
     assert "multiple of 32" in rates["q8_0"].problem
     assert speeds.prompt_tokens in (64, 128, 150)
-
-
-@pytest.mark.slow
-def test_a_model_of_the_hub_is_fetched(
-    hub: Hub, small_ggufs: dict[str, bytes], text: Path, no_speed: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.repositories["user/tiny"] = Repository(small_ggufs)
-    assert cost.main(argv(Path("-"), text, "--model", "hf:user/tiny", "-o", "out.html", "--minutes", "0.1")) == 0
-    found, _ = result(Path("out.html"))
-    assert found["weights"] == "Q8_0"
-    assert found["model"] == next(name for name in small_ggufs if "Q8_0" in name).removesuffix(".gguf")
 
 
 def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:

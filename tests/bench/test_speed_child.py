@@ -73,13 +73,6 @@ def test_a_python_that_does_not_exist_is_a_failure() -> None:
         Child(MODULE, "/no/python")
 
 
-def test_a_child_without_the_package_names_the_error() -> None:
-    child = Child("tests.bench.no_contestant")
-    with pytest.raises(Failed, match=r"^ended with exit code 1: .*No module named"):
-        child.call("start")
-    child.close()
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the parts are counted on Linux only")
 def test_memory_is_that_of_the_process() -> None:
     end_of_compilation()

@@ -231,16 +231,6 @@ def test_the_peer_s_context_is_computed_once_and_all_runs_step_from_its_end(libr
     assert library.tokens == [3, 8], "another one from where they part"
 
 
-def test_the_peer_computes_a_prompt_as_a_whole_and_keeps_it(library: Library) -> None:
-    other = Model("model.gguf", 4096, 1, "f16")
-    for _ in range(2):
-        library.calls.clear()
-        assert other.prompt_rate(ids(3000)) > 0
-        assert library.calls == [(0, 2048), "done", (2048, 952), "done"]
-    other.generation_rate(ids(3000), [6, 7])
-    assert library.calls[4] == (3000, 1)
-
-
 def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoPeer, match=r"^cannot load the model$"):
         Model("model.bin", 99, 1, "f16")

@@ -71,9 +71,3 @@ def test_few_rows_of_logits_are_in_memory_at_a_time(parts: Parts, monkeypatch: p
     scored(parts.model, exact, parts.model, served_states(parts.model, IDS), IDS)
     assert sum(rows) == 2 * (len(IDS) - 1)
     assert max(rows) <= 64
-
-
-def test_blocks_are_released(parts: Parts) -> None:
-    for states in (exact_states, served_states):
-        states(parts.model, IDS)
-        assert all(group.full.free == group.full.size for group in parts.model.store.groups)
