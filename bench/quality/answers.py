@@ -22,7 +22,7 @@ from polarlm.engine.sampling.sample import SamplerInput, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 
 PROMPT, MOST = 128, 2000  # tokens that are continued, and of the longest text
-_PIECE = 100  # tokens that errors are bootstrapped over, in the place of windows
+_PIECE = 100  # tokens that errors are bootstrapped over, instead of windows
 _AS_IS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 

@@ -19,7 +19,7 @@ NAME, LABEL = "llama-cpp-python", "llama.cpp"
 CACHES = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
 NOTES = ()
 _TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}  # GGML's numbers
-EMBEDDINGS = "embeddings"  # in the place of a cache: the model is an encoder
+EMBEDDINGS = "embeddings"  # instead of a cache type: the model is an encoder
 _MOST_TEXTS = 128  # in a batch: as many of the shortest texts that are measured as fill it
 _BATCH = 2048  # tokens per call; the library splits them by 512, its default
 
