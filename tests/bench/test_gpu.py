@@ -231,20 +231,6 @@ def test_weights_are_those_of_a_file() -> None:
     )
 
 
-@pytest.mark.slow
-def test_steps_of_one_long_sequence_among_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.Plan, "tasks", only("steps, q4_k_m"))
-    sizes = replace(SIZES, step_contexts=(80, 64))
-    assert run(tmp_path / "out.json", "--types", "f16", "--batches", "3", gpu=emulated(), sizes=sizes) == 0
-    steps = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["steps"]
-    assert [(step["context"], step["shortest"], step["batch"]) for step in steps] == [
-        *((80, 80, 3), (64, 64, 3), (80, 64, 3))
-    ]
-    long, short, ragged = (step["bytes"] for step in steps)
-    assert 3 * (ragged - short) == long - short > 0
-    assert all(step["ahead"] > 0 for step in steps)
-
-
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = AttentionOps.attention
 
