@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from polarlm.bench.gpu import nvrtc
 from polarlm.engine import Engine
 from polarlm.engine.loading import assembly, kept_arrays
 from polarlm.engine.storage.tiers import opening
@@ -25,7 +24,7 @@ from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 from tests.compiled import KERNELS, SETS, keeping
-from tests.cuda import kept
+from tests.cuda import kept, nvrtc
 from tests.kept_files import COMPILED, EMULATED, forget
 from tests.patience import TIMES
 
@@ -50,7 +49,7 @@ _NOT_SLOW = "not slow"  # what `make test` gives as -m
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 ENCODERS = FIXTURES.with_name("encoders")  # of scripts/make_encoder_fixtures.py
 EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
-TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # of scripts/train_hybrid.py
+TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # README.md there says how it was trained
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from polarlm.bench.gpu import nvrtc
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import get
+from tests.cuda import nvrtc
 from tests.cuda.sass import Instruction, Kernel, Loop, count, disassemble, disassembler, parse
 from tests.cuda.variants import Cache, Define, Variant
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.bench.gpu import nvrtc
-from polarlm.bench.gpu.nvrtc import (
+from polarlm.engine.backends.cuda.device.kernel_source import OF_CUPY, OPTIONS, folder
+from polarlm.engine.errors import EngineError
+from tests.cuda import nvrtc
+from tests.cuda.nvrtc import (
     SHARED_LIMIT,
     STATIC_LIMIT,
     Usage,
@@ -18,8 +20,6 @@ from polarlm.bench.gpu.nvrtc import (
     compilers,
     run_compiler,
 )
-from polarlm.engine.backends.cuda.device.kernel_source import OF_CUPY, OPTIONS, folder
-from polarlm.engine.errors import EngineError
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 
 # `make compile-all` compiles for every architecture. Here each stands for those that are like it: the oldest, one with

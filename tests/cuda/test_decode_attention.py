@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.nvrtc import SHARED_LIMIT, compile_text
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.launch import result_type
@@ -24,6 +23,7 @@ from polarlm.engine.backends.hadamard import hadamard_signs
 from polarlm.engine.codecs.parts.rotation import twice_signed_hadamard
 from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.formats import EPS32, poisoned, read, store
+from tests.cuda.nvrtc import SHARED_LIMIT, compile_text
 from tests.cuda.programs import Program
 from tests.cuda.variants import Cache, Variant
 from tests.cuda_emulator import EmulatorError

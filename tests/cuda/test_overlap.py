@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.nvrtc import compile_binary, compiler
 from polarlm.engine.backends.cuda.device import overlap
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, waits
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -23,6 +22,7 @@ from polarlm.engine.weight_formats import Linear, Matrix
 from tests.cuda import fake_cupy
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.fake_cupy import Driver, Machine
+from tests.cuda.nvrtc import compile_binary, compiler
 from tests.cuda.sass import disassemble, disassembler
 from tests.cuda.test_model_emulated import Talk, model_from, model_of
 from tests.cuda.test_packed_model import mixed_model

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
 from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source, target
@@ -18,6 +17,7 @@ from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.state.cache_types import TWO_KINDS
 from tests.cuda.formats import BESIDE
+from tests.cuda.nvrtc import SHARED_LIMIT
 
 Define = int | float | str
 
