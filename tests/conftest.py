@@ -49,7 +49,7 @@ _NOT_SLOW = "not slow"  # what `make test` gives as -m
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 ENCODERS = FIXTURES.with_name("encoders")  # of scripts/make_encoder_fixtures.py
 EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
-TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # README.md there says how it was trained
+TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # of scripts/train_hybrid.py
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
