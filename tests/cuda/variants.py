@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
 from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source, target
+from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
 from polarlm.engine.backends.cuda.heads import rotate_defines
 from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
 from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
@@ -423,21 +423,15 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     return {(variant.kernel, trait) for trait in of}
 
 
-def archs_of(kernel: str) -> tuple[int, ...]:
-    """The architectures that a kernel is compiled for."""
-    return (90,) if target(VARIANTS[kernel][0].text()) else tuple(SHARED_LIMIT)
-
-
 def covering() -> Iterator[tuple[Variant, int]]:
     """Every kernel for every architecture, with every codec and head dim that it serves.
 
     The variants take turns, in steps that change every constant; then come those with a trait that was not among them.
     """
-    for kernel, variants in VARIANTS.items():
-        served = archs_of(kernel)
-        step, seen = len(variants) // len(served) + 1, set[tuple[str, str]]()
-        archs = itertools.cycle(served)
-        for i, arch in enumerate(served):
+    for variants in VARIANTS.values():
+        step, seen = len(variants) // len(SHARED_LIMIT) + 1, set[tuple[str, str]]()
+        archs = itertools.cycle(SHARED_LIMIT)
+        for i, arch in enumerate(SHARED_LIMIT):
             variant = variants[i * step % len(variants)]
             seen |= traits(variant)
             yield variant, arch
@@ -448,5 +442,5 @@ def covering() -> Iterator[tuple[Variant, int]]:
 
 
 def everything() -> Iterator[tuple[Variant, int]]:
-    for kernel, variants in VARIANTS.items():
-        yield from itertools.product(variants, archs_of(kernel))
+    for variants in VARIANTS.values():
+        yield from itertools.product(variants, SHARED_LIMIT)
