@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from tests.cuda.emulated import _KINDS
 from tests.cuda.fake_memory import CUDARuntimeError, Memory, MemoryPointer, Pools, UnownedMemory
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
 SHARED_WITHOUT_ASKING = 48 << 10  # static and dynamic together
-_KINDS = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
 
 
 class CUBLASError(CUDARuntimeError):
@@ -92,10 +92,10 @@ class Machine:
     order: list[tuple[str, int, int]] = field(default_factory=list)  # what GPUs wait for, and copies between them
     can_reach: bool = True
     reached: set[tuple[int, int]] = field(default_factory=set)  # GPUs that may read another one's memory
-    status: int = 0  # of getDeviceCount
+    status: int = 0  # what getDeviceCount returns
     capability: tuple[int, int] = (9, 0)
-    shared_memory: int = 228 << 10  # of a multiprocessor
-    malloc: Any = None  # of the pool in use; None: the common one
+    shared_memory: int = 228 << 10  # bytes of a multiprocessor
+    malloc: Any = None  # the pool in use; None: the common one
     recorded: list[Callable[[], None]] | None = None
     launches: list[str] = field(default_factory=list)
     compiled: list[str] = field(default_factory=list)  # texts
@@ -333,7 +333,7 @@ class _Event:
         self.awaited, self.timing = True, not disable_timing
         self._machine: Machine | None = None  # before it is recorded
         self._copies = 0
-        self.number: int | None = None  # of the GPU
+        self.number: int | None = None  # the GPU's
 
     @property
     def done(self) -> bool:
@@ -404,7 +404,7 @@ class _Kernel:
     machine: Machine
     text: str
     name: str
-    max_dynamic_shared_size_bytes: int | None = None  # of a launch, if it has been set
+    max_dynamic_shared_size_bytes: int | None = None  # most of a launch, if it has been set
 
     @property
     def kernel(self) -> Any:

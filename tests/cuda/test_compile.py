@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,19 @@ from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 # `make compile-all` compiles for every architecture. Here each stands for those that are like it: the oldest, one with
 # little shared memory, and two newer ones.
 LIKE = {80: 80, 86: 89, 87: 89, 89: 89, 90: 90, 100: 90, 103: 90, 110: 120, 120: 120, 121: 120}
-COVERING = list({(str(variant), LIKE[arch]): (variant, LIKE[arch]) for variant, arch in covering()}.values())
+
+
+def thinned() -> Iterator[tuple[Variant, int]]:
+    """Every kernel for every kind of GPU, and every trait once."""
+    seen: set[tuple[str, int] | tuple[str, str]] = set()
+    for variant, arch in covering():
+        new = {(variant.kernel, LIKE[arch]), *traits(variant)} - seen
+        if new:
+            seen |= new
+            yield variant, LIKE[arch]
+
+
+COVERING = [*thinned()]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +75,7 @@ def check(variant: Variant, arch: int) -> None:
         assert not faults(variant, usage)
 
 
-@pytest.mark.parametrize(("variant", "arch"), COVERING[:: len(COVERING) // 3], ids=str)
+@pytest.mark.parametrize(("variant", "arch"), COVERING[:: len(COVERING) // 3][:4], ids=str)
 def test_some_variants_compile_within_the_limits(variant: Variant, arch: int) -> None:
     check(variant, arch)
 
@@ -125,7 +138,7 @@ def test_every_kernel_has_variants() -> None:
 
 
 def test_the_covering_set_covers_and_stays_small() -> None:
-    assert len(COVERING) <= len(VARIANTS) * len(SHARED_LIMIT) + 30
+    assert len(COVERING) <= 6 * len(VARIANTS)
     kernels_and_archs = {(variant.kernel, arch) for variant, arch in COVERING}
     assert kernels_and_archs == {(variant.kernel, LIKE[arch]) for variant, arch in everything()}
     covered = [trait for variant, _ in COVERING for trait in traits(variant)]

@@ -35,7 +35,7 @@ class Cache:
     finer: tuple[str, str] | None = None
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """Of keys and of values."""
+        """The layouts of keys and of values."""
         keys, values = codecs.get(self.keys), codecs.get(self.values)
         both = (
             records.layout(keys, False, self.block_size, self.head_dim, self.mean_bits),
@@ -79,7 +79,7 @@ _SHORT = _TYPES[1:]
 _HEAD_DIMS = (64, 80, 96, 128, 256)
 # Every cache type that the kernels read.
 _CACHE_TYPES = [name for name in codecs.available() if records.record_of(codecs.get(name), Geometry(False, 64, 128))]
-_MOST_SEQUENCES = 256  # of a step, for shared memory
+_MOST_SEQUENCES = 256  # most sequences of a step, for shared memory
 
 
 def _all(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
@@ -92,7 +92,7 @@ def _rotate() -> list[Variant]:
 
 
 def _heads(kernel: str) -> list[Variant]:
-    """Of what joins `heads.cuh`: each head dim with and without norms, rotated or not."""
+    """Variants of what joins `heads.cuh`: each head dim with and without norms, rotated or not."""
     variants = []
     for d, (normed, keys, values) in itertools.product(_HEAD_DIMS, ((0, 1, 1), (1, 1, 0), (0, 0, 1))):
         orders = {"KEY_ORDER": d & -d if keys else 1, "VALUE_ORDER": d & -d if values else 1}
