@@ -23,7 +23,7 @@ from polarlm.bench.speed.tables import (
     starts_of_models,
     starts_table,
 )
-from scripts.make_quality_table import RESULTS, ROOT, newest
+from scripts.quality_tables import RESULTS, ROOT, newest
 
 DOCUMENT = ROOT / "docs" / "speed.md"
 DEMO = "SmolLM2-135M-Instruct"

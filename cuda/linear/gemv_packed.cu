@@ -157,7 +157,7 @@ struct Product {
 #pragma unroll
         for (int m = 0; m < M; ++m) slots[m] = m * BYTES;
         float *joined = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
-        int first = 0;  // of the threads that write y, the first: others for the next set, whose sums have another place
+        int first = 0;  // of the threads that write y: others for the next set, whose sums have another place
         for (int set = number; set < sets; set += blocks) {
             float sums[M][ROWS][2] = {};  // for rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
             for (int unit = warp; unit < units; unit += WARPS) {

@@ -11,13 +11,16 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm import model_loaders
-from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.loading import assembly
+from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.experts import Sizes, sizes
+from polarlm.engine.loading.fit import DeviceFit, fit_weights
+from polarlm.engine.loading.placement.experts import CpuExperts
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_source
 from polarlm.engine.model import weights as model_weights
 from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice
@@ -94,13 +97,13 @@ def test_an_engine_says_where_its_experts_are(tmp_path: Path) -> None:
 def sizes_of(path: Path) -> Sizes:
     model, source, _ = model_loaders.load_weights(path)
     try:
-        return sizes(CudaOps(EmulatedDevice(), NativeOps(1)), model, source, None)
+        return wanted_of_source(EngineConfig(), CudaOps(EmulatedDevice(), NativeOps(1)), model, source).sizes
     finally:
         source.close()
 
 
 def test_auto_leaves_no_more_on_the_host_than_it_has_to(tmp_path: Path) -> None:
-    """As much free memory as a store of this context takes beside all weights but some layers' experts."""
+    """As much free memory as a store of this context takes beside all weights but those of some layers' experts."""
     path = make_model(tmp_path, "qwen3_moe_normed")
     whole, context = sizes_of(path), {"ctx_size": 64, "parallel": 1, "kept_sequences": 0}
     with load(path, CudaOps(Small(1 << 30), NativeOps(1)), cpu_moe="auto", **context) as engine:
@@ -115,6 +118,22 @@ def test_auto_leaves_no_more_on_the_host_than_it_has_to(tmp_path: Path) -> None:
             assert engine.context == 64
             assert engine._model.weights.host_bytes == sum(whole.on_host[:layers])
             assert engine._model.weights.bytes == whole.weights - sum(whole.of_layers[:layers])
+
+
+def test_fit_says_what_stays_in_the_computer_s_memory(tmp_path: Path) -> None:
+    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(1 << 30, (400 << 20,) * 2, (500 << 20,) * 2)
+    model, source, _ = model_loaders.load_weights(path)
+    source.close()
+    free, config = 700 << 20, EngineConfig()
+    ops = CudaOps(Small(free), NativeOps(1))
+    found = fit_weights(Wanted(config, model, whole), ops)
+    assert found.lacking == 0
+    assert found.cpu_experts == CpuExperts(1, 500 << 20, 400 << 20, 250 << 20)
+    advice = advise([DeviceFit("cuda", "a GPU", free, (found,))], config, model)
+    assert advice.settings == {"cpu_moe": "1"}
+    assert "a token reads 250.0 MiB: 5.2 ms at 50 GB/s" in advice.sentence
+    alone = fit_weights(Wanted(config, model, whole), CudaOps(Small(free)))
+    assert (alone.cpu_experts, alone.lacking) == (None, (1 << 30) - free)
 
 
 def test_what_has_no_effect_is_said(tmp_path: Path, tiny_path: Path) -> None:
