@@ -91,7 +91,9 @@ def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
     named = {part for file in SOURCES if file.suffix == ".cu" for part in _joined(file)}
     named.remove("decode_attention.cu")  # which another kernel calls
     readers = {file.name for file in SOURCES if file.parent.name in {"cuda", *TWINS}}
-    assert named == {file.name for file in SOURCES if file.suffix == ".cuh"} - readers
+    assert named == {file.name for file in SOURCES if file.suffix == ".cuh"} - readers - {
+        "wgmma.cuh"
+    }  # no kernel has it yet
     assert set(parts) <= named
 
 
