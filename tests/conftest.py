@@ -44,7 +44,6 @@ for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"):
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("tests")
 
-_CASES = 4  # of a test, in `make test`
 _NOT_SLOW = "not slow"  # what `make test` gives as -m
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
@@ -68,41 +67,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores + 1
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make all cases of a test slow but `_CASES`, and all but N of one with the mark slow(keep=N).
-
-    The others are spread evenly over the cases.
-    """
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for cases in tests.values():
-        kept = _kept(cases[0], len(cases))
-        for number, case in enumerate(cases):
-            case.own_markers[:] = [mark for mark in case.own_markers if mark.name != "slow"]
-            if number not in kept:
-                case.add_marker(pytest.mark.slow)
-
-
-def _kept(test: pytest.Item, cases: int) -> set[int]:
-    """The numbers of the cases of a test that are not slow."""
-    mark = test.get_closest_marker("slow")
-    keep = _CASES if mark is None else mark.kwargs.get("keep", 0)
-    last, most = cases - 1, min(keep, cases)
-    return {round(i * last / max(1, most - 1)) for i in range(most)}
-
-
-@pytest.hookimpl(trylast=True)  # when the test has all its cases
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make no cases that `-m "not slow"` would leave out, which are most: each process would make all 15,000."""
-    config = metafunc.config
-    cases = getattr(metafunc, "_calls", None)  # pytest's own; without it all are made, and `-m` chooses
-    if cases and config.option.markexpr == _NOT_SLOW and not any("[" in name for name in config.args):
-        kept = _kept(metafunc.definition, len(cases))
-        metafunc._calls = [case for number, case in enumerate(cases) if number in kept] or cases[:1]
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -183,7 +183,7 @@ def test_a_prompt_must_leave_room_for_a_token(tiny: Engine) -> None:
         refused(lambda n=length: tiny.stream([7] * n), str(length), str(CONTEXT), code="context_length_exceeded")
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 30, CONTEXT - 2, CONTEXT - 1])
 def test_generation_ends_when_the_context_is_full(tiny: Engine, length: int) -> None:
     for most in (-1, CONTEXT, 10_000):

@@ -27,7 +27,7 @@ def decided(case: dict) -> int:
     return next((i for i, margin in enumerate(margins) if margin < MARGIN), len(case["generated_ids"]))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "block_size"), [("stories260K", 16), ("stories260K", 64), ("stories15M", 64)])
 def test_full_precision_gives_the_reference_text(model: str, block_size: int) -> None:
     with Engine.load(shared("models", model), cache_type_k="f16", cache_type_v="f16", block_size=block_size) as engine:

@@ -37,7 +37,7 @@ def test_rounding_changes_no_answer() -> None:
     assert {name for name, run in RUNS.items() if run["margin"] <= 2 * run["error"]} == set()
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Also with compiled kernels, where there are any."""

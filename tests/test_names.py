@@ -39,7 +39,7 @@ def test_names_are_imported_when_they_are_used(tmp_path: Path) -> None:
     assert run(program, tmp_path).split() == ["False", "True"]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "first"), each(aliases.NAMES, ["", "polarlm."]))
 def test_a_short_name_is_the_same_module(name: str, first: str, tmp_path: Path) -> None:
     inner = {"engine": "state.store", "server": "running.driver", "model_loaders": "rope", "bench": "report"}[name]

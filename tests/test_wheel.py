@@ -128,7 +128,7 @@ def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
     assert all(f"  {name} " in installed.run(tmp_path, "polarlm") for name in COMMANDS)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_installed(name: str, installed: Installed, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "polarlm", name, "--help").startswith(f"usage: polarlm {name} ")

@@ -224,7 +224,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, clock: Clock, token_seconds: float) -
 
 
 @pytest.mark.usefixtures("unrendered")
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("token_seconds", [0.001, 0.03, 0.2])
 def test_the_budget_is_kept(
     tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch, capsys, token_seconds: float
@@ -282,7 +282,7 @@ def test_texts_of_their_own_end_with_the_time(
     assert {row["answer"]["tokens"] for row in result(output)[0]["rows"]} <= {11, 12}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("passes", "windows", "types"), [(1, 1, ["f16"]), (3, 1, TYPES), (5, 2, TYPES)])
 def test_what_was_measured_is_kept_when_it_is_stopped(
     tiny_path: Path,

@@ -244,7 +244,7 @@ def test_damaged_packed_weights_give_an_error(packed: Callable[..., Path], backe
         assert set(codes) == {"model_damaged"}, (name, value, cache_type)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_step_that_reads_a_damaged_row_gives_an_error(
     packed: Callable[..., Path], backend: Callable[[], Ops]
 ) -> None:

@@ -76,7 +76,7 @@ def test_batched_requests_get_the_answers_that_they_get_alone(engine: Engine, mo
     assert sum(seen) == sum(len(answer.token_ids) - 1 for answer in alone)
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("type", "spare", "copies"),
     [

@@ -56,7 +56,7 @@ def unpaced(engine: Engine) -> list[Unpaced]:
     return made
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("type", "itself"), [("polarquant", True), ("f16", True), ("polarquant", False)])
 def test_answers_are_those_of_the_model_alone(tiny_path: Path, other: Path, type: str, itself: bool) -> None:
     """A model that drafts for itself is right, up to what the codes change."""

@@ -107,7 +107,7 @@ def test_tokens_are_emitted_as_they_are_taken(engine: Engine) -> None:
     assert chunks[-1].usage.completion_tokens == PARAMS.max_tokens
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_log_probabilities_have_a_step_for_each_token(engine: Engine, rows: list[list[int]], in_steps: Any) -> None:
     params = replace(PARAMS, temperature=0, logprobs=2)
     found = answer(engine, params=params)

@@ -91,7 +91,7 @@ def test_the_white_space_of_json_ends(engine: Engine) -> None:
     assert json.loads(engine.generate("a", params).text) is not None
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
@@ -132,7 +132,7 @@ def test_one_constraint_at_a_time(engine: Engine) -> None:
         next(engine.stream("a", SamplingParams(regex="a"), constraint=other))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"logprobs": 3}, {"temperature": 0}, {"stop": ("x",)}, {"top_k": 3}])
 def test_requests_are_constrained_whatever_else_they_ask_for(engine: Engine, settings: dict[str, Any]) -> None:
     for seed in range(5):

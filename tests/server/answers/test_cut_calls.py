@@ -196,7 +196,7 @@ def streamed_events(api: API, about: About, answer: list[Piece]) -> list[Any]:
     return json.loads(json.dumps(events + list(writer.ending([USAGE]))))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @EACH
 def test_an_answer_that_is_cut_anywhere_is_the_same_streamed_and_whole(
     api: API, hermes_engine: Engine, about: About, text: str

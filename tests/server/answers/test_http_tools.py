@@ -81,7 +81,7 @@ FORM = {
 ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_calls_parse(family: Serving, stream: bool) -> None:
     for seed in range(3):
@@ -158,7 +158,7 @@ def test_a_model_that_wants_to_may_call(hermes: Serving) -> None:
     assert all(answer.choices[0].message.tool_calls for answer in called)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_is_calls_or_text_of_a_schema(family: Serving, stream: bool) -> None:
     """Agents with tools and a type of their result send both."""
@@ -320,7 +320,7 @@ def allowed(what: Any) -> dict[str, Any]:
     return {"tool_choice": {"type": "allowed_tools", "allowed_tools": what}}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "field", "sentence"),
     [

@@ -172,7 +172,7 @@ def test_litellm_gets_a_call(
     jsonschema.validate(json.loads(call.function.arguments), WEATHER)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain_binds_tools(hermes: Serving, responses: bool) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage

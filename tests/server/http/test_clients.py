@@ -87,7 +87,7 @@ def test_litellm_answers_and_streams(litellm: Any, url: str, model: str, path: s
 # -- LangChain ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain_answers_streams_and_has_structured_output(url: str, responses: bool) -> None:
     from langchain_openai import ChatOpenAI

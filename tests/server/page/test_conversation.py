@@ -179,7 +179,7 @@ def test_a_list_with_lines_that_look_alike_is_not_stopped(page: Browser) -> None
     assert "repeated itself" not in figures(page)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "least", "found"),
     [
