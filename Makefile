@@ -112,8 +112,6 @@ soak: $(VENV)/.installed-dev  ## a server of several models with all clients, un
 
 readme: $(VENV)/.installed  ## write the generated parts of the documents anew
 	@$(PY) -m scripts.docs
-	@$(PY) -m scripts.make_quality_table
-	@$(PY) -m scripts.make_speed_table
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     code, finished = 0, False
     try:
         for file, launches, environment in _runs():
+            if options.files and file.stem not in options.files.split(","):
+                continue
             code |= _run(file, launches, arguments, results, options.limit, environment)
         finished = True
     except KeyboardInterrupt:
@@ -151,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_test", description=__doc__.split("\n\n")[0])
     parser.add_argument("--workers", type=int, help="processes; as many as the GPU's free memory is enough for")
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="most for each file of tests")
+    parser.add_argument("--files", metavar="NAME,NAME", help="only these files of tests, such as test_gpu")
     parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")
     return parser
 

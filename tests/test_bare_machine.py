@@ -48,7 +48,7 @@ def test_the_most_telling_files_come_first() -> None:
     names = [file.stem for file in gpu_test.files()]
     assert names[: len(gpu_test.FIRST)] == [*gpu_test.FIRST]
     assert len({*names}) == len(names)
-    assert not {"test_cupy_device", "test_compile", "test_docs", "test_cards"} & {*names}
+    assert not {"test_cupy_device", "test_compile", "test_docs"} & {*names}
 
 
 def test_processes_share_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +65,12 @@ def test_what_does_not_fit_the_gpu_is_skipped_with_the_reason() -> None:
 
 @pytest.mark.slow  # kernels are emulated
 def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
-    """Some of each kind: kernels alone, ops, a model; packed weights need no package for their format."""
-    some = "rms_norm_is or parts_of_the_inputs or (activation and q4_k and -12-)"
-    some += " or (random_schedules and f16) or Q4_K_M-1] or demonstration or out_of_memory"
-    some += " or (long_context and (f16 or ring4/)) or missing_order or (polarpair_encoder and m4n4)"
-    some += " or (large and q4_k and (8 or launched))"
+    """Packed weights, which need no package for their format; and whole engines, with both kinds of launches."""
+    some = "(activation and q4_k and -12-) or Q4_K_M-1] or demonstration or out_of_memory or (random_schedules and f16)"
     command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
     results = tmp_path / "results.jsonl"
-    flags = f"--workers 1 --limit {LONG} --results {results} -p no:cacheprovider -k '{some}'"
+    flags = "--files test_packed_weights,test_gpu,test_schedules"
+    flags += f" --workers 1 --limit {LONG} --results {results} -p no:cacheprovider -k '{some}'"
     done = run([*command, f"ARGS={flags}"])
     assert done.returncode == 0, done.stdout + done.stderr
     first, *lines, last = list(read(results))

@@ -20,39 +20,38 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
     return raised.value, said
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"cache_types": "f16"}, ["no setting 'cache_types'", "cache_type_k"]),
-        ({"cache_type": "tiny"}, ["cache_type=tiny: ", "balanced", "polarquant", "KEYS/VALUES"]),
-        ({"cache_type_k": "f16@1-x"}, ["cache_type_k=f16@1-x"]),
-        ({"cache_type_v": "polarpair-m4n4"}, ["cache_type_v=polarpair-m4n4: it stores keys only"]),
-        ({"ctx_size": -1}, ["ctx_size=-1"]),
-        ({"ctx_size": 1}, ["ctx_size=1", "a prompt and its answer take two tokens at least"]),
-        ({"ctx_size": "4096"}, ["ctx_size", "'4096'", "int"]),
-        ({"ctx_size": 10.0}, ["ctx_size", "10.0", "int"]),
-        ({"ctx_size": True}, ["ctx_size", "True", "int"]),
-        ({"threads": -2}, ["threads=-2"]),
-        ({"block_size": 6}, ["block_size", "6"]),
-        ({"block_size": 0}, ["block_size", "0"]),
-        ({"kept_sequences": -1}, ["kept_sequences", "-1"]),
-        ({"kv_memory": "lots"}, ["kv_memory=lots"]),
-        ({"kv_memory": 512}, ["kv_memory", "512", "str"]),
-        ({"calibration": "no"}, ["calibration", "'no'", "bool"]),
-        ({"cache_type_k": "q9"}, ["cache_type_k=q9", "polarquant"]),
-        ({"cache_type_v": "q9"}, ["cache_type_v=q9", "polarquant"]),
-        ({"cache_type_v": "polarquant+nothing"}, ["cache_type_v=polarquant+nothing"]),
-        ({"cache_type_k": 4}, ["cache_type_k", "4"]),
-        ({"calibration": 1}, ["calibration", "1"]),
-        ({"device": "tpu"}, ["device=tpu"]),
-    ],
-)
-def test_settings_are_checked_before_the_model(settings, words) -> None:
-    # The path does not exist, but it would be checked later.
-    error, said = refusal(Path("nowhere"), **settings)
-    assert all(word in str(error) for word in words), str(error)
-    assert "--" not in str(error)
-    assert said == []
+THE_MODEL_CASES = [
+    ({"cache_types": "f16"}, ["no setting 'cache_types'", "cache_type_k"]),
+    ({"cache_type": "tiny"}, ["cache_type=tiny: ", "balanced", "polarquant", "KEYS/VALUES"]),
+    ({"cache_type_k": "f16@1-x"}, ["cache_type_k=f16@1-x"]),
+    ({"cache_type_v": "polarpair-m4n4"}, ["cache_type_v=polarpair-m4n4: it stores keys only"]),
+    ({"ctx_size": -1}, ["ctx_size=-1"]),
+    ({"ctx_size": 1}, ["ctx_size=1", "a prompt and its answer take two tokens at least"]),
+    ({"ctx_size": "4096"}, ["ctx_size", "'4096'", "int"]),
+    ({"ctx_size": 10.0}, ["ctx_size", "10.0", "int"]),
+    ({"ctx_size": True}, ["ctx_size", "True", "int"]),
+    ({"threads": -2}, ["threads=-2"]),
+    ({"block_size": 6}, ["block_size", "6"]),
+    ({"block_size": 0}, ["block_size", "0"]),
+    ({"kept_sequences": -1}, ["kept_sequences", "-1"]),
+    ({"kv_memory": "lots"}, ["kv_memory=lots"]),
+    ({"kv_memory": 512}, ["kv_memory", "512", "str"]),
+    ({"calibration": "no"}, ["calibration", "'no'", "bool"]),
+    ({"cache_type_k": "q9"}, ["cache_type_k=q9", "polarquant"]),
+    ({"cache_type_v": "q9"}, ["cache_type_v=q9", "polarquant"]),
+    ({"cache_type_v": "polarquant+nothing"}, ["cache_type_v=polarquant+nothing"]),
+    ({"cache_type_k": 4}, ["cache_type_k", "4"]),
+    ({"calibration": 1}, ["calibration", "1"]),
+    ({"device": "tpu"}, ["device=tpu"]),
+]
+
+
+def test_settings_are_checked_before_the_model() -> None:
+    for settings, words in THE_MODEL_CASES:
+        error, said = refusal(Path("nowhere"), **settings)
+        assert all(word in str(error) for word in words), str(error)
+        assert "--" not in str(error)
+        assert said == []
 
 
 def test_a_cache_type_that_cannot_serve_the_model_is_named_before_the_weights_are_read(tmp_path, monkeypatch) -> None:

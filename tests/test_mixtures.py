@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from polarlm import fit
-from polarlm.bench.quality import cache_cost, cost
+from polarlm.bench.quality import __main__ as cost
+from polarlm.bench.quality import cache_cost
 from polarlm.engine import Engine, SamplingParams
 from tests.bench.test_cost import FakeSpeeds
 from tests.model_loaders.hub_server import Hub, Repository

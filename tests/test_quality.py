@@ -58,5 +58,4 @@ def test_divergence(demo_path, window, reference, types, conditioned, bounds) ->
         for every_token_coded, (low, high) in bounds.items():
             logits = engine.score(window, every_token_coded=every_token_coded, logits=True).logits
             value = divergence(reference, logits)
-            print(types, conditioned, every_token_coded, value)
             assert low <= value <= high

@@ -15,18 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from polarlm.bench import report
 from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types
 from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import FORMATS, Cell, RandomModel, default_type, random_metrics
 from polarlm.bench.gpu.peer import PeerTime, half_attention, prompt_attention
-from polarlm.bench.gpu.setup import Gpu, Noise, Sizes, open_gpu
+from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.shapes import shape_of
 from polarlm.bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
 from polarlm.bench.gpu.tables import Limits, Results, Row, format_tables
+from polarlm.bench.random_weights import RandomMatrix
 from polarlm.bench.report import Output
 from polarlm.engine import EngineError, codecs
+from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import setting
@@ -171,11 +175,14 @@ class Plan:
     def _limits(self) -> list[Row]:
         _, device = self.gpu.open()
         clock, sizes, n = self.gpu.clock, self.sizes, self.sizes.gemm
-        source = Noise(device, clock, sizes.noise).matrix(sizes.copied // 2, 1)
+
+        def random(rows: int, columns: int) -> Array:
+            return device.from_host(RandomMatrix("bf16", rows, columns).raw(slice(0, rows)).view(np.uint16))
+
+        source = random(sizes.copied // (2 * n), n)
         to = device.empty(source.shape, source.dtype)
         copied = clock.seconds(lambda: clock.copy(to, source), sizes.runs)
-        noise = Noise(device, clock, sizes.noise)
-        x, weight, y = noise.matrix(n, n), noise.matrix(n, n), device.empty((n, n), "float32")
+        x, weight, y = random(n, n), random(n, n), device.empty((n, n), "float32")
         multiplied = clock.seconds(lambda: device.gemm(y, x, weight, add=False), sizes.runs)
         return [Limits(2 * source.nbytes / copied, 2 * n**3 / multiplied)]
 

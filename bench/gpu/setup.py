@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from polarlm.bench.gpu.shapes import LLAMA_8B
 from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -30,7 +28,6 @@ class Sizes:
     blocks: int = 64  # blocks of random K/V, repeated to fill a cache
     rotated: int = 1 << 30  # least bytes that are read before any are read again: far more than a GPU's caches hold
     copied: int = 1 << 30  # bytes of the copy that measures bandwidth
-    noise: int = (1 << 24) + 999  # number of random weights, repeated to fill matrices; not a multiple of a row
     gemm: int = 8192  # rows and columns
     prompt: int = 8192  # tokens
     step_contexts: tuple[int, ...] = (2048, 32768, 131072)  # tokens
@@ -144,21 +141,3 @@ def _driver() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
-
-
-class Noise:
-    """Random bfloat16 matrices on the device, without a copy of their size on the host."""
-
-    def __init__(self, device: Device, clock: Clock, count: int):
-        self._device, self._clock = device, clock
-        values = 0.02 * np.random.default_rng(0).standard_normal(count, np.float32)
-        self._piece = device.from_host((values.view(np.uint32) >> 16).astype(np.uint16))
-
-    def matrix(self, rows: int, columns: int) -> Array:
-        """A matrix (rows, columns) of bfloat16 bits, uint16, standard deviation 0.02. Raises MemoryError."""
-        whole = self._device.empty((rows, columns), np.uint16)
-        flat, size = whole.reshape(-1), len(self._piece)
-        for first in range(0, rows * columns, size):
-            part = flat[first : first + size]
-            self._clock.copy(part, self._piece[: len(part)])
-        return whole

@@ -1,4 +1,4 @@
-// How decode_attention.cu divides its work: tests/cuda/shares.py is the same in Python.
+// How decode_attention.cu divides its work; tests/cuda/test_shares.py checks the shares.
 //
 // A cell is up to HEADS query vectors of one KV head of one sequence: column c of a KV head is head c % GROUP of its
 // group, of row c / GROUP. A unit is the part of a cell's work that a warp does at a time: a quantized block, or 16

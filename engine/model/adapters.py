@@ -136,8 +136,8 @@ def have_adapters(spans: Sequence[Span]) -> bool:
 def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
     """Load what adapters add to the product of a `Linear`; None if none changes it.
 
-    names, rows: of the tensors that it consists of, one after another. The rank of each adapter is the sum of those of
-    its changes of these tensors.
+    names, rows: of the tensors that it consists of, one after another. The rank of each adapter is the sum of the ranks
+    of its changes of these tensors.
     """
     rank = _rank(adapters, names)
     if not rank:

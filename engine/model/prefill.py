@@ -57,7 +57,7 @@ class _Unit:
     position: int  # position of the first row in its sequence
     spans: Sequence[Spans]  # one for each group of layers
     skipped: int  # first rows whose output is not needed: in the last layer, only their K/V are computed
-    last: Spans  # those of the last layer's group, without the skipped rows
+    last: Spans  # the spans of the last layer's group, without the skipped rows
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,6 @@ class RopeTables:
         return [turns(positions) for turns in self._turns]
 
     def of_layer(self, layer: int, tables: Sequence[Any]) -> Any:
-        """Return a layer's table out of those of all kinds; None for a layer without attention."""
+        """Return a layer's table out of the tables of all kinds; None for a layer without attention."""
         kind = self.kind.get(layer)
         return None if kind is None else tables[kind]

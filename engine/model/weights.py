@@ -78,7 +78,7 @@ class _Reader:
         ]
 
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
-        """Load a projection whose output is the concatenation of those of `weights`, with `biases`."""
+        """Load a projection whose output is the concatenation of the outputs of `weights`, with `biases`."""
         matrices, bias = self.matrices(weights), self.vector(biases) if biases else None
         changed = deltas(self._ops, self._adapters, weights, [self._source.shape(name)[0] for name in weights])
         if changed is not None:
@@ -86,7 +86,7 @@ class _Reader:
         return Linear(matrices, bias, changed)
 
     def experts(self, count: int, weights: Sequence[str], biases: Sequence[str]) -> ExpertLinear:
-        """Load a projection of `count` experts. weights, biases: those of the first expert, then those of the next."""
+        """Load a projection of `count` experts. weights, biases: the first expert's, then the next one's."""
         each, matrices = len(weights) // count, self._matrices(weights)
         stored = [matrices[first : first + each] for first in range(0, len(weights), each)]
         if self._cache is None:

@@ -123,7 +123,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a request, each of which is hashed once."""
+    """The messages of a request. Each is hashed once."""
 
     prompt: Prompt
     """The messages, with "token_ids" in each answer whose ids are known, and "reasoned" if these begin with reasoning

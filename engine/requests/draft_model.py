@@ -54,7 +54,7 @@ class ModelDrafter:
         self._kv, self._stored = None, []
 
     def _common(self, ids: Sequence[int]) -> SequenceKV:
-        """Return the K/V of the longest stored prefix of `ids[:-1]`, and discard those of other tokens."""
+        """Return the K/V of the longest stored prefix of `ids[:-1]`, and discard the K/V of other tokens."""
         stored, same = self._stored, max(0, len(self._stored) - MOST_DRAFTED)  # earlier tokens were verified
         while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
             same += 1

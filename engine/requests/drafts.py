@@ -108,7 +108,7 @@ class StepSeconds:
         self._known: dict[int, tuple[float, int]] = {}  # rows → the median, and the count of steps at its last update
 
     def record(self, rows: int, seconds: float) -> None:
-        """Record a step of `rows` rows, those of all its requests."""
+        """Record a step of `rows` rows, summed over its requests."""
         self._count += 1
         if (first := self._first.get(rows, 0)) < _FIRST:
             self._first[rows] = first + 1

@@ -84,7 +84,7 @@ def prompt_ids(
 
 
 def _before(model: model_loaders.Model, options: PromptOptions) -> str:
-    """Return what goes before a text whose vector is asked for. Raises EngineError for the name of no prompt."""
+    """Return the prefix for a text to embed. Raises EngineError for an unknown prompt name."""
     prompts, name = model.prompts, options.prompt_name
     if options.pooling is None or options.pooling == RANK:
         return ""
@@ -129,7 +129,7 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str,
 
 
 def _begun_ids(message: Mapping[str, Any], model: model_loaders.Model, check: Callable[[str], None]) -> list[int]:
-    """Return the ids of the beginning of an answer: those that it was generated as, or else those of its text.
+    """Return the ids of the beginning of an answer: the ids it was generated as, or else the ids of its text.
 
     Its text is tokenized as that of an answer, with the leading space that some tokenizers add, and behind the header
     of a message if answers have headers.

@@ -307,5 +307,5 @@ class Runner:
 
 
 def _counts(allocators: Sequence[BlockAllocator]) -> tuple[int, int, int]:
-    """Return the numbers of all blocks, of those that no request holds, and of those of these that can be found."""
+    """Return three numbers: all blocks, blocks that no request holds, and blocks of these that the cache can find."""
     return sum(one.size for one in allocators), sum(one.free for one in allocators), sum(one.kept for one in allocators)

@@ -20,7 +20,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes of a token's text; for a control token, those of its name."""
+    """Return the bytes of a token's text; for a control token, the bytes of its name."""
     return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
 
 

@@ -145,7 +145,7 @@ def _lists_in_place(root: dict[str, Any], node: dict[str, Any]) -> bool:
 
 
 def _combined(root: dict[str, Any], nodes: list[dict[str, Any]]) -> set[int]:
-    """The `id`s of schemas whose objects get properties from other schemas too: closing them would forbid those."""
+    """The `id`s of schemas that others extend; closing them would forbid the inherited properties."""
     found: set[int] = set()
     for node in nodes:
         several = len(node["allOf"]) > 1 if isinstance(node.get("allOf"), list) else False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.bench.quality.divergence import Divergence, compare
@@ -31,6 +31,7 @@ def test_acceptance_is_how_often_drafts_are_accepted(rng: np.random.Generator) -
     assert compare(exact, other).accepted[0] == pytest.approx(accepted, abs=4 * 0.5 / 100_000**0.5)
 
 
+@settings(max_examples=20)
 @given(st.integers(2, 6), st.integers(200, 400), st.integers(0, 99))
 def test_figures_are_those_of_all_positions(count: int, length: int, seed: int) -> None:
     kl = np.random.default_rng(seed).exponential(1, (count, length))

@@ -47,7 +47,6 @@ SIZES = Sizes(
     blocks=3,
     rotated=1 << 13,
     copied=1 << 12,
-    noise=999,
     gemm=32,
     prompt=48,
     step_contexts=(64,),

@@ -26,7 +26,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from polarlm.bench.quality import budget, cache_cost, cost, kld_base, kld_file
+from polarlm.bench.quality import __main__ as cost
+from polarlm.bench.quality import budget, cache_cost, kld_base, kld_file
 from polarlm.bench.quality.divergence import compare, compare_stored, perplexity
 from polarlm.bench.quality.states import exact_states, logits_of, stored_logprobs
 from polarlm.engine import EngineError
@@ -56,8 +57,22 @@ class Models:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
     made = random_model(folder)
+    _recorded_weights(made)
     rounded = in_float32(folder / "rounded.gguf", made, gguf.GGMLQuantizationType.Q4_0)
     return Models(in_float32(folder / "base.gguf", made), rounded)
+
+
+def _recorded_weights(model: Path) -> None:
+    """Give the model the weights of the recorded model, drawn in the order of its file: the head is last."""
+    rng = np.random.default_rng(0)
+    for tensor in sorted(gguf.GGUFReader(model, "r+").tensors, key=lambda tensor: tensor.name == "output.weight"):
+        if tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0:
+            columns = int(tensor.shape[0])
+            blocks = rng.integers(256, size=(tensor.data.shape[0], columns // 32, 34), dtype=np.uint8)
+            blocks[..., :2] = np.array([columns**-0.5 / 74], "<f2").view(np.uint8)
+            tensor.data[:] = blocks.reshape(tensor.data.shape)
+        else:
+            tensor.data[:] = 1
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from polarlm.bench.quality import __main__ as quality
-from polarlm.bench.quality import peers, plots
+from polarlm.bench.quality import peers, pictures
 from polarlm.bench.quality.peers import octopus
 from polarlm.bench.quality.peers.fp8 import E4M3, nearest
 from polarlm.bench.quality.peers.ggml_rotated import hadamard
@@ -175,11 +175,11 @@ def test_every_type_is_measured_here() -> None:
 
 def test_no_engine_has_them(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But a measurement does, as others publish them; afterwards they are gone."""
-    monkeypatch.setattr(plots, "draw_all", lambda *given: "No pictures")
-    text, output = tmp_path / "text.txt", tmp_path / "out.json"
+    monkeypatch.setattr(pictures, "can_draw", lambda: False)
+    text, output = tmp_path / "text.txt", tmp_path / "out.html"
     text.write_text("the rain in the north and the other inn on the hill\n" * 12, encoding="utf-8")
     types = "f16,fp8:plain,int4-token-head:plain,kvarn-k4/kvarn-v2:plain"
-    words = ["--weights", str(tiny_path), "--text", str(text), "--output", str(output), "--types", types]
+    words = [str(text), "--model", str(tiny_path), "-o", str(output), "--types", types, "--device", "cpu"]
     before = codecs._modules().copy()
     for name in peers.NAMES:
         del codecs._modules()[name]
@@ -191,5 +191,8 @@ def test_no_engine_has_them(tiny_path: Path, tmp_path: Path, monkeypatch: pytest
             codecs.get("nvfp4")
     finally:
         codecs._modules().update(before)
-    kl = {row["type"]: row["kl_mean"] for row in json.loads(output.read_text(encoding="utf-8"))["rows"]}
+    kl = {
+        row["type"]: row["kl_mean"]
+        for row in json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))["rows"]
+    }
     assert kl["f16"] < min(kl[name] for name in types.split(",")[1:])

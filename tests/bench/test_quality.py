@@ -1,28 +1,23 @@
-"""The quality measurement: its arithmetic, its windows, and a whole run on a small real model.
-
-The parts that have a file of their own in `bench` are tested in one of their own here, too.
-"""
+"""Perplexity and divergence: their arithmetic, windows, cache types, and figures of a small real model."""
 
 from __future__ import annotations
 
 import doctest
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
-from polarlm.bench.quality.reference import Reference
 
 from polarlm.bench import command, report
 from polarlm.bench.command import CacheType, cache_types
-from polarlm.bench.quality import __main__ as quality
-from polarlm.bench.quality import needle, plots, scores
 from polarlm.bench.quality.divergence import Divergence, compare, perplexity
-from polarlm.bench.quality.scores import Quality, Stretch, by_position, measure, windows
+from polarlm.bench.quality.scores import CODED, SERVED, Quality, Stretch, by_position, windows
+from polarlm.bench.quality.survey import Survey
+from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.flags import FlagError
 from tests.shared_data import shared
 
@@ -156,15 +151,19 @@ def reference() -> dict:
 def measured(reference: dict) -> Quality:
     """The reference's windows, scored with f16 and with polarquant as published and as served here."""
     text = shared("text", reference["text"]).read_text(encoding="utf-8")
-    with Reference(str(shared("models", "stories260K")), reference["window"]) as model:
-        ids = model.tokenize(text)[: reference["text_ids"]]
-        assert ids[: len(reference["first_ids"])] == reference["first_ids"]
-        cut = windows(ids, reference["window"], model.model.tokenizer.bos_id)
-        assert [len(one) - 1 for one in cut] == [count for count, _ in reference["per_window"]]
-        return measure(model, cache_types("f16,polarquant,polarquant:plain"), cut)
+    path, types = str(shared("models", "stories260K")), cache_types("f16,polarquant,polarquant:plain")
+    survey = Survey(path, types, reference["window"], NumpyOps(1), lambda sentence: None, every_token_coded=True)
+    ids = survey.tokenize(text)[: reference["text_ids"]]
+    assert ids[: len(reference["first_ids"])] == reference["first_ids"]
+    cut = windows(ids, reference["window"], survey.bos_id)
+    assert [len(window) - 1 for window in cut] == [count for count, _ in reference["per_window"]]
+    for window in cut:
+        list(survey.score(window))
+    quality = survey.quality()
+    survey.close()
+    return quality
 
 
-@pytest.mark.slow
 def test_full_precision_reproduces_the_reference(measured: Quality, reference: dict) -> None:
     """Float32 on both sides, summed in different orders."""
     assert measured.scored_tokens == reference["scored"]
@@ -187,19 +186,16 @@ def test_errors_have_the_order_of_the_methods(measured: Quality) -> None:
     f16, served, coded, plain = (
         rows[key]
         for key in (
-            ("f16", "as served"),
-            ("polarquant", "as served"),
-            ("polarquant", "every token coded"),
-            ("polarquant:plain", "as served"),
+            ("f16", SERVED),
+            ("polarquant", SERVED),
+            ("polarquant", CODED),
+            ("polarquant:plain", SERVED),
         )
     )
     assert f16.kl_mean < served.kl_mean < coded.kl_mean
     assert served.kl_mean < plain.kl_mean
     assert served.kl_mean < served.kl_99th_percentile
     assert f16.same_top1 > served.same_top1 > coded.same_top1 > 0
-    # Attention errs as the whole model does, in every layer.
-    for small, large in ((f16, served), (served, coded)):
-        assert all(0 <= a < b for a, b in zip(small.attention_error, large.attention_error, strict=True))
     # Block means of the keys alone: 8 bits for each channel, and 16 for the scale of each 8 channels, over 64 tokens.
     assert served.bits_per_value - plain.bits_per_value == pytest.approx((8 + 16 / 8) / 64 / 2)
 
@@ -212,129 +208,8 @@ def test_where_nothing_is_coded_hardly_anything_is_lost(measured: Quality) -> No
     assert len(served.by_position) > 1
 
 
-# -- the command ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than the measurement."""
-    monkeypatch.setattr(plots, "draw_all", lambda *given: "No pictures")
-
-
-STORY = "Once upon a time, there was a little girl named Lily.\nShe loved to play outside in the park.\n" * 12
-
-
-def run(text: Path, output: Path, *flags: str) -> int:
-    model = str(shared("models", "stories260K"))
-    return quality.main(["--weights", model, "--text", str(text), "--output", str(output), "--window", "128", *flags])
-
-
-def test_the_table_comes_last_and_the_file_says_how_it_was_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, output = tmp_path / "story.txt", tmp_path / "out.json"
-    text.write_text(STORY, encoding="utf-8")
-    assert run(text, output, "--windows", "2", "--types", "f16,polarquant") == 0
-    *_, about, whole, kl, same = capsys.readouterr().out.strip().split("\n\n")
-    assert len(whole.splitlines()) == 7, "header, rule, full precision and two types twice"
-    labels = [f"{type}, {scored}" for type in ("f16", "polarquant") for scored in ("as served", "every token coded")]
-    for table in (kl, same):
-        assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == labels
-    assert "nats" in about
-    found = json.loads(output.read_text(encoding="utf-8"))
-    assert {"machine", "date", "command"} <= found.keys()
-    assert "python -m polarlm.bench.quality --weights " in found["command"]  # behind variables that matter
-    assert found["machine"]["cores"] >= 1
-    assert found["threads"] == found["machine"]["blas_threads"] == report.blas_threads()
-    assert found["complete"] is True
-    assert (found["windows"], found["scored_tokens"]) == (2, 2 * 127)
-    assert [row["type"] for row in found["rows"]] == ["f16", "f16", "polarquant", "polarquant"]
-
-
-def test_line_ends_do_not_matter(tmp_path: Path) -> None:
-    results = []
-    for name, text in (("lf", STORY), ("crlf", STORY.replace("\n", "\r\n"))):
-        file, output = tmp_path / name, tmp_path / f"{name}.json"
-        file.write_bytes(text.encode())
-        assert run(file, output, "--types", "f16", "--windows", "1") == 0
-        results.append(json.loads(output.read_text(encoding="utf-8"))["rows"])
-    assert results[0] == results[1]
-
-
-def test_conditioning_can_be_switched_off_for_all_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "story.txt"
-    text.write_text(STORY, encoding="utf-8")
-    assert run(text, tmp_path / "out.json", "--types", "polarquant", "--windows", "1", "--no-key-conditioning") == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| polarquant:plain, every token coded |")
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--text", "{tmp}/none.txt"], "--text {tmp}/none.txt cannot be read: No such file or directory"),
-        (["--text", "{tmp}/latin1.txt"], "--text {tmp}/latin1.txt is not UTF-8 text"),
-        (["--text", "{tmp}/empty.txt"], "--text {tmp}/empty.txt is too short"),
-        (["--types", "int3"], "--types int3: There is no cache type 'int3'"),
-        (["--types", "f16,"], "--types : There is no cache type ''"),
-        (["--window", "1"], "--window: must be at least 2"),
-        (["--window", "4096"], "--window 4096 is more than the 512 tokens of context that stories260K has"),
-        (["--windows", "0"], "--windows: must be at least 1"),
-        (["--weights", "{tmp}/none.gguf"], "{tmp}/none.gguf does not exist"),
-        (["--output", "{tmp}/none/out.json"], "--output {tmp}/none/out.json cannot be written"),
-        (["--output", "{tmp}"], "--output {tmp} is a folder"),
-        (["--key-bias", "nan"], "--key-bias: must be from 0 to 1000"),
-        (["--ablate", "int3"], "--ablate int3: There is no cache type 'int3'"),
-        (["--needle", "--needle-depths", "101"], "--needle-depths takes whole numbers up to 100, separated by commas"),
-        (["--needle", "--needle-lengths", "4k"], "--needle-lengths takes whole numbers, separated by commas, not '4k'"),
-        (["--needle"], "--needle-lengths 4096 is more than the 512 tokens of context that stories260K has"),
-        (["--needle", "--needle-lengths", "20"], "--needle-lengths 20: there is no room for a haystack"),
-        (["--needle", "--needle-lengths", "500"], "--needle-lengths 500: --text has only"),
-    ],
-)
-def test_bad_input_is_refused_in_a_sentence(
-    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "story.txt"
-    text.write_text(STORY, encoding="utf-8")
-    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "empty.txt").touch()
-    # A flag that is given twice has its last value.
-    assert run(text, tmp_path / "out.json", *(flag.format(tmp=tmp_path) for flag in flags)) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
-    assert "Traceback" not in printed.err
-
-
-def test_a_missing_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert quality.main([]) == 2
-    assert capsys.readouterr().err.startswith("error: --text is missing: give a UTF-8 text file")
-
-
-@pytest.mark.parametrize("module", [command, needle, report])
+@pytest.mark.parametrize("module", [command, report])
 def test_examples_in_the_documentation_hold(module: object) -> None:
     tried = doctest.testmod(module)  # type: ignore[arg-type]
     assert tried.attempted > 0
     assert tried.failed == 0
-
-
-def test_results_are_kept_when_the_command_is_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, output, of_type = tmp_path / "story.txt", tmp_path / "out.json", scores._measure_type
-    text.write_text(STORY, encoding="utf-8")
-
-    def stopped_at_the_second(reference, exact, logprobs, cache_type, *rest):
-        if cache_type.label != "f16":
-            raise KeyboardInterrupt
-        return of_type(reference, exact, logprobs, cache_type, *rest)
-
-    monkeypatch.setattr(scores, "_measure_type", stopped_at_the_second)
-    assert run(text, output, "--windows", "1", "--types", "f16,ring4,polarquant") == 130
-    found = json.loads(output.read_text(encoding="utf-8"))
-    assert [row["type"] for row in found["rows"]] == ["f16", "f16"]
-    assert found["complete"] is False
-    messages = capsys.readouterr().err
-    assert "3 cache types on 1 windows of 128 tokens" in messages
-    assert "f16, every token coded: perplexity " in messages
-    assert messages.endswith("Stopped\n")

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.bench.quality import cost, page, snapshot_cost, snapshots
+from polarlm.bench.quality import __main__ as cost
+from polarlm.bench.quality import page, snapshot_cost, snapshots
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle

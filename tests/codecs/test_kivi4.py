@@ -6,6 +6,7 @@ import pytest
 from polarlm.engine import codecs
 from tests.codecs.cells import expected_error
 from tests.codecs.data import gaussian, streams
+from tests.pairs import in_turn
 
 both = pytest.mark.parametrize("name", ["kivi4", "kivi4+token"])
 
@@ -17,7 +18,7 @@ def grouped(x, name):
 
 
 @both
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@in_turn("head_dim", [32, 64, 96, 128, 256])
 def test_codes_match_the_formula(name, head_dim):
     """In float64, from the stored scale and zero point."""
     x = gaussian(64, head_dim) + np.linspace(-5, 5, head_dim, dtype=np.float32)

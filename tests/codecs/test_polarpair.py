@@ -5,7 +5,7 @@ import pytest
 
 from polarlm.engine import codecs
 from tests.codecs.data import gaussian, streams
-from tests.pairs import each
+from tests.pairs import each, in_turn
 
 RADIUS_BITS = {"polarpair-m4n4": 4, "polarpair-m4n2": 2}
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
@@ -64,7 +64,7 @@ def test_codes_match_the_paper(name, head_dim):
 
 
 @every_name
-@pytest.mark.parametrize("option", ["+minmax", "+minmax-radius"])
+@in_turn("option", ["+minmax", "+minmax-radius"])
 def test_minmax_codes_match_the_authors_implementation(name, n, option):
     """Equal cells from the minimum of a group, by `floor`, in float64, from the stored scales."""
     x = gaussian(64, 64) + np.linspace(-8, 8, 64, dtype=np.float32)

@@ -9,6 +9,7 @@ from polarlm.engine import codecs
 from polarlm.engine.codecs.ring import RINGS, points_of
 from scripts.design_rings import Plane
 from tests.codecs.data import gaussian, stored_norms
+from tests.pairs import in_turn
 
 NAMES = {"ring3": 6, "ring3.5": 7, "ring4": 8, "ring5": 10}
 every_ring = pytest.mark.parametrize(("name", "bits"), NAMES.items())
@@ -77,7 +78,7 @@ def test_error_on_normalised_gaussian_vectors(name, target):
 
 
 @every_ring
-@pytest.mark.parametrize("option", ["", "+norm16"])
+@in_turn("option", ["", "+norm16"])
 def test_decode_is_the_stored_norm_times_the_nearest_points(name, bits, option):
     codec = codecs.get(name + option)
     x = gaussian(3, 16, 48) * np.logspace(-2, 2, 16, dtype=np.float32)[:, None]

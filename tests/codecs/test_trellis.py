@@ -14,6 +14,7 @@ from polarlm.engine.codecs.parts.cosets import STATES
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.codecs.trellis import points_of
 from tests.codecs.data import gaussian, stored_norms
+from tests.pairs import in_turn
 
 NAMES = {"trellis3": 6, "trellis3.5": 7, "trellis4": 8}
 every_trellis = pytest.mark.parametrize(("name", "bits"), NAMES.items())
@@ -149,7 +150,7 @@ def test_feedback_lowers_the_cost_of_its_metric(name, bits):
 
 
 @every_trellis
-@pytest.mark.parametrize("option", ["", "+norm16"])
+@in_turn("option", ["", "+norm16"])
 def test_decode_reads_every_code_through_its_window(name, bits, option):
     codec = codecs.get(name + option)
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 8, 12), np.uint8)

@@ -22,7 +22,10 @@ from polarlm.engine.backends.cuda.device.kernel_source import OF_CUPY, OPTIONS, 
 from polarlm.engine.errors import EngineError
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 
-COVERING = list(covering())
+# `make compile-all` compiles for every architecture. Here each stands for those that are like it: the oldest, one with
+# little shared memory, and two newer ones.
+LIKE = {80: 80, 86: 89, 87: 89, 89: 89, 90: 90, 100: 90, 103: 90, 110: 120, 120: 120, 121: 120}
+COVERING = list({(str(variant), LIKE[arch]): (variant, LIKE[arch]) for variant, arch in covering()}.values())
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +71,7 @@ def test_variants_compile_within_the_limits_of_each_architecture(variant: Varian
 
 
 WAITING = {file.stem for file in folder().rglob("*.cu") if "wait_for_previous();" in file.read_text(encoding="utf-8")}
-OVERLAPPING = [(variant.overlapping(), arch) for variant, arch in COVERING if arch >= 90 and variant.kernel in WAITING]
+OVERLAPPING = [(variant.overlapping(), arch) for variant, arch in COVERING if arch == 90 and variant.kernel in WAITING]
 
 
 @pytest.mark.slow
@@ -77,12 +80,12 @@ def test_kernels_that_wait_for_the_launch_before_compile_as_well(variant: Varian
     test_variants_compile_within_the_limits_of_each_architecture(variant, arch)
 
 
-# CUDA 12.9 knows fewer architectures than 13.
-OF_CUDA_12 = [(variant, arch) for variant, arch in COVERING if arch != 110]
+# The texts are the same for every architecture.
+OF_90 = [(variant, arch) for variant, arch in COVERING if arch == 90]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "arch"), OF_CUDA_12, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(("variant", "arch"), OF_90, ids=lambda value: str(value).replace(" ", "-"))
 def test_variants_compile_with_cuda_12_as_well(monkeypatch: pytest.MonkeyPatch, variant: Variant, arch: int) -> None:
     """Its registers are not ours to choose: what it spills costs time on few GPUs, and is no fault."""
     if len(compilers()) < 2:
@@ -95,7 +98,7 @@ def test_variants_compile_with_cuda_12_as_well(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "arch"), COVERING, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(("variant", "arch"), OF_90, ids=lambda value: str(value).replace(" ", "-"))
 def test_variants_compile_with_the_options_and_headers_of_cupy(variant: Variant, arch: int) -> None:
     """Its own copies of CUDA's C++ headers come before those of the wheels."""
     core = pytest.importorskip("cupy._core.core", reason="CuPy is not installed")
@@ -145,7 +148,7 @@ def test_every_kernel_has_variants() -> None:
 def test_the_covering_set_covers_and_stays_small() -> None:
     assert len(COVERING) <= len(VARIANTS) * len(SHARED_LIMIT) + 30
     kernels_and_archs = {(variant.kernel, arch) for variant, arch in COVERING}
-    assert kernels_and_archs == {(variant.kernel, arch) for variant, arch in everything()}
+    assert kernels_and_archs == {(variant.kernel, LIKE[arch]) for variant, arch in everything()}
     covered = [trait for variant, _ in COVERING for trait in traits(variant)]
     assert set(covered) == {trait for variant, _ in everything() for trait in traits(variant)}
 

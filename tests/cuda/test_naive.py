@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -49,19 +48,3 @@ def test_the_command_confirms_a_correct_kernel(capsys: pytest.CaptureFixture[str
     assert lines[0] == "1 launch"
     assert len(lines) == 7
     assert lines[-1] == "The kernel computes attention over the codes."
-
-
-def test_the_command_says_which_packages_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "pytest", None)
-    assert run_naive.main() == 1
-    assert "run `make lint` once" in capsys.readouterr().err
-
-
-def test_the_command_reports_a_wrong_kernel(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run_naive, "launch", lambda setting, stored: np.zeros_like(setting.q))
-    assert run_naive.main() == 1
-    assert capsys.readouterr().out.endswith("The kernel is wrong.\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def check_in_parts(
     monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
     monkeypatch.setattr(sizes, "_SLICES", (columns,))
     monkeypatch.setattr(sizes, "_CHUNKS", (terms,))
-    bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, block)
+    unwrap(bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence)("cuda", shape, block)
 
 
 @pytest.mark.slow
@@ -130,7 +131,7 @@ def check_in_parts(
     [GatedDelta(1, 2, 128, 128, 4), Mamba2(1, 9, 128, 64, 4), Mamba2(2, 4, 128, 64, 4), Mamba2(1, 9, 256, 64, 4)],
 )
 def test_heads_of_the_size_that_models_have(shape: Recurrent) -> None:
-    bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence("cuda", shape, 64)
+    unwrap(bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence)("cuda", shape, 64)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +181,12 @@ def test_a_block_that_adds_nothing_leaves_a_large_matrix(rng: np.random.Generato
 
 @pytest.mark.parametrize(("shape", "block"), [SHAPES[0], SHAPES[3], SHAPES[5]])
 def test_rows_that_are_not_kept_leave_no_trace(shape: Recurrent, block: int) -> None:
-    bodies.test_rows_that_are_not_kept_leave_no_trace("cuda", shape, block)
+    unwrap(bodies.test_rows_that_are_not_kept_leave_no_trace)("cuda", shape, block)
 
 
 @pytest.mark.parametrize(("shape", "block"), [SHAPES[0], SHAPES[4]])
 def test_a_step_of_several_sequences_changes_their_slots_alone(shape: Recurrent, block: int) -> None:
-    bodies.test_a_step_of_several_sequences_changes_their_slots_alone("cuda", shape, block)
+    unwrap(bodies.test_a_step_of_several_sequences_changes_their_slots_alone)("cuda", shape, block)
 
 
 @pytest.mark.parametrize(("shape", "block"), [SHAPES[0], SHAPES[4]])

@@ -104,52 +104,6 @@ def no_room(rows: int, tiles: int, unit: int, memory: int) -> bool:
     return memory // 2 < least
 
 
-@pytest.mark.parametrize(
-    ("machine", "blocks_each", "parts"),
-    [(H100, 2, (4, 8, 16, 8)), (A100, 1, (1, 3, 6, 6)), (RTX_4090, 1, (2, 4, 8, 8))],
-    ids=["H100", "A100", "RTX 4090"],
-)
-def test_all_parts_of_a_product_are_resident_at_once(
-    machine: tuple[int, int], blocks_each: int, parts: tuple[int, ...]
-) -> None:
-    """At most as many blocks as fit into shared memory and registers of all multiprocessors: more would wait."""
-    shapes = (16, 4096, 14336), (32, 4096, 14336), (16, 1024, 65536), (64, 4096, 14336)  # rows, out, width
-    for (rows, out, width), wanted in zip(shapes, parts, strict=True):
-        config, blocks, chosen = launch_configs.gemm_small(rows, out, width, *machine)
-        assert chosen == wanted
-        resident = 1 if rows == 64 else blocks_each
-        assert blocks * chosen <= max(blocks, resident * machine[0])
-        assert resident * (config.shared + 1024) <= machine[1]
-
-
-def test_x_is_fewer_bytes_of_the_cache_than_weights_are_of_memory() -> None:
-    """Every block reads x from L2, which is little faster than memory. Weights of 16 bits."""
-    for rows in (8, 16, 32, 64):
-        config, _, parts = launch_configs.gemm_small(rows, 28672, 4096, *H100)
-        assert rows * 2 <= 32 * config.defines["WARPS_OUT"] * 2 / 4
-        assert parts == 1
-        assert launch_configs.gemm_small(rows, 6144, 4096, *H100)[1:] in ((96, 1), (48, 5), (24, 5))
-    # A small matrix is cut into more blocks.
-    assert launch_configs.gemm_small(8, 960, 576, *H100)[1] == 30
-
-
-@pytest.mark.parametrize(
-    ("machine", "wanted"), [(H100, (128, 1)), (A100, (64, 1)), (RTX_4090, (128, 1))], ids=["H100", "A100", "RTX 4090"]
-)
-def test_a_matrix_of_middle_size_takes_more_blocks_instead_of_a_second_launch(
-    machine: tuple[int, int], wanted: tuple[int, int]
-) -> None:
-    """As the output projection of an 8B model: if so many blocks are resident at once. `down` is too large for that,
-    and a smaller matrix would still have too few blocks."""
-    for rows in (5, 8, 9, 16):
-        config, *counts = launch_configs.gemm_small(rows, 4096, 4096, *machine)
-        assert tuple(counts) == wanted, rows
-        assert 32 * config.defines["WARPS_OUT"] * wanted[0] == 4096, rows
-        for out, width in (4096, 14336), (2112, 4096) if machine is not RTX_4090 else (2048, 4096):
-            config, *_ = launch_configs.gemm_small(rows, out, width, *machine)
-            assert config.defines["WARPS_OUT"] == 2, rows
-
-
 def test_up_to_eight_rows_are_not_padded_to_sixteen() -> None:
     shapes = [launch_configs.gemm_small(rows, 4096, 4096, *H100)[0].defines["ROWS"] for rows in (1, 8, 9, 16, 17, 64)]
     assert shapes == [8, 8, 16, 16, 32, 64]

@@ -20,6 +20,9 @@ from polarlm.engine.jit.lang.records import Int64, Pointer
 from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
 from tests.pairs import in_turn
 
+# Up to four levels of this machine, the least and the highest among them, for tests that are not slow.
+SOME = [levels()[place] for place in sorted({round(i * (len(levels()) - 1) / 3) for i in range(4)})]
+some_levels = in_turn("level", SOME)
 every_level = in_turn("level", levels())
 # The levels of x86-64 that have instructions of their own: any machine compiles for them. The levels of AArch64 have
 # tests in `tests/backends/native/test_arm_loops.py`.

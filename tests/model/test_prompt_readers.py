@@ -20,7 +20,7 @@ MODELS = sorted(path.name for path in FIXTURES.iterdir())
 NATIVE = FIXTURES / "llama_gqa_linear"  # the weights of the tiny model
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=MODELS[::11])
 def fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model with quantized K/V, the reference's ids and logits (T, V), and few rows to a unit."""
     monkeypatch.setattr(prompt_readers, "_ROWS", 7)

@@ -23,6 +23,7 @@ from polarlm.engine.quantization.metric import (
     without_tilt,
 )
 from polarlm.engine.quantization.statistics import output_second
+from tests.pairs import in_turn
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -338,7 +339,7 @@ def tilted_norm(u, y, metric, head):
 
 
 @TABLES
-@pytest.mark.parametrize("kind", [keys_metric, values_metric])
+@in_turn("kind", [keys_metric, values_metric])
 def test_codes_and_norms_match_the_definition(codec, kind):
     x = gaussian(2, 3, 16, 8, seed=7) * np.exp(gaussian(2, 3, 16, 1, seed=8))
     metric = kind(codec)
@@ -453,7 +454,7 @@ def test_tilt_of_a_norm_is_bounded(codec):
 
 
 @TABLES
-@pytest.mark.parametrize("kind", [keys_metric, values_metric])
+@in_turn("kind", [keys_metric, values_metric])
 def test_a_block_gets_the_same_codes_alone_as_among_others_except_at_edges(codec, kind, monkeypatch):
     x, metric = gaussian(2, 25, 16, 8), kind(codec)
     monkeypatch.setattr(encode, "_SLAB", 7 * 2 * 16 * 8)

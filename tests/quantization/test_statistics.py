@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
+from tests.pairs import in_turn
 
 Shape = tuple[int, int, int, int]  # T, H, K, D
 N = 8
@@ -100,7 +101,7 @@ def assert_close(measured: LayerStatistics, expected: LayerStatistics, rtol: flo
         np.testing.assert_allclose(one, values, rtol=rtol, atol=rtol * np.abs(values).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("window", [None, 5, 21])
+@in_turn("window", [None, 5, 21])
 @pytest.mark.parametrize("shape", [(40, 2, 2, 8), (37, 6, 2, 4), (24, 3, 1, 6)])
 def test_statistics_match_their_definitions(shape: Shape, window: int | None, rng: np.random.Generator) -> None:
     q, k = drawn(rng, shape)

@@ -76,14 +76,11 @@ def test_batched_requests_get_the_answers_that_they_get_alone(engine: Engine, mo
     assert sum(seen) == sum(len(answer.token_ids) - 1 for answer in alone)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("type", "spare", "copies"),
     [
         ("f16", 0, False),
         ("polarquant", 0, True),
-        ("polarquant", 0, False),
-        ("ring4", 3, True),
         ("polarquant", 8, False),
     ],
 )

@@ -101,7 +101,7 @@ def test_answers_end_and_are_penalised_as_in_steps_of_one_token(engine: Engine, 
     assert reasons <= {"stop", "length"}
 
 
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_max_tokens_may_end_a_draft(engine: Engine, count: int) -> None:
     params = replace(PARAMS, max_tokens=count)
     wanted = plain(engine, PROMPT, params)
@@ -325,7 +325,7 @@ def paced(
     return (tokens - 1) * costs[1] / spent, drafts
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_drafts_that_are_wrong_cost_next_to_nothing(seed: int) -> None:
     speed, drafts = paced(0.0, 128, COSTS, seed)
     assert speed > 0.98

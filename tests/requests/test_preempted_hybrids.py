@@ -58,10 +58,9 @@ def all_at_once(engine: Engine) -> list[Completion]:
     "settings",
     [
         {"state_type": "f32"},
-        {"state_type": "8bit"},
         {"state_type": "8bit", "cache_type": "ring4", "calibration": False},
     ],
-    ids=["exact", "8 bits", "8 bits, K/V as codes"],
+    ids=["exact", "8 bits, K/V as codes"],
 )
 def test_a_preempted_request_computes_nothing_again(
     load: Load, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
@@ -80,10 +79,9 @@ def test_a_preempted_request_computes_nothing_again(
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("state_type", ["f32", "8bit"])
-def test_at_any_place_of_a_block(load: Load, monkeypatch: pytest.MonkeyPatch, state_type: str) -> None:
+def test_at_any_place_of_a_block(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also right after its prompt, whose snapshots it still holds, and between two blocks."""
-    ids = JOBS[1]
+    ids, state_type = JOBS[1], "8bit"
     wanted = alone(lambda: load(state_type=state_type), ids, TOKENS)
     engine = load(state_type=state_type, **ROOM)
     computed = prompts_computed(engine, monkeypatch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from polarlm.engine.sampling.channel_reader import ChannelReader, Inline
 from polarlm.model_loaders.chat.channels import Channels
 
@@ -27,27 +25,27 @@ def parts(*texts: str, begun: bool = False) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (TEXT, [("text", "a < b")]),
-        (THOUGHT + TEXT, [("reasoning", "hm"), ("text", "a < b")]),
-        (THOUGHT + THOUGHT + TEXT, [("reasoning", "hm\n\nhm"), ("text", "a < b")]),
-        (THOUGHT + BEFORE, [("reasoning", "hm"), *CALL]),
-        (AFTER, CALL),
-        (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{AFTER}", [("text", "I look."), *CALL]),
-        (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{TEXT}", [("text", "I look.\n\na < b")]),
-        (f"<|channel|>analysis<|message|>hm<|start|>assistant{TEXT}", [("reasoning", "hm"), ("text", "a < b")]),
-        ("<|channel|>analysis to=python code<|message|>1+1", [("reasoning", "1+1")]),
-        ("<|channel|>commentary to=functions.other json<|message|>{}", [("text", "{}")]),
-        ("no header, " + "much text" * 99, [("text", "no header, " + "much text" * 99)]),
-        (THOUGHT + "<|channel|>fin", [("reasoning", "hm")]),
-        ("<|channel|>" + "x" * 600, [("text", "<|channel|>" + "x" * 600)]),
-    ],
-)
-def test_an_answer_is_split(answer: str, expected: list[tuple[str, str]]) -> None:
-    assert parts(answer) == expected
-    assert parts(*answer) == expected
+IS_SPLIT_CASES = [
+    (TEXT, [("text", "a < b")]),
+    (THOUGHT + TEXT, [("reasoning", "hm"), ("text", "a < b")]),
+    (THOUGHT + THOUGHT + TEXT, [("reasoning", "hm\n\nhm"), ("text", "a < b")]),
+    (THOUGHT + BEFORE, [("reasoning", "hm"), *CALL]),
+    (AFTER, CALL),
+    (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{AFTER}", [("text", "I look."), *CALL]),
+    (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{TEXT}", [("text", "I look.\n\na < b")]),
+    (f"<|channel|>analysis<|message|>hm<|start|>assistant{TEXT}", [("reasoning", "hm"), ("text", "a < b")]),
+    ("<|channel|>analysis to=python code<|message|>1+1", [("reasoning", "1+1")]),
+    ("<|channel|>commentary to=functions.other json<|message|>{}", [("text", "{}")]),
+    ("no header, " + "much text" * 99, [("text", "no header, " + "much text" * 99)]),
+    (THOUGHT + "<|channel|>fin", [("reasoning", "hm")]),
+    ("<|channel|>" + "x" * 600, [("text", "<|channel|>" + "x" * 600)]),
+]
+
+
+def test_an_answer_is_split() -> None:
+    for answer, expected in IS_SPLIT_CASES:
+        assert parts(answer) == expected
+        assert parts(*answer) == expected
 
 
 def test_an_answer_may_begin_after_its_header() -> None:

@@ -36,82 +36,82 @@ SUMS = 'root ::= (sum "=" sum "\\n")+\nsum ::= item ([-+*/] item)*\nitem ::= num
 LIST = r"root ::= item+" + "\n\n# no ends of lines\n" + r'item ::= "- " [^\r\n\x0b\x85\u2028\U00002029]+ "\n"'
 
 
-@pytest.mark.parametrize(
-    ("grammar", "yes", "no"),
-    [
-        (
-            JSON,
-            ['{"a": [1, -2.5, true], "b\\n" : "x\\u00e9"}', "[]", "{ }"],
-            ['{"a": }', '"\x01"', "[1,]", "1234567890"],
-        ),
-        (SUMS, ["1+2=3\n", "1+(2*3)=3\n4=4\n"], ["1+=3\n", "(1=1\n"]),
-        (LIST, ["- a b\n- c\n"], ["- a\u2028b\n", "- a\x85b\n", "- a\u2029b\n", "- a"]),
-        (r'root ::= "\u0041\x42\U00000043"', ["ABC"], ["AB"]),
-        (r"root ::= [\u0041-\x43]+", ["ABC"], ["D"]),
-        ('root ::= "a" . "b"', ["axb", "a\nb", "a€b"], ["ab"]),
-        ("root ::= [^a]+", ["b\nc"], ["ba"]),
-        ("root ::= [a-]+ [-b] [&&~[/]", ["a--&", "a-b["], ["a"]),
-        (r'root ::= "/" [/] "\\" [\]\[] "\""', ['//\\]"'], ["//"]),
-        ('root ::= "\t" [ \t]', ["\t\t", "\t "], [" "]),
-        ('root ::= "😀" [😀-😂]', ["😀😁"], ["😀"]),
-        ('root ::= word "x"\nword ::= [a-z]+', ["abx"], ["ab", "x"]),
-        ('root ::= ("a" | "ab") "bc"', ["abc", "abbc"], ["ab"]),
-        ('root ::= [a-z]* "end"', ["end", "sendend"], ["ends"]),
-        ("root ::= ", [""], ["a"]),
-        ('root ::= "a" |', ["", "a"], ["b"]),
-        ('root ::= ( |"a") "b"', ["b", "ab"], ["a"]),
-        ('root ::= a-b a_b fooBar\na-b ::= "1"\na_b ::= "2"\nfooBar ::= start\nstart ::= "3"', ["123"], ["1"]),
-        ('root ::= "a"{2} ("b" | "c"){1,} "d"{0,2} "e"? "f"*', ["aab", "aabcdde", "aacff"], ["aa", "aabddd"]),
-        ('root ::= ("a" # of letters\n | "b")\r\n\r\n', ["a", "b"], ["c"]),
-        ('root ::= "a" |\n "b"', ["a", "b"], []),
-        ('x ::= "b"\nroot ::= x x', ["bb"], ["b"]),
-        ('root ::= list\nlist ::= list "a" | "a"', ["aaa"], ["", "b"]),
-        ('root ::= "(" root ")" | ""', ["", "(())"], ["(()"]),
-    ],
-)
-def test_texts_of_a_grammar(grammar: str, yes: list[str], no: list[str]) -> None:
-    assert is_gbnf(grammar)
-    assert [text for text in yes if not takes(grammar, text)] == []
-    assert [text for text in no if takes(grammar, text)] == []
+A_GRAMMAR_CASES = [
+    (
+        JSON,
+        ['{"a": [1, -2.5, true], "b\\n" : "x\\u00e9"}', "[]", "{ }"],
+        ['{"a": }', '"\x01"', "[1,]", "1234567890"],
+    ),
+    (SUMS, ["1+2=3\n", "1+(2*3)=3\n4=4\n"], ["1+=3\n", "(1=1\n"]),
+    (LIST, ["- a b\n- c\n"], ["- a\u2028b\n", "- a\x85b\n", "- a\u2029b\n", "- a"]),
+    (r'root ::= "\u0041\x42\U00000043"', ["ABC"], ["AB"]),
+    (r"root ::= [\u0041-\x43]+", ["ABC"], ["D"]),
+    ('root ::= "a" . "b"', ["axb", "a\nb", "a€b"], ["ab"]),
+    ("root ::= [^a]+", ["b\nc"], ["ba"]),
+    ("root ::= [a-]+ [-b] [&&~[/]", ["a--&", "a-b["], ["a"]),
+    (r'root ::= "/" [/] "\\" [\]\[] "\""', ['//\\]"'], ["//"]),
+    ('root ::= "\t" [ \t]', ["\t\t", "\t "], [" "]),
+    ('root ::= "😀" [😀-😂]', ["😀😁"], ["😀"]),
+    ('root ::= word "x"\nword ::= [a-z]+', ["abx"], ["ab", "x"]),
+    ('root ::= ("a" | "ab") "bc"', ["abc", "abbc"], ["ab"]),
+    ('root ::= [a-z]* "end"', ["end", "sendend"], ["ends"]),
+    ("root ::= ", [""], ["a"]),
+    ('root ::= "a" |', ["", "a"], ["b"]),
+    ('root ::= ( |"a") "b"', ["b", "ab"], ["a"]),
+    ('root ::= a-b a_b fooBar\na-b ::= "1"\na_b ::= "2"\nfooBar ::= start\nstart ::= "3"', ["123"], ["1"]),
+    ('root ::= "a"{2} ("b" | "c"){1,} "d"{0,2} "e"? "f"*', ["aab", "aabcdde", "aacff"], ["aa", "aabddd"]),
+    ('root ::= ("a" # of letters\n | "b")\r\n\r\n', ["a", "b"], ["c"]),
+    ('root ::= "a" |\n "b"', ["a", "b"], []),
+    ('x ::= "b"\nroot ::= x x', ["bb"], ["b"]),
+    ('root ::= list\nlist ::= list "a" | "a"', ["aaa"], ["", "b"]),
+    ('root ::= "(" root ")" | ""', ["", "(())"], ["(()"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("grammar", "reason"),
-    [
-        ("", "it has no rule named root"),
-        ('a ::= "b"', "it has no rule named root"),
-        ("root ::= word", "the rule root refers to word, which is not defined"),
-        ('root ::= "a" root', "no text of it ends"),
-        ('root ::= "a" b | b\nb ::= "c" root', "no text of it ends"),
-        ("root ::= b{2}\nb ::= b+", "no text of it ends"),
-        ('root ::= "a"\nroot ::= "b"', "it has two rules named root"),
-        (
-            "root ::= <think>",
-            "tokens in angle brackets are not supported: write their text, or a grammar in Lark, in line 1",
-        ),
-        ('root ::= !<[5]> "a"', "tokens in angle brackets are not supported"),
-        ('root ::= "a"\n | "b"', "a rule's name should be here, in line 2 at "),
-        ("root : a", "::= should follow a rule's name, in line 1 at "),
-        ('root ::= "a', '" is missing'),
-        ("root ::= [a", "] is missing"),
-        ("root ::= []", "the character class before this is empty"),
-        ("root ::= [b-a]", "the range before this is reversed"),
-        ('root ::= ("a"', r"\) is missing"),
-        ('root ::= "a")', r"this belongs to no rule, in line 1 at \"\)\""),
-        (r'root ::= "\q"', "there is no such escape"),
-        (r'root ::= "\x4"', "there is no such escape"),
-        (r'root ::= "\uD800"', "there is no character with this number"),
-        ('root ::= "a"{1', "this should be"),
-        ('root ::= "a"{3,2}', "repeats 0 to 2000 times"),
-        ('root ::= "a"{2001}', "repeats 0 to 2000 times"),
-        ("root ::= " + "(" * 60_000, f"nested deeper than {MOST_DEPTH}"),
-    ],
-)
-def test_what_is_no_grammar_is_refused_with_the_place(grammar: str, reason: str) -> None:
-    with pytest.raises(GbnfError, match=reason):
-        to_lark(grammar)
-    with pytest.raises(EngineError, match=f"The grammar cannot be used: .*{reason}"):
-        GRAMMARS.constraint(SamplingParams(grammar=grammar))
+def test_texts_of_a_grammar() -> None:
+    for grammar, yes, no in A_GRAMMAR_CASES:
+        assert is_gbnf(grammar)
+        assert [text for text in yes if not takes(grammar, text)] == []
+        assert [text for text in no if takes(grammar, text)] == []
+
+
+THE_PLACE_CASES = [
+    ("", "it has no rule named root"),
+    ('a ::= "b"', "it has no rule named root"),
+    ("root ::= word", "the rule root refers to word, which is not defined"),
+    ('root ::= "a" root', "no text of it ends"),
+    ('root ::= "a" b | b\nb ::= "c" root', "no text of it ends"),
+    ("root ::= b{2}\nb ::= b+", "no text of it ends"),
+    ('root ::= "a"\nroot ::= "b"', "it has two rules named root"),
+    (
+        "root ::= <think>",
+        "tokens in angle brackets are not supported: write their text, or a grammar in Lark, in line 1",
+    ),
+    ('root ::= !<[5]> "a"', "tokens in angle brackets are not supported"),
+    ('root ::= "a"\n | "b"', "a rule's name should be here, in line 2 at "),
+    ("root : a", "::= should follow a rule's name, in line 1 at "),
+    ('root ::= "a', '" is missing'),
+    ("root ::= [a", "] is missing"),
+    ("root ::= []", "the character class before this is empty"),
+    ("root ::= [b-a]", "the range before this is reversed"),
+    ('root ::= ("a"', r"\) is missing"),
+    ('root ::= "a")', r"this belongs to no rule, in line 1 at \"\)\""),
+    (r'root ::= "\q"', "there is no such escape"),
+    (r'root ::= "\x4"', "there is no such escape"),
+    (r'root ::= "\uD800"', "there is no character with this number"),
+    ('root ::= "a"{1', "this should be"),
+    ('root ::= "a"{3,2}', "repeats 0 to 2000 times"),
+    ('root ::= "a"{2001}', "repeats 0 to 2000 times"),
+    ("root ::= " + "(" * 60_000, f"nested deeper than {MOST_DEPTH}"),
+]
+
+
+def test_what_is_no_grammar_is_refused_with_the_place() -> None:
+    for grammar, reason in THE_PLACE_CASES:
+        with pytest.raises(GbnfError, match=reason):
+            to_lark(grammar)
+        with pytest.raises(EngineError, match=f"The grammar cannot be used: .*{reason}"):
+            GRAMMARS.constraint(SamplingParams(grammar=grammar))
 
 
 @pytest.mark.parametrize(

@@ -91,25 +91,17 @@ def test_the_white_space_of_json_ends(engine: Engine) -> None:
     assert json.loads(engine.generate("a", params).text) is not None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
         ({"schema": "{"}, r"The JSON schema cannot be used: Expecting property name .* line 1 column 2"),
         ({"schema": "[1]"}, r"The JSON schema cannot be used: it is \[1\], but must be an object; {} allows any JSON"),
-        ({"schema": {"type": {1}}}, r"The JSON schema cannot be used: .*not JSON serializable"),
         (
             {"schema": {"type": "integer", "minimum": 3, "maximum": 1}},
             r"The JSON schema cannot be used: Unsatisfiable schema: minimum \(3\) is greater than maximum \(1\)",
         ),
         ({"schema": {"$ref": "#/nowhere"}}, "The JSON schema cannot be used: .*nowhere"),
-        (
-            {"schema": {"type": "number", "minimum": 1e308, "maximum": -1e308}},
-            r"The JSON schema cannot be used: Unsatisfiable schema: minimum \(1e\+308\) is greater than .{1,40}$",
-        ),
-        ({"schema": {"$ref": "#"}}, "The JSON schema cannot be used: nothing fulfils it"),
         ({"grammar": "start: word"}, 'The grammar cannot be used: .*unknown name: "word"'),
-        ({"grammar": "root ::= word"}, "The grammar cannot be used: .*word"),
         ({"regex": "(a"}, "The regular expression cannot be used: unclosed group"),
         ({"regex": "(a|b)?" * 9000, "min_tokens": 30}, "The answer cannot be constrained any further: .*too many"),
         ({"regex": "a" * (MOST_TEXT + 1)}, "regex has 131,073 characters, but at most 131,072 are taken"),
@@ -132,8 +124,7 @@ def test_one_constraint_at_a_time(engine: Engine) -> None:
         next(engine.stream("a", SamplingParams(regex="a"), constraint=other))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"logprobs": 3}, {"temperature": 0}, {"stop": ("x",)}, {"top_k": 3}])
+@pytest.mark.parametrize("settings", [{"logprobs": 3}, {"temperature": 0, "stop": ("x",), "top_k": 3}])
 def test_requests_are_constrained_whatever_else_they_ask_for(engine: Engine, settings: dict[str, Any]) -> None:
     for seed in range(5):
         params = SamplingParams(**{"temperature": 1, "seed": seed, "regex": "[a-f]{4,9}", **settings})

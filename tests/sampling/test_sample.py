@@ -215,23 +215,33 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG for value in values])
-def test_refuses_invalid_values_by_name(name: str, value) -> None:
-    with pytest.raises(EngineError, match=f"^{name} is .* but must be ") as raised:
-        resolve(SamplingParams(**{name: value}), GenerationDefaults())
-    assert raised.value.code == "invalid_request"
+def test_refuses_invalid_values_by_name() -> None:
+    for name, value in [(name, value) for name, values in WRONG for value in values]:
+        with pytest.raises(EngineError, match=f"^{name} is .* but must be ") as raised:
+            resolve(SamplingParams(**{name: value}), GenerationDefaults())
+        assert raised.value.code == "invalid_request"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"temperature": 0}, {"temperature": 1}, {"top_p": 1}, {"min_p": 1}, {"top_k": 0}, {"top_k": 10**20},
-        {"max_tokens": 0}, {"seed": 2**70}, {"stop": ["a"]}, {"logit_bias": {0: -math.inf, 7: 3}},
-        {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20},
-    ],
-)  # fmt: skip
-def test_accepts_values_at_the_limits(values) -> None:
-    resolve(SamplingParams(**values), GenerationDefaults())
+THE_LIMITS_CASES = [
+    {"temperature": 0},
+    {"temperature": 1},
+    {"top_p": 1},
+    {"min_p": 1},
+    {"top_k": 0},
+    {"top_k": 10**20},
+    {"max_tokens": 0},
+    {"seed": 2**70},
+    {"stop": ["a"]},
+    {"logit_bias": {0: -math.inf, 7: 3}},
+    {"logprobs": None},
+    {"logprobs": 0},
+    {"logprobs": 20},
+]
+
+
+def test_accepts_values_at_the_limits() -> None:
+    for values in THE_LIMITS_CASES:
+        resolve(SamplingParams(**values), GenerationDefaults())
 
 
 def test_refuses_a_bias_for_a_token_outside_the_vocabulary() -> None:

@@ -79,7 +79,7 @@ class Attention:
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
 
-        rope: cos and sin (T, D/2). adapters: those of the rows. recorded: whether this is a step, which may
+        rope: cos and sin (T, D/2). adapters: the adapters of the rows. recorded: whether this is a step, which may
         be recorded and has no taps.
         """
         ops, w, shape = self._ops, self._weights, self.shape

@@ -22,7 +22,7 @@ from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, atten
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.backends.native.plain_tiles import PlainKeys, PlainValues
-from tests.jit.levels import every_level
+from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs  # isort: skip
@@ -32,7 +32,7 @@ from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.kernels.attention.steps import Attention, attend
 from polarlm.engine.backends.native.launch import CannotRecord
-from polarlm.engine.jit.compile.target import best, levels
+from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 
 TYPES = [
@@ -66,8 +66,8 @@ def check(found: np.ndarray, wanted: np.ndarray) -> None:
 
 
 @with_plain_tiles
-@every_level
-@pytest.mark.parametrize("window", [None, 20, 600])
+@some_levels
+@in_turn("window", [None, 20, 600])
 @pytest.mark.parametrize("sequences", [RAGGED, SEVERAL], ids=["one row", "several rows"])
 def test_attention_at_every_level(level: Level, window: int | None, sequences: list[Sequence_]) -> None:
     case = step(Shape(), sequences, window)
@@ -80,7 +80,7 @@ def sink_scores(heads: int) -> np.ndarray:
 
 
 @with_plain_tiles
-@every_level
+@some_levels
 @pytest.mark.parametrize(("softcap", "has_sink_scores"), [(1.5, False), (None, True), (50.0, True)])
 def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sink_scores: bool) -> None:
     case = step(Shape(), [Sequence_(2000), Sequence_(78, 16), Sequence_(3)], 600)
@@ -135,7 +135,7 @@ def test_attention_of_any_shape(
 
 
 @with_plain_tiles
-@in_turn("level rotation", each(levels(), [dense, None, signed_hadamard, twice_signed_hadamard]))
+@in_turn("level rotation", each(SOME, [dense, None, signed_hadamard, twice_signed_hadamard]))
 def test_the_result_is_scaled_and_rotated_back(level: Level, rotation: object) -> None:
     rng = np.random.default_rng(0)
     dim = 80 if level == best() else 64
@@ -208,7 +208,7 @@ def check_over_codes(case: Step, level: Level, window: int | None, **rule: Any) 
     assert np.abs(error).max() < 4 * most * np.abs(wanted).max()
 
 
-@in_turn("level types", each(levels(), TYPES))
+@in_turn("level types", each(SOME, TYPES))
 def test_attention_over_codes(level: Level, types: tuple[str, str]) -> None:
     """The tests of `codecs/` read the codes of every codec at every level."""
     shape = Shape(dim=64, types=types, block_size=64)
@@ -266,7 +266,7 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
         ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
 
 
-@every_level
+@some_levels
 def test_nan_in_a_slot_gives_nan(level: Level) -> None:
     """Damaged weights are found by their results. The second sequence has a slot of its own."""
     for side in ("full_k", "full_v"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tests.jit.levels import every_level, run
+from tests.jit.levels import run, some_levels
 
 from polarlm.engine.backends.native.kernels.best import NONE, BestArguments, best_of_rows  # isort: skip
 from polarlm.engine.jit.isa.levels import Level
@@ -23,14 +23,14 @@ def best(level: Level, x: np.ndarray, columns: int) -> list[int]:
     return found.tolist()
 
 
-@every_level
+@some_levels
 @given(x=arrays(np.float32, st.tuples(*FEW), elements=st.floats(-3, 3, width=16)), left_out=st.integers(0, 5))
 def test_the_first_of_the_largest_is_found(level: Level, x: np.ndarray, left_out: int) -> None:
     columns = max(1, x.shape[1] - left_out)
     assert best(level, x, columns) == x[:, :columns].argmax(axis=1).tolist()
 
 
-@every_level
+@some_levels
 def test_equal_ones_and_the_lowest(level: Level, rng: np.random.Generator) -> None:
     for columns in (1, 31, 32, 49152, 49155):
         x = rng.integers(0, 50, (4, columns)).astype(np.float32)
@@ -38,7 +38,7 @@ def test_equal_ones_and_the_lowest(level: Level, rng: np.random.Generator) -> No
         assert best(level, x, columns) == x.argmax(axis=1).tolist(), columns
 
 
-@every_level
+@some_levels
 def test_a_row_that_is_not_finite_has_none(level: Level) -> None:
     for value, place in product((np.nan, np.inf, -np.inf), (0, 40, 64, 69)):
         x = np.zeros((2, 70), np.float32)

@@ -20,7 +20,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 from tests.backends.native.launching import launcher
-from tests.jit.levels import every_level
+from tests.jit.levels import some_levels
 from tests.pairs import each
 
 K, N, D = 2, 64, 64
@@ -72,7 +72,7 @@ def test_cache_bytes_are_those_of_the_arrays(types: tuple[str, str], monkeypatch
         assert cache.full_k.nbytes + cache.full_v.nbytes == 3 * slot, has_kernels
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize("types", TYPES)
 def test_tiles_do_not_depend_on_the_level(types: tuple[str, str], level: Level) -> None:
     """A block that one machine has stored has the bytes that every other one would have stored."""

@@ -11,7 +11,7 @@ from polarlm.engine.backends.native.recurrent_ops import ConvOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.isa.levels import Level
 from tests.backends.native.launching import launcher
-from tests.jit.levels import every_level
+from tests.jit.levels import some_levels
 from tests.pairs import pairs
 
 N = 8  # rows of a block
@@ -21,7 +21,7 @@ STEP = [(1, 6, 4, 0), (1, 7, 4, 1), (4, 0, 0, 2), (4, 1, 0, 3)]
 ROWS = np.array([*PROMPT, *STEP, (3, 7, 0, 0)], np.int32)
 
 
-@every_level
+@some_levels
 def test_results_and_slots_are_those_of_numpy(level: Level) -> None:
     rng = np.random.default_rng(0)
     for width, channels, has_bias in pairs([2, 3, 4], [16, 24, 96], [False, True]):

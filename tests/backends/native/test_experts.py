@@ -17,19 +17,19 @@ from polarlm.engine.backends.native.product_ops.multiplication import Multiplica
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Routing
 from polarlm.engine.errors import EngineError
-from polarlm.engine.jit.compile.target import best, levels
+from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Activation, Experts, is_gated
 from tests import weights
 from tests.backends.native.launching import launcher
-from tests.jit.levels import every_level
-from tests.pairs import pairs
+from tests.jit.levels import SOME, every_level, some_levels
+from tests.pairs import each, pairs
 
 PLAIN = NumpyOps(1)
 
 
-@every_level
+@some_levels
 def test_the_experts_of_a_row_are_those_of_numpy(level: Level) -> None:
     rng = np.random.default_rng(0)
     ops = ExpertOps(launcher(level))
@@ -48,7 +48,7 @@ def test_the_experts_of_a_row_are_those_of_numpy(level: Level) -> None:
         np.testing.assert_allclose(found.weights, wanted.weights, rtol=2e-6, atol=1e-30)
 
 
-@every_level
+@some_levels
 def test_a_row_with_a_logit_that_is_not_finite_has_no_weights(level: Level) -> None:
     rule, ops = Experts(20, 3, 1, renormalize=True), ExpertOps(launcher(level))
     logits = np.random.default_rng(1).standard_normal((4, 20)).astype(np.float32)
@@ -128,10 +128,10 @@ def assert_those_of_numpy(level: Level, cases: list[tuple[Any, ...]]) -> None:
         assert error < 3e-4, (of, rows, bias, activation, has_norm, adds)
 
 
-@every_level
+@some_levels
 def test_results_are_those_of_numpy(level: Level) -> None:
     """Any two of a level, formats, rows and the rest are together somewhere: every case has kernels of its own."""
-    assert_those_of_numpy(level, [case for own, *case in pairs(levels(), *AXES) if own == level])
+    assert_those_of_numpy(level, [case for own, *case in each(SOME, *AXES) if own == level])
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_results_of_a_level_are_those_of_numpy(level: Level) -> None:
     assert_those_of_numpy(level, pairs(*AXES))
 
 
-@every_level
+@some_levels
 def test_without_an_activation_results_are_the_products_of_both(level: Level) -> None:
     """As for adapters: few outputs of the first product, and rows with the weight 0, to which nothing is added."""
     rng = np.random.default_rng(8)
@@ -259,7 +259,7 @@ def test_a_row_that_is_not_finite_changes_no_other(value: float) -> None:
     np.testing.assert_array_equal(found[[0, 1, 3, 5]], sound[[0, 1, 3, 5]])
 
 
-@every_level
+@some_levels
 def test_rows_are_multiplied_by_the_sigmoid_of_their_logits(level: Level) -> None:
     rng = np.random.default_rng(5)
     for columns in (1, 40):

@@ -15,7 +15,7 @@ from polarlm.engine.backends.numpy.rows import apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.launching import launcher
-from tests.jit.levels import every_level
+from tests.jit.levels import some_levels
 
 from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
@@ -77,7 +77,7 @@ def check_halves(found: np.ndarray, wanted: np.ndarray) -> None:
     assert (np.abs(found - wanted) <= 1e-6 * size + np.spacing(np.abs(wanted).astype(np.float16)) / 2).all()
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize(
     ("dim", "rotations", "scaled", "normed"),
     [
@@ -97,7 +97,7 @@ def test_heads_are_transformed(dim: int, rotations: tuple[str, str], scaled: boo
         check(found, wanted)
 
 
-@every_level
+@some_levels
 def test_queries_are_transformed_alone(level: Level) -> None:
     """Of a layer that shares K/V."""
     ops = HeadOps(launcher(level))
@@ -157,7 +157,7 @@ NUMBERS = np.array(
 )
 
 
-@every_level
+@some_levels
 def test_tokens_of_a_prompt_go_to_a_slot_as_the_halves_of_the_reference(level: Level) -> None:
     """And back, and from slot to slot, as they are."""
     format = CacheFormat(get("f16"), get("f16"), None, None, 0, 16, 3, 24)
@@ -175,7 +175,7 @@ def test_tokens_of_a_prompt_go_to_a_slot_as_the_halves_of_the_reference(level: L
     np.testing.assert_array_equal(again[0][:, :7], compiled.full_k[1, :, :7])
 
 
-@every_level
+@some_levels
 def test_slots_hold_the_halves_of_the_reference(level: Level) -> None:
     qkv = np.resize(NUMBERS, (2, 3, 24))  # a query, a key and a value a row
     rope = np.ones((2, 12), np.float32), np.zeros((2, 12), np.float32)

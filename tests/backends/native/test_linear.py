@@ -24,7 +24,7 @@ from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import is_gated
 from tests import weights
 from tests.backends.native.launching import launcher
-from tests.jit.levels import every_level
+from tests.jit.levels import some_levels
 
 
 @pytest.mark.parametrize(("formats", "rows"), [(("q4_1", "q4_1"), 1), (("q6_k", "q8_0"), 5), (("iq4_xs", "q5_k"), 40)])
@@ -79,7 +79,7 @@ def test_damaged_numbers_and_zeros_are_seen_in_words(name: str) -> None:
     np.testing.assert_allclose(of_sound[:, 4], x.astype(np.float64) @ matrices[0].values[4], rtol=1e-3, atol=1e-2)
 
 
-@every_level
+@some_levels
 def test_a_row_with_a_number_that_is_not_finite_has_no_finite_result(level: Level) -> None:
     """And no other row is touched."""
     rng = np.random.default_rng(4)
@@ -95,7 +95,7 @@ def test_a_row_with_a_number_that_is_not_finite_has_no_finite_result(level: Leve
             np.testing.assert_array_equal(found[[0, 2]], sound[[0, 2]])
 
 
-@every_level
+@some_levels
 def test_inputs_of_any_size_are_multiplied_rightly(level: Level) -> None:
     """Those of a group whose largest is at most 1e-34 count as 0: words for them would take an infinite factor."""
     rng = np.random.default_rng(5)
@@ -162,7 +162,7 @@ def test_steps_compute_as_numpy_does() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3 * np.abs(theirs).max())
 
 
-@every_level
+@some_levels
 def test_logits_are_capped_in_place(level: Level) -> None:
     """The rows may be columns of a wider array; a recorded step may have the op. The cap hides no infinity."""
     rng, launch = np.random.default_rng(0), launcher(level, 2)
@@ -179,7 +179,7 @@ def test_logits_are_capped_in_place(level: Level) -> None:
     np.testing.assert_array_equal(wide[:, 8999], given[:, 8999])
 
 
-@every_level
+@some_levels
 def test_rows_are_scaled_and_activated_in_place(level: Level) -> None:
     """By a number in memory, and with columns of a wider array."""
     rng, ops = np.random.default_rng(0), LinearOps(launcher(level, 2))

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.bench.quality.arithmetic import chunk_logits, step_logits
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
@@ -23,6 +22,7 @@ from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
 from scripts.make_golden import answer
 from scripts.make_random_model import write
+from tests.backends.native.model_steps import chunk_logits, step_logits
 from tests.bare import kl
 from tests.conftest import FIXTURES
 from tests.random_model import TINY, random_model, tokenizer_file

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from tests.jit.levels import declared, every_level, run
+from tests.jit.levels import declared, run, some_levels
 
 from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
 from polarlm.engine.backends.native.kernels.encode.nearest import NearestLevels, NearestOfRings
@@ -47,7 +47,7 @@ def pairs() -> np.ndarray:
     return np.concatenate([grid, some, near, ends, ends * 1e-3, ends * 7, ends * 1e9, some[:1000] * 1e6])
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize("name", ["ring3.5", "ring5", "turbo2", "turbo4"])
 def test_codes_and_points_are_those_of_numpy(name: str, level: Level) -> None:
     rounding = codecs.get(name).rounding
@@ -61,7 +61,7 @@ def test_codes_and_points_are_those_of_numpy(name: str, level: Level) -> None:
     np.testing.assert_array_equal(points.swapaxes(1, 2).reshape(x.shape), expected_points)
 
 
-@every_level
+@some_levels
 def test_what_is_not_finite_has_some_code(level: Level) -> None:
     """A code is an index into a table."""
     x = np.resize(np.array([np.nan, np.inf, -np.inf, 0], np.float32), (4, 2, 16))

@@ -10,7 +10,7 @@ from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.hot_loops import OF_BYTES, OF_WORDS, X86, Loop, special_levels
 from tests.backends.native.packed_tiles import pack
-from tests.jit.levels import every_level, run
+from tests.jit.levels import SOME, run, some_levels
 from tests.pairs import each, in_turn, pairs
 
 from polarlm.engine.backends.native import tiles  # isort: skip
@@ -34,6 +34,7 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 WITH_WORDS = [level for level in X86 if level.unpacks_first]
+FEW = ["q4_1", "q4_k", "q6_k", "q8_0", "iq3_s", "mxfp4", "tq1_0", "f16", "bf16"]  # each is unpacked in its own way
 LATTICES = [name for name in available() if get(name).grid]
 
 
@@ -144,7 +145,7 @@ def read_back(words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return (words * numbers[..., :1].view(np.float32).astype(np.float64)).reshape(len(words), -1)
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize("row_tile", [1, 2])
 def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> None:
     rng = np.random.default_rng(0)
@@ -163,7 +164,7 @@ def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> 
         np.testing.assert_array_equal(numbers[..., 4], halves.sum(-1, dtype=np.int32))
 
 
-@every_level
+@some_levels
 def test_rows_are_normed_and_interleaved(level: Level) -> None:
     for columns in (48, 43):
         rng = np.random.default_rng(5)
@@ -195,14 +196,14 @@ def check_product(name: str, level: Level, count: int) -> None:
 
 
 COUNTS = [1, 3, 5, 9, 20, 40]
-test_product = in_turn("level name count", each(levels(), available(), COUNTS))(check_product)
+test_product = in_turn("level name count", each(SOME, FEW, COUNTS))(check_product)
 # Every format at every level, with every number of rows: minutes of compilation.
 test_products_of_all_levels = pytest.mark.slow(
     in_turn("level name count", pairs(levels(), available(), COUNTS))(check_product)
 )
 
 
-@in_turn("level activation count name", each(levels(), ["silu", "gelu_tanh"], [1, 3, 7, 17, 33], available()))
+@in_turn("level activation count name", each(SOME, ["silu", "gelu_tanh"], [1, 3, 7, 17, 33], FEW[:5]))
 def test_gated_product(name: str, level: Level, activation: str, count: int) -> None:
     """The gate and the up projection are multiplied together, or one after the other where registers have no room for
     the sums of both. The test above unpacks every format at every level."""
@@ -221,7 +222,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     assert (np.abs(y - want) <= 1e-6 * scale * (1 + np.abs(both).max()) + 1e-5).all()
 
 
-@in_turn("level name", each(levels(), available()))
+@in_turn("level name", each(SOME, FEW))
 def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None:
     rng = np.random.default_rng(2)
     format, packed, values = stored(rng, name, 36, 256)
@@ -233,7 +234,7 @@ def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None
     np.testing.assert_array_equal(out, values[ids])
 
 
-@in_turn("level name", each(levels(), [*LATTICES, "q4_1", "q6_k", "mxfp4", "f16", "bf16"]))
+@in_turn("level name", each(SOME, ["iq3_s", "iq1_m", "q4_1", "q6_k", "mxfp4", "f16"]))
 def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level) -> None:
     """To the bit, beyond the panels for which a block is expanded once, and where the last block of codes that become
     words is alone."""

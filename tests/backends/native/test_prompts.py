@@ -18,7 +18,7 @@ from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard
 from polarlm.engine.errors import KernelError
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
-from tests.jit.levels import every_level
+from tests.jit.levels import some_levels
 
 from polarlm.engine.backends.native.attention_ops import prompts  # isort: skip
 from polarlm.engine.backends.native.kv.cache import CacheOps  # isort: skip
@@ -92,7 +92,7 @@ def transform(
     return HeadTransform(kv_heads, None, None, rotation, scale_back)
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize(
     ("dim", "group", "rows", "done", "blocks", "window"),
     [(64, 3, 100, 70, 6, None), (80, 1, 33, 0, 0, 20), (8, 8, 30, 65, 5, 90)],
@@ -109,7 +109,7 @@ def test_prompts_attend(
     check(found, exact(q, cache, span, 0.3, window, stored))
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize(("softcap", "has_sink_scores"), [(1.5, False), (None, True), (50.0, True)])
 def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sink_scores: bool) -> None:
     """The sink counts once, also where blocks are decoded in several parts."""

@@ -88,7 +88,7 @@ def test_a_conversation_with_tools_finds_its_stored_tokens(server: Serving) -> N
     ("template", "bias"),
     [
         (QWEN3, {"<think>": 50, "th": 100, "</think>": 100}),
-        (GPT_OSS, {"a": 50, "th": 100, "<|end|>": 100}),
+        (GPT_OSS, {"a": 50, "c": 50, "th": 100, "<|end|>": 100}),
         (call_templates.GEMMA, {"<|channel>": 50, "<|tool_call>": 50, "th": 100, "<channel|>": 100}),
     ],
     ids=["qwen3", "gpt-oss", "GEMMA"],

@@ -98,6 +98,7 @@ class Multiplication:
             spec, shape, data = self._spec(part, sizes, kind), (part.shape[0] // self._count, part.shape[1]), part.data
             bias, target = None if self._w.bias is None else self._w.bias[..., first:], y[:, first:]
             if isinstance(data, CachedTiles):
+                assert chosen is not None
                 work = partial(self._product_of_cached, spec, shape, bias, data)
                 self._launch.call(work, panels[kind], target, chosen)
             else:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.codecs.data import TABLED
-from tests.jit.levels import every_level, run
+from tests.jit.levels import run, some_levels
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.attention.decoding import Decoding, decode  # isort: skip
@@ -43,7 +43,7 @@ def check(name: str, level: Level, n: int, d: int, seed: int) -> None:
         assert (np.abs(side - exact) <= 1e-5 * np.abs(exact).max(axis=-1, keepdims=True)).all()
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize("name", ["f16", "ring3.5", "trellis4", "turbo3", "q4_0", "polarquant"])
 def test_tiles_are_decoded(name: str, level: Level) -> None:
     check(name, level, 64, 96 if name == "q4_0" else 80, 1)

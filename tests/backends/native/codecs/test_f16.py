@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import Loop, special_levels
-from tests.jit.levels import every_level
+from tests.jit.levels import some_levels
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.jit.isa.levels import Level
@@ -25,7 +25,7 @@ def test_unpacking_gives_back_the_fields(d: int, n: int, seed: int) -> None:
     attend.check_inverse(CODEC, n, d, seed)
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize(("d", "n", "heads"), SIZES)
 def test_scores(d: int, n: int, heads: int, level: Level) -> None:
     """The errors are those of D products and sums in float32."""
@@ -39,7 +39,7 @@ def test_scores(d: int, n: int, heads: int, level: Level) -> None:
     assert (np.abs(got - np.einsum("hd,bnd->bhn", queries, keys)) <= 1e-6 * size).all()
 
 
-@every_level
+@some_levels
 @pytest.mark.parametrize(("d", "n", "heads"), SIZES)
 def test_mix(d: int, n: int, heads: int, level: Level) -> None:
     rng = np.random.default_rng(2)

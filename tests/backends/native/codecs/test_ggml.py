@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, Loop, special_levels
-from tests.jit.levels import every_level
+from tests.jit.levels import some_levels
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.jit.isa.levels import Level
+from tests.pairs import in_turn
 
 NAMES = ("q8_0", "q4_0")
-every_codec = pytest.mark.parametrize("name", NAMES)
+every_codec = in_turn("name", NAMES)
 
 
 @given(
@@ -41,7 +42,7 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(x * (np.float32(127) / top)).astype(np.float64), top.astype(np.float64) / 127
 
 
-@every_level
+@some_levels
 @every_codec
 def test_scores(name: str, level: Level) -> None:
     """Exact integers, and within half a step of the query of the decoded keys. Some codes of q8_0 are -128."""
@@ -64,7 +65,7 @@ def test_scores(name: str, level: Level) -> None:
     assert (np.abs(got - exact) <= 1.001 * of_query + 1e-6 * size).all()
 
 
-@every_level
+@some_levels
 @every_codec
 def test_mix(name: str, level: Level) -> None:
     """Within half a step of the weights of the mix of the decoded values; scales have both signs."""
@@ -86,7 +87,7 @@ def test_mix(name: str, level: Level) -> None:
     assert (np.abs(got - exact) <= 1.001 * of_weights + 1e-5 * size).all()
 
 
-@every_level
+@some_levels
 def test_weights_that_are_whole_steps_are_exact(level: Level) -> None:
     """Then only the products and sums of float32 are left."""
     codec, rng = codecs.get("q8_0"), np.random.default_rng(3)

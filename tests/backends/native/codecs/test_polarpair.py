@@ -11,12 +11,11 @@ from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
 from tests.codecs.data import streams
-from tests.jit.levels import run
+from tests.jit.levels import SOME, run
 from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.kernels.attention.decoding import Decoding, decode
-from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
@@ -47,7 +46,7 @@ def test_values_have_no_tiles() -> None:
     assert tiles.values(codecs.get(NAMES[0]), 64, 64) is None
 
 
-@in_turn("level name", [*each(levels(), NAMES[::2]), *each(levels(), NAMES[1::2])])
+@in_turn("level name", [*each(SOME, NAMES[::2]), *each(SOME, NAMES[1::2])])
 def test_scores(name: str, level: Level) -> None:
     """Exact integers, and within half a step of the table and half a step of the query of the decoded keys. Every level
     has tables of both sizes."""
@@ -79,7 +78,7 @@ def test_scores(name: str, level: Level) -> None:
     assert (np.abs(got - exact) <= 1.001 * bound + 1e-5 * size).all()
 
 
-@in_turn("level name", each(levels(), NAMES[::2]))
+@in_turn("level name", each(SOME, NAMES[::2]))
 def test_tiles_are_decoded(name: str, level: Level) -> None:
     """Beside values of half precision, in another order than they are stored in."""
     d, n, _ = attend.sizes(NAMES.index(name), level)

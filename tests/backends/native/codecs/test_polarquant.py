@@ -14,20 +14,17 @@ from polarlm.engine.codecs.polarquant import CENTRES, angles_of, level_count, ro
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import fields_of, streams
-from tests.jit.levels import every_level
+from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 CODEC = codecs.get("polarquant")
 # (head dim, block size, queries that read a block together): four levels of angles or three, and odd numbers of groups
 FOUR = [(64, 64, 3), (128, 64, 4), (80, 48, 1), (48, 16, 2), (256, 16, 2)]
 THREE = [(8, 128, 4), (40, 32, 3)]
-some_sizes = in_turn(
-    "level size", [*each(levels(), FOUR), *each(levels(), THREE)]
-)  # not all: kernels take long to compile
+some_sizes = in_turn("level size", [*each(SOME, FOUR), *each(SOME, THREE)])  # not all: kernels take long to compile
 
 
 class Pairs(NamedTuple):
@@ -105,14 +102,14 @@ def test_scores(level: Level, size: tuple[int, int, int]) -> None:
     assert np.sqrt(((got - exact) ** 2).mean() / (exact**2).mean()) < 0.01
 
 
-@every_level
+@some_levels
 def test_a_query_of_zeros(level: Level) -> None:
     own = tiles.keys(CODEC, 16, 16)
     fields = attend.random_fields(np.random.default_rng(2), CODEC, (1,), 16, 16)
     assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
 
-@every_level
+@some_levels
 def test_sums_of_the_largest_products_fit(level: Level) -> None:
     """All pairs of a query alike, and codes whose directions are its own: for every code of the levels above."""
     own = tiles.keys(CODEC, 256, 16)
@@ -169,7 +166,7 @@ def _largest_of_units(radius: np.ndarray) -> np.ndarray:
     return whole.reshape(len(radius), units, 8).max(-1)
 
 
-@every_level
+@some_levels
 def test_what_a_mix_costs(level: Level) -> None:
     """Beside the error of the codec, of vectors as they are encoded."""
     rng, own = np.random.default_rng(4), tiles.values(CODEC, 64, 64)
@@ -181,7 +178,7 @@ def test_what_a_mix_costs(level: Level) -> None:
     assert ((got - exact) ** 2).mean() < 0.01 * ((exact - plain) ** 2).mean()
 
 
-@every_level
+@some_levels
 def test_a_token_with_a_large_weight_and_a_small_value(level: Level) -> None:
     """It takes no precision from the others."""
     rng, own = np.random.default_rng(5), tiles.values(CODEC, 64, 64)

@@ -11,21 +11,20 @@ from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import TABLED, streams
-from tests.jit.levels import every_level
+from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
-from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
 NAMES = (*TABLED, "ring4+norm16")
 OF_EACH_SIZE = ("ring3", "ring3.5", "ring4", "ring5", "trellis3", "trellis3.5", "trellis4")
 every_codec = in_turn("name", NAMES)
 # A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.
-levels_and_codecs = in_turn("level name", each(levels(), NAMES))
+levels_and_codecs = in_turn("level name", each(SOME, NAMES))
 
 
 def table_of(codec: Codec) -> CodeTable:
@@ -103,7 +102,7 @@ def test_scores(name: str, level: Level) -> None:
     np.testing.assert_array_less(np.abs(got - exact), 1.001 * roundings + 1e-5 * size + 1e-12)
 
 
-@every_level
+@some_levels
 def test_a_query_of_zeros(level: Level) -> None:
     codec = codecs.get("ring4")
     own = tiles.keys(codec, 16, 16)
@@ -143,7 +142,7 @@ def test_mix(name: str, level: Level) -> None:
     np.testing.assert_array_less(np.abs(got - exact), 1.001 * (of_table + of_weights) + 1e-5 * (size + 7))
 
 
-@every_level
+@some_levels
 def test_weights_of_neighbours_fit_together(level: Level) -> None:
     """Two weights of 127.5 steps become 128 each; times the largest coordinate, 127, their sum still fits an int16."""
     codec, (n, d) = codecs.get("ring3.5"), (16, 16)

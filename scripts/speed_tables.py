@@ -1,4 +1,4 @@
-"""Writes the speed measurements of bench/results into docs/speed.md and docs/prefix-tiers.md, between their marks."""
+"""The parts of docs/speed.md and docs/prefix-tiers.md that measurements of speed in bench/results decide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polarlm.bench.speed.tables import (
     starts_of_models,
     starts_table,
 )
-from scripts.make_quality_table import RESULTS, ROOT, newest, with_tables
+from scripts.quality_tables import RESULTS, ROOT, newest
 
 DOCUMENT = ROOT / "docs" / "speed.md"
 DEMO = "SmolLM2-135M-Instruct"
@@ -137,13 +137,10 @@ def _picture(path: Path, document: Path) -> list[str]:
     return [link] if picture.exists() else []
 
 
-# Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
-TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    DOCUMENT: {"speed": all_tables, "starts": starts},
-    ROOT / "docs" / "prefix-tiers.md": {"conversations": conversations, "pressure": pressure},
+PARTS: Mapping[str, Callable[[], str]] = {
+    "speed": all_tables,
+    "starts": starts,
+    "conversations": conversations,
+    "pressure": pressure,
 }
-
-
-if __name__ == "__main__":
-    for document, tables in TABLES.items():
-        document.write_text(with_tables(document.read_text(encoding="utf-8"), tables), encoding="utf-8")
+"""Name of a mark → what writes the text between it and its end."""

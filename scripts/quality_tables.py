@@ -1,4 +1,4 @@
-"""Writes the tables of measurements into docs/quality.md, between its marks, from bench/results."""
+"""The parts of docs/quality.md that measurements in bench/results decide."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
-README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "quality.md"
 RESULTS = ROOT / "bench" / "results"
 DEMO = "smollm2-135m-instruct-????-??-??"
 _SAME = "model", "weights", "text", "windows", "window"  # of measurements that may stand in one table
@@ -200,30 +199,11 @@ def _source(measured: Measured, full: float, of_what: str = "in full precision")
     )
 
 
-# Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
-TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    DOCUMENT: {
-        "quality": quality_table,
-        "positions": positions_table,
-        "snapshots": snapshots_table,
-        "figures": figures_table,
-        "peers": peers_table,
-    },
+PARTS: Mapping[str, Callable[[], str]] = {
+    "quality": quality_table,
+    "positions": positions_table,
+    "snapshots": snapshots_table,
+    "figures": figures_table,
+    "peers": peers_table,
 }
-
-
-def with_tables(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """`text` with current tables between their marks. Raises SystemExit with a message if a mark is missing."""
-    for name, table in tables.items():
-        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise SystemExit(f"The document needs the lines {begin} and {end} around its table")
-        text = f"{before}{begin}\n{table()}\n{end}{after}"
-    return text
-
-
-if __name__ == "__main__":
-    for document, tables in TABLES.items():
-        document.write_text(with_tables(document.read_text(encoding="utf-8"), tables), encoding="utf-8")
+"""Name of a mark → what writes the text between it and its end."""

@@ -1,0 +1,72 @@
+"""Pictures are drawn of measurements, or a message says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarlm.bench.plot_style import can_draw
+from polarlm.bench.quality import pictures
+
+pytestmark = pytest.mark.skipif(not can_draw(), reason="needs matplotlib, which the extra `bench` has")
+
+
+def row(type: str, bits: float, kl: float, scored_as: str) -> dict[str, Any]:
+    stretches = [
+        {"start": start, "end": end, "positions": end - start, "kl_mean": times * kl}
+        for start, end, times in ((0, 128, 0), (128, 256, 1), (256, 512, 2))
+    ]
+    return {"type": type, "bits_per_value": bits, "kl_mean": kl, "scored_as": scored_as, "by_position": stretches}
+
+
+@pytest.fixture
+def result() -> dict[str, Any]:
+    types = [("f16", 16.0, 1e-7), ("polarquant", 4.0, 0.01), ("polarquant:plain", 3.875, 0.04), ("ring4", 4.125, 0.005)]
+    scorings = {"as served": 1, "every token coded": 4}
+    rows = [row(type, bits, kl * times, scoring) for type, bits, kl in types for scoring, times in scorings.items()]
+    return {"model": "tiny", "rows": rows}
+
+
+def test_types_as_published_are_hollow_and_every_type_is_labelled(result: dict[str, Any]) -> None:
+    figure = pictures.divergence(result)
+    assert figure is not None
+    assert [ax.get_title() for ax in figure.axes] == ["as served", "every token coded"]
+    for ax in figure.axes:
+        points = [(line.get_xdata()[0], line.get_markerfacecolor() == "none") for line in ax.lines]
+        assert points == [(4.0, False), (3.875, True), (4.125, False)]
+        texts = [text for text in ax.texts if text.get_visible()]
+        assert [text.get_text() for text in texts] == ["polarquant", "polarquant:plain", "ring4"]
+        boxes = [text.get_window_extent() for text in texts]
+        assert not any(box.count_overlaps(boxes[:i]) for i, box in enumerate(boxes))
+
+
+def test_lines_over_positions_begin_where_codes_are_read(result: dict[str, Any]) -> None:
+    figure = pictures.positions(result)
+    assert figure is not None
+    served, coded = figure.axes
+    assert [list(line.get_ydata()) for line in served.lines] == [[0.01, 0.02], [0.04, 0.08], [0.005, 0.01]]
+    assert [list(line.get_xdata()) for line in coded.lines] == [[(128 * 256) ** 0.5, (256 * 512) ** 0.5]] * 3
+    for one in result["rows"]:  # an older measurement
+        del one["by_position"]
+    assert pictures.positions(result) is None
+
+
+def test_the_pictures_of_a_file_lie_next_to_it(result: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(result), encoding="utf-8")
+    assert pictures.main([str(tmp_path / "a.json")]) == 0
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"a.json", "a-divergence.png", "a-positions.png"}  # nothing was timed
+    assert (tmp_path / "a-divergence.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", ["no JSON", "{}"])
+def test_another_file_is_refused_in_a_sentence(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(content, encoding="utf-8")
+    assert pictures.main([str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {file} cannot be read as the JSON of polarlm quality")

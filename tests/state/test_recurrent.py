@@ -1,0 +1,283 @@
+"""The states of recurrent layers in any order of prompts, steps, rejected rows, aborts, preemptions, snapshots and
+copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.layer_state import BlockArrays
+from polarlm.engine.state.recurrent.conv_inputs import ConvShape
+from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaTable, ends_to_keep
+from polarlm.engine.state.recurrent.slots import add_rows
+from polarlm.engine.state.tables import BlockTable
+from polarlm.model_loaders.config import GatedDelta, Mamba2
+from tests.recurrence import make_rows, make_weights, recurrence
+
+N = 4
+Shape = ConvShape | GatedDelta | Mamba2
+SHAPES = [ConvShape(2, 2), ConvShape(2, 4), GatedDelta(1, 2, 4, 3, 3), Mamba2(1, 2, 4, 3, 3)]
+
+
+@dataclass
+class Running:
+    """A sequence: its rows, and for each layer what it began with at position `base`, a multiple of N."""
+
+    rows: np.ndarray
+    table: BlockTable
+    base: int = 0
+    start: dict[int, tuple[np.ndarray, np.ndarray]] | None = None
+
+
+def convolved(rows: np.ndarray, conv: np.ndarray) -> np.ndarray:
+    """The results of a short convolution for rows [B | C | x] of a whole sequence."""
+    gate, gate_out, x = np.split(rows.astype(np.float64), 3, axis=1)
+    padded = np.concatenate([np.zeros((len(conv) - 1, x.shape[1])), gate * x])
+    return gate_out * sum(weight * padded[at : at + len(rows)] for at, weight in enumerate(conv))
+
+
+class Schedules(RuleBasedStateMachine):
+    """Sequences whose results are those of the recurrence from the beginning, or from the snapshot they began with."""
+
+    @initialize(seed=st.integers(0, 99), shape=st.sampled_from(SHAPES))
+    def start(self, seed: int, shape: Shape) -> None:
+        self.rng, self.shape = np.random.default_rng(seed), shape
+        ops = self.ops = NumpyOps(1)
+        if isinstance(shape, ConvShape):
+            self.op: Any = ops.short_conv
+            self.state: Any = shape.state(ops, N, (3, 5), (12, 8))
+            self.weights: dict[int, tuple[Any, ...]] = {
+                layer: (self.rng.standard_normal((shape.width, shape.channels)).astype(np.float32), None)
+                for layer in (3, 5)
+            }
+        else:
+            self.op = ops.mamba2 if isinstance(shape, Mamba2) else ops.gated_delta
+            self.state = DeltaShape(shape).state(ops, N, (3, 5), (6, 5))
+            self.weights = {layer: (make_weights(self.rng, shape),) for layer in (3, 5)}
+        self.running: list[Running] = []
+        self.waiting: list[tuple[Running, BlockArrays]] = []
+
+    def new_rows(self, count: int) -> np.ndarray:
+        if isinstance(self.shape, ConvShape):
+            return self.rng.standard_normal((count, 3 * self.shape.channels)).astype(np.float32)
+        return make_rows(self.rng, self.shape, count)
+
+    def add(self, sequence: Running, view: Any, rows: np.ndarray, count: int, layer: int) -> None:
+        """Add the last `count` of the sequence's `rows`, and check their results."""
+        spans, slots, weights = self.state.spans([view]), self.state.cache(layer), self.weights[layer]
+        results = add_rows(self.ops, self.op, rows[len(rows) - count :], weights, slots, spans)
+        if isinstance(self.shape, ConvShape):
+            expected = convolved(rows, weights[0])
+        else:
+            start = sequence.start and sequence.start[layer]
+            expected, _ = recurrence(rows[sequence.base :], weights[0], self.shape, start)
+        expected = expected[len(expected) - count :]
+        np.testing.assert_allclose(results, expected, rtol=0, atol=3e-5 * max(1, np.abs(expected).max()))
+
+    @rule()
+    def begin(self) -> None:
+        if len(self.running) < 3:
+            self.running.append(Running(self.new_rows(0), self.state.new_table()))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 25), unit=st.integers(1, 9), aborts=st.booleans())
+    def prompt(self, data: st.DataObject, count: int, unit: int, aborts: bool) -> None:
+        sequence = data.draw(st.sampled_from(self.running))
+        begin, table = len(sequence.rows), sequence.table
+        rows = np.concatenate([sequence.rows, self.new_rows(count)])
+        try:
+            growth = self.state.open(table, begin, count, {}, as_steps=False)
+        except OutOfBlocks:
+            return
+        for layer in self.weights:
+            self.state.begin_layer(layer, table, growth, begin)
+            for first in range(0, count, unit):
+                size = min(unit, count - first)
+                view = self.state.view(layer, table, growth, begin, slice(0, size), begin + first)
+                self.add(sequence, view, rows[: begin + first + size], size, layer)
+            self.state.seal(layer, growth, begin, count)
+        if aborts:
+            self.state.abort(growth)
+            return
+        sequence.rows = rows
+        self.state.commit(table, growth, len(rows))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, N + 2), kept=st.integers(0, N + 2))
+    def step(self, data: st.DataObject, count: int, kept: int) -> None:
+        sequence = data.draw(st.sampled_from(self.running))
+        begin, table = len(sequence.rows), sequence.table
+        count = min(count, N - begin % N) if self.state.is_sparse else count
+        rows = np.concatenate([sequence.rows, self.new_rows(count)])
+        try:
+            growth = self.state.open_step(table, begin, count)
+        except OutOfBlocks:
+            return
+        for layer in self.weights:
+            view = self.state.view(layer, table, growth, begin, slice(0, count), begin)
+            self.add(sequence, view, rows, count, layer)
+        sequence.rows = rows[: begin + min(kept, count)]
+        self.state.commit(table, growth, len(sequence.rows))
+
+    @precondition(lambda self: self.running and self.state.is_sparse)
+    @rule(data=st.data())
+    def begin_with_a_snapshot(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.running))
+        if len(self.running) == 3 or not sequence.table.snapshots:
+            return
+        number, block = data.draw(st.sampled_from(sorted(sequence.table.snapshots.items())))
+        end = (number + 1) * N
+        table = self.state.share([None] * number + [block], end)
+        arrays, start = self.state.read_blocks([block]), {}
+        for layer, (weights,) in self.weights.items():
+            kept = {name: array[0] for (number, name), array in arrays.items() if number == layer}
+            decoded = EIGHT_BITS.decode(kept)
+            before = sequence.start and sequence.start[layer]
+            if end > sequence.base:
+                exact = recurrence(sequence.rows[sequence.base : end], weights, self.shape, before)[1][-1]
+                assert (np.abs(decoded - exact) <= 0.51 * kept["scales"][:, None] + 1e-5).all()
+            start[layer] = decoded, kept["inputs"]
+        self.running.append(Running(sequence.rows[:end], table, end, start))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def begin_with_a_copy(self, data: st.DataObject) -> None:
+        """Begin with all blocks of a sequence, whose current block is cut anywhere, or with fewer blocks."""
+        sequence = data.draw(st.sampled_from(self.running))
+        table, complete = sequence.table, len(sequence.rows) // N
+        if len(self.running) == 3 or (self.state.is_sparse and table.current is None):
+            return
+        least = complete * N if self.state.is_sparse else 0
+        length = data.draw(st.integers(least, len(sequence.rows)))
+        if self.state.is_sparse:
+            copy: BlockTable = DeltaTable()
+        else:
+            length = length if length >= complete * N else length // N * N
+            blocks = [table.block(number) if number else table.sink for number in range(length // N)]
+            copy = self.state.share(blocks, length)
+        if length % N or self.state.is_sparse:
+            try:
+                (copy.current,) = self.state.full.allocate(1)
+            except OutOfBlocks:
+                self.state.release(copy)
+                return
+            self.state.copy_full(copy.current, table.current, length % N)
+        self.running.append(Running(sequence.rows[:length], copy, sequence.base, sequence.start))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def keep_the_end(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.running))
+        if len(sequence.rows) >= 2 * N and len(sequence.rows) % N == 0:
+            block = self.state.keep_end(sequence.table, len(sequence.rows))
+            assert block is not None or not self.state.quantized.free or not self.state.is_sparse
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def moves(self, data: st.DataObject) -> None:
+        """Slots and blocks that are read and written back into others are the same."""
+        table = data.draw(st.sampled_from(self.running)).table
+        blocks: Any = table.snapshots if self.state.is_sparse else table.quantized
+        try:
+            for key, block in list(blocks.items() if self.state.is_sparse else enumerate(blocks)):
+                (other,) = self.state.quantized.allocate(1)
+                self.state.write_blocks([other], self.state.read_blocks([block]))
+                self.state.quantized.release(block)
+                blocks[key] = other
+            if table.current is not None:
+                (slot,) = self.state.full.allocate(1)
+                self.state.write_full(slot, self.state.read_full(table.current, N))
+                self.state.full.release(table.current)
+                table.current = slot
+        except OutOfBlocks:
+            pass
+
+    @precondition(lambda self: self.running and self.state.is_sparse)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """A sequence gives up its slot; what it knew waits outside."""
+        index = data.draw(st.integers(0, len(self.running) - 1))
+        sequence = self.running[index]
+        if sequence.table.current is not None and len(sequence.rows):
+            del self.running[index]
+            arrays = self.state.read_full(sequence.table.current, len(sequence.rows) % N)
+            self.waiting.append((sequence, {key: array.copy() for key, array in arrays.items()}))
+            self.state.release(sequence.table)
+
+    @precondition(lambda self: self.waiting and len(self.running) < 3)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.waiting) - 1))
+        sequence, saved = self.waiting[index]
+        try:
+            complete = len(sequence.rows) // N
+            sequence.table = self.state.reserve_table(len(sequence.rows), max(0, complete - 1), False)
+        except OutOfBlocks:
+            return
+        self.state.write_full(sequence.table.current, saved)
+        self.running.append(sequence)
+        del self.waiting[index]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.running) - 1))
+        self.state.release(self.running.pop(index).table)
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        if getattr(self, "running", None) == []:
+            assert self.state.quantized.free == self.state.quantized.size
+            assert self.state.full.free == self.state.full.size
+
+
+run = partial(run_state_machine_as_test, Schedules)
+
+
+def test_schedules() -> None:
+    run(settings=settings(max_examples=40))
+
+
+@pytest.mark.slow
+def test_many_schedules() -> None:
+    """Takes half a minute."""
+    run(settings=settings(max_examples=200))
+
+
+def test_a_prompt_keeps_its_end_and_ever_fewer_places_before_it() -> None:
+    assert ends_to_keep(0, 2, None) == [1]
+    assert ends_to_keep(0, 1, None) == []  # the first block is computed again
+    assert ends_to_keep(20, 300, 24) == [24, 43, 235, 283, 295, 299]
+    assert ends_to_keep(20, 300, 7) == [43, 235, 283, 295, 299]  # another span has computed that block
+
+
+def test_sizes_are_those_of_the_arrays_and_others_are_refused() -> None:
+    shape = ConvShape(2, 3)
+    state = shape.state(NumpyOps(1), N, (0,), (2, 3))
+    assert state.read_blocks([0, 1])[0, "inputs"].nbytes == 2 * shape.quantized_bytes(N)
+    assert state.cache(0).nbytes == 3 * shape.full_bytes(N)
+    for arrays, (spec,) in (
+        (state.read_blocks([0]), shape.block_arrays(N, "fields")),
+        (state.read_full(0, 3), shape.full_arrays(3)),
+    ):
+        ((_, name), array) = next(iter(arrays.items()))
+        assert (name, array.dtype, array.reshape(spec.shape).shape) == (spec.name, spec.dtype, spec.shape)
+    with pytest.raises(ValueError, match="broadcast"):
+        state.write_blocks([0], {(0, "inputs"): np.zeros((1, 9, 9), np.float32)})
