@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
-from polarlm.engine import weight_formats
 from polarlm.engine.cli.commands import note, run, use_utf8
 from polarlm.engine.cli.flags import FlagError, parse, that
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig, setting
 from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.experts import estimated_sizes
 from polarlm.engine.loading.fit import (
     CacheFit,
     DeviceFit,
@@ -26,10 +24,8 @@ from polarlm.engine.loading.fit import (
     devices,
     fit_device,
     fit_files,
-    fit_weights,
     steps_to,
 )
-from polarlm.engine.loading.sizes import loaded_bytes
 from polarlm.engine.model.weights import in_words
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
@@ -106,26 +102,26 @@ def _report(argv: Sequence[str]) -> str:
     if path.startswith(PREFIX) and not Path(path).exists():
         if options.lora:
             raise FlagError("--lora: adapters are counted with a model that is here: give its path")
-        model, dtype, found = _fit_hub(path, config, numbers)
+        model, dtype, fits = _fit_hub(path, config, numbers)
     else:
         model, source, dtype = model_loaders.load_weights(path)
         try:
             asked = numbers or steps_to(model.max_context)
-            found = [
+            fits = [
                 fit_device(config, device, ops, model, source, contexts=asked)
                 for device, ops in devices(options.device)
             ]
         finally:
             source.close()
-    advice = advise(found, config, model)
+    advice = advise(fits, config, model)
     command = _command(advice, options, "serve" if model.is_encoder else "chat")
     if options.json:
         about = {"model": str(path), "family": model.family, "max_context": model.max_context, "weights": dtype}
-        result = {**about, "devices": [asdict(one) for one in found], "advice": asdict(advice), "command": command}
+        result = {**about, "devices": [asdict(one) for one in fits], "advice": asdict(advice), "command": command}
         return json.dumps(result, indent=1, ensure_ascii=False)
     name = path if path.startswith(PREFIX) else Path(path).name
     lines = [f"{name}: {len(model.layers)} layers, {model.max_context:,} tokens of context, {dtype} weights"]
-    for device in found:
+    for device in fits:
         lines += ["", *_device_lines(device, model)]
     lines += ["", advice.sentence]
     if command:
@@ -141,21 +137,9 @@ def _fit_hub(
     model, files = hub.sizes(name)
     asked = numbers or steps_to(model.max_context)
     plain = f"{PREFIX}{replace(name, quantization=None)}"
-    found = []
-    for device, ops in devices(config.device):
-        if not files[0][0]:  # safetensors
-            types = dict.fromkeys((config.weight_type, AS_STORED, *weight_formats.writable()))
-            rows = []
-            for number, weight_type in enumerate(types):
-                settings = replace(config, weight_type=weight_type)
-                size = loaded_bytes(settings, ops, model, files[0][1])
-                of = estimated_sizes(ops, model, size)
-                rows.append(fit_weights(settings, ops, model, of, contexts=() if number else asked))
-            found.append(DeviceFit(device, ops.name, ops.free_memory(), tuple(rows)))
-        else:
-            sizes = {f"{plain}:{label}": size for label, size in files}
-            found.append(fit_files(config, device, ops, model, sizes, contexts=asked))
-    return model, "GGUF" if files[0][0] else "safetensors", found
+    sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
+    fits = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
+    return model, "GGUF" if files[0][0] else "safetensors", fits
 
 
 def _is_list(text: str) -> bool:

@@ -16,7 +16,7 @@ from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import fits_beside
+from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.files.gguf_file import part_paths

@@ -89,16 +89,6 @@ def test_it_is_nearer_to_full_precision_than_compact_with_fewer_bits() -> None:
     assert kl["by-age"] < 0.7 * kl["compact"]
 
 
-def test_a_store_for_as_many_tokens_is_smaller_than_that_of_ring5(path: Path) -> None:
-    settings: dict[str, Any] = {"parallel": 1, "kept_sequences": 0}
-    plans = []
-    for cache_type in ("by-age", "ring5"):
-        with load(path, cache_type, **settings) as engine:
-            plans.append(engine._store.plan)
-    assert plans[0].tokens == plans[1].tokens == 256
-    assert plans[0].bytes < plans[1].bytes
-
-
 def test_the_bits_of_a_text_are_those_of_its_blocks(tiny_path: Path) -> None:
     shapes = {}
     for cache_type in ("by-age", "ring5", "ring3"):

@@ -153,9 +153,17 @@ def test_blocks_are_coded_for_no_longer_than_a_step(monkeypatch: pytest.MonkeyPa
     assert not blocks.lacks_room()
 
 
-def test_types_of_its_own_are_refused(tiny_path: Path) -> None:
-    with pytest.raises(EngineError, match="leave cache_type_k out"):
-        Engine.load(tiny_path, device="cpu", cache_type="auto", cache_type_k="ring4")
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"cache_type": "auto", "cache_type_k": "ring4"}, "leave cache_type_k out"),
+        ({"cache_type": "auto:3.5"}, "cache_type=auto:3.5: there is no such type; choose .* auto, by-age, "),
+        ({"cache_type_k": "auto:3.5"}, "cache_type_k=auto:3.5: there is no such type"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(tiny_path: Path, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(EngineError, match=sentence):
+        Engine.load(tiny_path, device="cpu", **settings)
 
 
 def test_a_model_of_windows_alone_is_refused(tmp_path: Path) -> None:
@@ -217,7 +225,9 @@ def test_blocks_come_back_from_a_disk_as_there_is_room(path: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_many_schedules_leave_nothing(path: Path, tmp_path: Path) -> None:
-    """Conversations that grow, some of them cancelled, a small disk, sessions and restarts: no request fails."""
+    """Conversations that grow, some of them cancelled, a small disk, sessions and restarts: no request fails.
+
+    Slow: only hundreds of requests meet in all these ways."""
     rng, known_ids = random.Random(0), {}
     folder: dict[str, Any] = {"cache_disk": "2M", "cache_disk_folder": str(tmp_path / "blocks")}
     kinds, from_disk = set(), 0

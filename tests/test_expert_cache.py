@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -29,9 +28,10 @@ from polarlm.engine.loading import assembly
 from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, stored_layers
-from polarlm.engine.loading.experts import ExpertPlan, Sizes, _fitting_bytes, estimated_sizes, expert_plan, sizes
 from polarlm.engine.loading.fit import DeviceFit, fit_weights
-from polarlm.engine.loading.sizes import cache_shape
+from polarlm.engine.loading.placement import experts as placed_experts
+from polarlm.engine.loading.placement.experts import ExpertPlan, expert_plan, fitting_bytes
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_bytes, wanted_of_source
 from polarlm.engine.model.kv_scales import Variances
 from polarlm.engine.quantization.statistics import neutral
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -43,6 +43,7 @@ from scripts.make_random_model import write
 from tests.call_templates import NO_TOOLS
 from tests.compiled import end_of_compilation
 from tests.cuda.emulated import EmulatedDevice
+from tests.little_memory import answer_in
 from tests.tiny import VOCABULARY, make_model
 from tests.tool_model import tool_model
 
@@ -60,7 +61,7 @@ def load(path: Path, ops: Ops | None = None, said: list[str] | None = None, **se
 def of(path: Path) -> Sizes:
     model, source, _ = model_loaders.load_weights(path)
     try:
-        return sizes(NativeOps(1), model, source, None)
+        return wanted_of_source(EngineConfig(), NativeOps(1), model, source).sizes
     finally:
         source.close()
 
@@ -122,33 +123,45 @@ def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
     config, ops = EngineConfig(**settings), NativeOps(1)
     model, source, _ = model_loaders.load_weights(path)
     source.close()
-    return expert_plan(config, ops, model, cache_shape(config, WHOLE, ops, model), whole)
+    wanted = Wanted(config, model, whole)
+    return expert_plan(wanted, ops, wanted.shape(ops))
 
 
-def test_as_many_experts_as_memory_leaves_are_loaded(tmp_path: Path, memory: Callable[[int], None]) -> None:
-    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
-    memory(11 * GIB)
-    assert plan_for(path, whole) is None
-    memory(8 * GIB)
-    found = plan_for(path, whole)
-    assert found.experts == 5  # of 8: 6 GiB are left beside the other weights
-    assert found.bytes == 5 * GIB
-    assert found.of_token == 8 * GIB // 8 * 4 * 3 // 8  # three of eight are not in memory
-    assert found.room == (8 - 2 - 4) * GIB // 2
+@pytest.mark.parametrize(
+    ("free", "settings", "experts"),
+    [
+        (11 * GIB, {}, None),
+        (10 * GIB + (64 << 10), {"calibration": False}, 7),  # all weights would fit, but not with 4,096 tokens
+        (8 * GIB, {"calibration": False}, 5),  # of 8: 6 GiB are left beside the other weights
+        (8 * GIB, {}, 4),  # fitting the cache takes memory for a moment
+    ],
+)
+def test_as_many_experts_as_memory_leaves_are_loaded(
+    tmp_path: Path,
+    memory: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    free: int,
+    settings: dict[str, Any],
+    experts: int | None,
+) -> None:
+    monkeypatch.setattr(placed_experts, "fitting_bytes", lambda shape: 2 * GIB)
+    memory(free)
+    plan = plan_for(make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,)), **settings)
+    assert (plan and plan.experts) == experts
+    if experts == 5:
+        assert plan.bytes == 5 * GIB
+        assert plan.of_token == 8 * GIB // 8 * 4 * 3 // 8  # three of eight are not in memory
+        assert plan.room == (8 - 2 - 4) * GIB // 2
+
+
+def test_experts_of_one_token_have_to_fit(tmp_path: Path, memory: Callable[[int], None]) -> None:
     memory(5 * GIB)
     with pytest.raises(EngineError, match=r"weights take 10\.0 GiB"):
-        plan_for(path, whole)
+        plan_for(make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,)))
 
 
-def test_experts_leave_room_for_the_context(tmp_path: Path, memory: Callable[[int], None]) -> None:
-    """All weights would fit, but not with 4,096 tokens, or the context that is asked for."""
-    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
-    memory(10 * GIB + (64 << 10))
-    found = plan_for(path, whole)
-    assert found.experts == 7
-
-
-@pytest.mark.parametrize(("kv_heads", "head_dim", "layers"), [(8, 64, 4), (16, 128, 2), (2, 512, 2)])
+@pytest.mark.parametrize(("kv_heads", "head_dim", "layers"), [(8, 64, 4), (16, 128, 2)])
 def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, layers: int) -> None:
     one = LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), kv_heads, head_dim, 8)
     shape, ones = CacheShape(64, (one,) * layers), np.ones((kv_heads, head_dim))
@@ -158,17 +171,7 @@ def test_what_fitting_the_cache_takes_is_counted(kv_heads: int, head_dim: int, l
     stored_layers(WHOLE, shape, [Variances(ones, ones)] * layers, statistics)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < _fitting_bytes(shape) < 1.5 * most
-
-
-def test_experts_leave_room_for_fitting_the_cache(
-    tmp_path: Path, memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, whole = make_model(tmp_path, "qwen3_moe_normed"), Sizes(10 * GIB, (8 * GIB,))
-    monkeypatch.setattr("polarlm.engine.loading.experts._fitting_bytes", lambda shape: 2 * GIB)
-    memory(8 * GIB)
-    found = [plan_for(path, whole, calibration=fitted) for fitted in (False, True)]
-    assert [plan and plan.experts for plan in found] == [5, 4]
+    assert most < fitting_bytes(shape) < 1.5 * most
 
 
 def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callable[[int], None]) -> None:
@@ -177,7 +180,7 @@ def test_fit_says_how_many_experts_are_in_memory(tmp_path: Path, memory: Callabl
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     memory(8 * GIB)
-    stored, q4_0 = (fit_weights(config, ops, model, Sizes(size * GIB, ((size - 1) * GIB,))) for size in (10, 4))
+    stored, q4_0 = (fit_weights(Wanted(config, model, Sizes(size * GIB, ((size - 1) * GIB,))), ops) for size in (10, 4))
     assert stored.experts is not None
     assert q4_0.experts is None
     assert stored.cache("balanced").tokens == model.max_context
@@ -196,7 +199,9 @@ def test_experts_have_their_share_of_a_file_that_is_not_fetched(tmp_path: Path) 
     model, source, _ = model_loaders.load_weights(path)
     source.close()
     whole = of(path)
-    assert estimated_sizes(NativeOps(1), model, whole.weights).experts == pytest.approx(whole.experts, rel=0.02)
+    assert wanted_of_bytes(EngineConfig(), NativeOps(1), model, whole.weights).sizes.experts == pytest.approx(
+        whole.experts, rel=0.02
+    )
 
 
 def test_a_size_for_less_than_a_token_says_what_is_needed(tmp_path: Path) -> None:
@@ -254,37 +259,17 @@ def test_a_server_counts_what_was_read(tmp_path: Path) -> None:
         assert min(sizes) * now.experts.misses <= now.experts.bytes <= max(sizes) * now.experts.misses
 
 
-LIMITED = """
-import resource, sys
-from polarlm.engine import Engine, EngineError, SamplingParams
-settings = dict(device="cpu", threads=1, ctx_size=64, parallel=1, kept_sequences=0, calibration=False)
-params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-with Engine.load(sys.argv[1], **settings, expert_cache="40M") as engine:  # libraries and kernels are loaded
-    engine.generate([5, 6, 7], params)
-(data,) = [line for line in open("/proc/self/status") if line.startswith("VmData")]
-limit = int(data.split()[1]) * 1024 + (int(sys.argv[2]) << 20)
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-try:
-    with Engine.load(sys.argv[1], **settings, expert_cache=sys.argv[3]) as engine:
-        print(engine.generate([5, 6, 7], params).token_ids)
-except EngineError as error:
-    print(error)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's private memory")
 def test_a_mixture_may_be_larger_than_memory(tmp_path: Path) -> None:
-    """A layer of OLMoE has 238 MiB of experts; 220 MiB of private memory are left for it and the program."""
+    """A layer of OLMoE has 238 MiB of experts; 220 MiB of private memory are left for it and the program. Slow: it
+    makes the file, and processes load it six times."""
     path, tokenizer = tmp_path / "model.gguf", tool_model(tmp_path, NO_TOOLS).with_name("tokenizer.gguf")
     whole = SHAPES["olmoe-1b-7b"]
     write(path, "mixture", replace(whole, layers=whole.layers[:1], vocab_size=1024), "q4_k", tokenizer)
 
-    def run(room: int, size: str) -> str:
-        command = [sys.executable, "-c", LIMITED, str(path), str(room), size]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    assert "not enough memory" in run(220, "1G")
-    third = run(220, "77M")
+    first = {"expert_cache": "40M"}
+    assert "not enough memory" in answer_in(220, path, first, expert_cache="1G")
+    third = answer_in(220, path, first, expert_cache="77M")
     assert third.startswith("(")
-    assert third == run(1000, "1G")
+    assert third == answer_in(1000, path, first, expert_cache="1G")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from polarlm.engine.config import AS_STORED
 from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import (
     CacheFit,
     DeviceFit,
@@ -30,6 +30,8 @@ from polarlm.engine.loading.fit import (
     steps_to,
 )
 from polarlm.engine.loading.need import PROCESS_BYTES, need
+from polarlm.engine.loading.placement.place import place
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_source
 from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -86,25 +88,37 @@ def test_the_longest_context_is_what_an_engine_gets(tiny_path: Path, memory, cac
         assert cache.bits_per_value == stats.bits_per_value
 
 
-@pytest.mark.slow
-def test_a_demonstration_model_in_little_memory(demo_path: Path, memory) -> None:
-    memory(160 * MIB)
-    cache = fits(demo_path, cpu()).weights[0].cache("balanced")
-    with Engine.load(demo_path, device="cpu", calibration=False) as engine:
-        assert cache.tokens == engine._store.plan.tokens
-        assert cache.store_bytes == engine._store.plan.bytes
-    assert 0 < cache.tokens < 8192
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("weight_type", [AS_STORED, "q8_0", "q4_0", "f32"])
-def test_weights_take_what_loading_takes(demo_path: Path, weight_type: str) -> None:
+def test_weights_take_what_loading_takes(tiny_path: Path, weight_type: str) -> None:
     ops = cpu()
-    found = next(one for one in fits(demo_path, ops).weights if one.weight_type == weight_type)
-    config, source, _ = model_loaders.load_weights(demo_path)
+    row = next(one for one in fits(tiny_path, ops).weights if one.weight_type == weight_type)
+    config, source, _ = model_loaders.load_weights(tiny_path)
     loaded = load_weights(ops, config, source, None, weight_format(EngineConfig(weight_type=weight_type)))
     source.close()
-    assert found.bytes == loaded.bytes
+    assert row.bytes == loaded.bytes
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "compact"])
+def test_a_mixture_is_placed_as_it_is_loaded_with_each_cache_type(tmp_path: Path, memory, cache_type: str) -> None:
+    """With few experts in memory at a time: a cache that takes less leaves room for more of them."""
+    path = make_model(tmp_path, "qwen3_moe_normed")
+    memory(220 * 1024)
+    row = fits(path, cpu(), kept_sequences=0, parallel=1).weights[0].cache(cache_type)
+    with Engine.load(path, device="cpu", cache_type=cache_type, kept_sequences=0, parallel=1) as engine:
+        assert engine.expert_plan is not None
+        assert (row.tokens, row.experts) == (engine._store.plan.tokens, engine.expert_plan)
+
+
+@pytest.mark.parametrize(("kv_memory", "is_met"), [(None, False), ("2M", True), ("4M", True), ("8M", False)])
+def test_a_store_of_a_size_may_take_all_that_the_weights_leave(
+    tiny_path: Path, memory, kv_memory: str | None, is_met: bool
+) -> None:
+    """Where no size is named it takes at most half, and the context has to fit."""
+    memory(6 * MIB)
+    config, source, _ = model_loaders.load_weights(tiny_path)
+    wanted = wanted_of_source(EngineConfig(ctx_size=1_000_000, kv_memory=kv_memory), cpu(), config, source)
+    source.close()
+    assert place(wanted, cpu()).is_met == is_met
 
 
 def test_a_row_says_what_is_not_kept_as_it_is_stored(tmp_path: Path, memory, capsys) -> None:
@@ -168,10 +182,10 @@ def test_a_size_in_bytes_is_enough_for_the_weights(tiny_path: Path, memory) -> N
     config, source, _ = model_loaders.load_weights(tiny_path)
     size = weight_bytes(cpu(), source)
     source.close()
-    assert fit_weights(EngineConfig(), cpu(), config, Sizes(size)) == replace(
+    assert fit_weights(Wanted(EngineConfig(), config, Sizes(size)), cpu()) == replace(
         fits(tiny_path, cpu()).weights[0], kept=()
     )
-    assert fit_weights(EngineConfig(), cpu(), config, Sizes(65 * MIB)).lacking == MIB
+    assert fit_weights(Wanted(EngineConfig(), config, Sizes(65 * MIB)), cpu()).lacking == MIB
 
 
 def test_without_a_gpu_there_is_one_device() -> None:
@@ -202,51 +216,39 @@ ALL = {"f16": 32_768, "quality": 32_768, "balanced": 32_768, "compact": 32_768}
 NONE = dict.fromkeys(ALL, 0)
 
 
-def test_what_fits_needs_no_flags() -> None:
-    found = advice(weight_fit(AS_STORED, 100, **ALL), weight_fit("q4_0", 50, **ALL))
-    assert found.settings == {}
-    assert "32,768 tokens fits" in found.sentence
+WHOLE_FITS = weight_fit(AS_STORED, 100, **ALL)
+TOO_LARGE = weight_fit(AS_STORED, 100, lacking=3, **NONE)
+LITTLE = weight_fit(AS_STORED, 100, f16=5_000, quality=17_000, balanced=20_000, compact=25_000)
+Q4_0, Q8_0 = weight_fit("q4_0", 50, **ALL), weight_fit("q8_0", 90, **ALL)
 
 
-def test_a_context_that_was_asked_for_stays() -> None:
-    assert advice(weight_fit(AS_STORED, 100, **ALL), ctx_size=32_768).settings == {"ctx_size": 32_768}
-
-
-def test_the_preset_that_holds_most_is_taken_if_the_default_holds_too_little() -> None:
-    some = {"f16": 5_000, "quality": 17_000, "balanced": 20_000, "compact": 25_000}
-    found = advice(weight_fit(AS_STORED, 100, **some), weight_fit("q4_0", 50, **ALL))
-    assert found.settings == {"cache_type": "compact", "ctx_size": 25_000}
-    assert "25,000 fit" in found.sentence
-    assert "with f16, 5,000" in found.sentence
-
-
-def test_weights_are_converted_where_they_do_not_fit_otherwise() -> None:
-    none = weight_fit(AS_STORED, 100, lacking=3, **NONE)
-    found = advice(none, weight_fit("f32", 400, 303, **NONE), weight_fit("q8_0", 90, **ALL))
-    assert found.settings == {"weight_type": "q8_0"}
-    assert "as the file has them" in found.sentence
-
-
-def test_a_cpu_is_taken_before_weights_are_converted() -> None:
-    none = weight_fit(AS_STORED, 100, lacking=3, **NONE)
-    gpu = (none, weight_fit("q8_0", 50, **ALL))
-    found = advice(weight_fit(AS_STORED, 100, **ALL), weight_fit("q8_0", 50, **ALL), gpu=gpu)
-    assert found.settings == {"device": "cpu"}
-
-
-def test_a_model_that_is_too_large_is_said_to_be() -> None:
-    found = advice(weight_fit(AS_STORED, 3 * MIB, 2 * MIB, **NONE), weight_fit("q4_0", 2 * MIB, MIB, **NONE))
-    assert found.settings is None
-    assert "2.0 MiB as q4_0, 1.0 MiB too much" in found.sentence
-    found = advice(weight_fit(AS_STORED, MIB, **{**NONE, "compact": 300}))
-    assert "300 tokens" in found.sentence
+@pytest.mark.parametrize(
+    ("weights", "more", "settings", "sentence"),
+    [
+        ((WHOLE_FITS, Q4_0), {}, {}, "32,768 tokens fits"),
+        ((WHOLE_FITS,), {"ctx_size": 32_768}, {"ctx_size": 32_768}, "32,768 tokens fits"),
+        ((LITTLE, Q4_0), {}, {"cache_type": "compact", "ctx_size": 25_000}, "25,000 fit.* with f16, 5,000"),
+        # Weights are converted only to what is smaller, and only where no device has them as they are.
+        ((TOO_LARGE, weight_fit("f32", 400, 303, **NONE), Q8_0), {}, {"weight_type": "q8_0"}, "as the file has them"),
+        ((WHOLE_FITS, Q8_0), {"gpu": (TOO_LARGE, Q8_0)}, {"device": "cpu"}, "32,768 tokens fits"),
+        ((weight_fit(AS_STORED, MIB, **{**NONE, "compact": 300}),), {}, None, "300 tokens"),
+        (
+            (weight_fit(AS_STORED, 3 * MIB, 2 * MIB, **NONE), weight_fit("q4_0", 2 * MIB, MIB, **NONE)),
+            *({}, None, "2.0 MiB as q4_0, 1.0 MiB too much"),
+        ),
+    ],
+)
+def test_advice(weights: tuple[WeightFit, ...], more: Any, settings: dict[str, Any] | None, sentence: str) -> None:
+    given = advice(*weights, **more)
+    assert given.settings == settings
+    assert re.search(sentence, given.sentence)
 
 
 def test_a_store_of_windows_holds_fewer_sequences_than_its_longest_context_would() -> None:
     """The blocks of a window are for one sequence."""
     layers = (replace(LAYER, mixer=replace(LAYER.mixer, head_dim=64, window=window)) for window in (512, None))
     model = replace(MODEL, layers=tuple(layers))
-    found = fit_weights(EngineConfig(), cpu(), model, Sizes(0), ["balanced"], [4096])
+    found = fit_weights(Wanted(EngineConfig(), model, Sizes(0)), cpu(), ["balanced"], [4096])
     assert found.caches[0].contexts[0].sequences == 1
 
 

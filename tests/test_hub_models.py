@@ -12,7 +12,7 @@ from polarlm.engine.chat.config import read_command_line as chat_flags
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import fits_beside
+from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.model_loaders import load_weights
 from polarlm.server.config import read_command_line as server_flags
 from tests.model_loaders.checkpoints import MODELS

@@ -23,10 +23,9 @@ BEHIND_THE_ENGINE = {
     "codecs",
     "jit",
     "loading.advice",
-    "loading.gpu",
     "loading.encoding",
-    "loading.experts",
     "loading.fitting",
+    "loading.placement",
     "loading.rehearsal",
     "loading.tile_cache",
     "model",
@@ -107,18 +106,17 @@ ROOMS["cli.commands"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
-ROOMS["loading.experts"] = ROOMS["loading.sizes"] | {"loading.sizes"}
-ROOMS["loading.gpu"] = ROOMS["loading.sizes"] | {"backends.select", "loading.experts", "loading.sizes"}
+ROOMS["loading.placement"] = ROOMS["loading.sizes"] | {"backends.select", "loading.sizes"}
 ROOMS["loading.checks"] = {
     "backends.select",
-    "loading.gpu",
+    "loading.placement",
     "loading.sizes",
     "model",
     "state",
     "storage.tiers",
 } | TOLD
-ROOMS["loading.fit"] = ROOMS["loading.gpu"] | {"loading.gpu"}
-ROOMS["loading.need"] = ROOMS["loading.gpu"] | {"loading.gpu"}
+ROOMS["loading.fit"] = ROOMS["loading.placement"] | {"loading.placement"}
+ROOMS["loading.need"] = ROOMS["loading.placement"] | {"loading.placement"}
 ROOMS["loading.advice"] = ROOMS["loading.fit"] | {"loading.fit"}
 ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.tile_cache"] = ROOMS["model"] | {
@@ -128,10 +126,11 @@ ROOMS["loading.tile_cache"] = ROOMS["model"] | {
     "storage.objects",
     "storage.tiers",
 }
+ROOMS["loading.parts"] = ROOMS["loading.placement"] | {"loading.placement", "storage.tiers"}
 ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
+    "loading.parts",
     "backends.select",
-    "loading.gpu",
-    "loading.experts",
+    "loading.placement",
     "loading.fitting",
     "cli.progress",
     "loading.rehearsal",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from polarlm.engine.loading import assembly, tile_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.tile_cache import TileCache
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
+from tests.little_memory import answer_in
 from tests.small_disk import small_disk
 from tests.tiny import make_model, matrices_read
 
@@ -82,14 +82,12 @@ def test_a_file_is_of_one_weight_type_and_of_one_state_of_the_weights(tmp_path: 
     "damage",
     [
         lambda content: content[:-1],
-        lambda content: content + bytes(1),
         lambda content: content[:99] + bytes([content[99] ^ 1]) + content[100:],
         lambda content: b"",
-        lambda content: b"something else",
         lambda content: content[:9999] + bytes([content[9999] ^ 1]) + content[10000:],
         lambda content: content[:-1] + bytes([content[-1] ^ 1]),
     ],
-    ids=["shorter", "longer", "another header", "empty", "foreign", "another tile", "another checksum"],
+    ids=["shorter", "another header", "empty", "another tile", "another checksum"],
 )
 def test_a_damaged_file_is_replaced(tiny_path: Path, folder: Path, damage: Callable[[bytes], bytes]) -> None:
     expected = answer(tiny_path)
@@ -212,11 +210,6 @@ def test_matrices_of_any_size_are_those_that_were_packed(folder: Path) -> None:
     assert loaded(cache(folder, 1), unread) == matrices
 
 
-def test_matrices_that_the_file_does_not_have_are_not_found(folder: Path) -> None:
-    loaded(cache(folder, 1), [b"a" * 64, b"b" * 64])
-    assert loaded(cache(folder, 1), [b"a" * 64, b"b" * 63, b"c" * 64]) == [b"a" * 64, None, None]
-
-
 def test_the_files_used_least_recently_are_removed(folder: Path) -> None:
     matrix = [b"x" * 10_000]
     for number in (1, 2, 3):
@@ -271,35 +264,15 @@ def test_processes_may_write_the_same_file_at_once(folder: Path) -> None:
 
 # -- models that are larger than memory --------------------------------------------------------------------------------
 
-LIMITED = """
-import resource, sys
-from polarlm.engine import Engine, EngineError, SamplingParams
-settings = dict(device="cpu", threads=1, ctx_size=64, parallel=1, kept_sequences=0, calibration=False)
-settings |= dict(weight_type="q8_0")
-params = SamplingParams(max_tokens=8, temperature=0)
-with Engine.load(sys.argv[1], **settings) as engine:  # libraries and kernels are loaded
-    engine.generate([5, 6, 7], params)
-(data,) = [line for line in open("/proc/self/status") if line.startswith("VmData")]
-limit = int(data.split()[1]) * 1024 + (int(sys.argv[2]) << 20)
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-try:
-    with Engine.load(sys.argv[1], **settings, tile_cache=sys.argv[3] if len(sys.argv) > 3 else None) as engine:
-        print(engine.generate([5, 6, 7], params).token_ids)
-except EngineError as error:
-    print(error)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's private memory")
 def test_a_model_may_be_larger_than_memory(demo_path: Path) -> None:
-    """For 137 MiB of weights, 88 MiB of private memory are left, when the file is written and when it is mapped."""
+    """For 137 MiB of weights, 88 MiB of private memory are left, when the file is written and when it is mapped.
 
-    def run(*more: str) -> str:
-        command = [sys.executable, "-c", LIMITED, str(demo_path), "88", *more]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    assert "not enough memory" in run()
-    first = run("1G")
+    Slow: processes load the demonstration model six times."""
+    settings = {"weight_type": "q8_0"}
+    assert "not enough memory" in answer_in(88, demo_path, settings)
+    first = answer_in(88, demo_path, settings, tile_cache="1G")
     assert first.startswith("(")
-    assert run("1G") == first
+    assert answer_in(88, demo_path, settings, tile_cache="1G") == first

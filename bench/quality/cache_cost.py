@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import counted
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.experts import Sizes
 from polarlm.engine.loading.fit import CacheFit, devices, fit_weights
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.model_loaders.config import ModelConfig
@@ -293,5 +293,5 @@ class _Measurement:
 
 
 def _fit(cache_type: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:
-    settings = replace(EngineConfig(), key_conditioning=cache_type.key_conditioning)
-    return fit_weights(settings, ops, config, Sizes(size), [cache_type.pair]).caches[0]
+    settings = EngineConfig(cache_type=cache_type.pair, key_conditioning=cache_type.key_conditioning)
+    return fit_weights(Wanted(settings, config, Sizes(size)), ops, [cache_type.pair]).caches[0]

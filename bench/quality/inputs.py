@@ -14,7 +14,7 @@ from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import fits_beside
+from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
 

@@ -21,7 +21,7 @@ from polarlm.bench.report import table
 from polarlm.bench.speed.options import Options
 from polarlm.engine import Engine, EngineConfig, SamplingParams
 from polarlm.engine.cli.commands import note
-from polarlm.engine.loading.experts import ExpertPlan
+from polarlm.engine.loading.placement.experts import ExpertPlan
 from polarlm.engine.state.plan import format_bytes
 
 _ALL = "all"

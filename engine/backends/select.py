@@ -145,11 +145,11 @@ def _other_cards() -> list[Any]:
     from polarlm.engine.backends.cuda.device import cupy_device
     from polarlm.engine.backends.cuda.ops import CudaOps
 
-    found = []
+    cards = []
     for number in range(1, cupy_device.device_count()):
         with suppress(EngineError):
-            found.append(CudaOps(cupy_device.open_device(number)))
-    return found
+            cards.append(CudaOps(cupy_device.open_device(number)))
+    return cards
 
 
 def driver_version() -> int | None:

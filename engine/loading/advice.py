@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from polarlm.engine import codecs
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig
-from polarlm.engine.loading.experts import LEAST_CONTEXT, ExpertPlan
 from polarlm.engine.loading.fit import CacheFit, DeviceFit, WeightFit
-from polarlm.engine.loading.gpu.cpu_experts import CpuExperts
+from polarlm.engine.loading.placement.experts import LEAST_CONTEXT, CpuExperts, ExpertPlan
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders.config import ModelConfig
@@ -27,7 +26,7 @@ class Advice:
     settings: dict[str, str | int] | None
 
 
-def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig) -> Advice:
+def advise(devices: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig) -> Advice:
     """Return the settings to load the model with, from what fits on each device with `config`.
 
     Weights are converted only if they leave no room for 4,096 tokens on any device, and experts are read from the file
@@ -35,44 +34,43 @@ def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig)
     """
     target = config.ctx_size or model.max_context
     least = min(target, LEAST_CONTEXT)
-    order = itertools.product((False, True), range(max(len(device.weights) for device in found)))
-    for caches_experts, number in order:
-        for device in found:
-            weights = device.weights[number]
-            if (weights.experts is not None) != caches_experts or weights.bytes > device.weights[0].bytes:
-                continue
-            if max(one.tokens for one in weights.caches) < least:
-                continue
-            cache, sentence = _best_cache(weights, target)
-            if number:
-                first = "as the file has them" if device.weights[0].weight_type == AS_STORED else ""
-                first = first or f"as {device.weights[0].weight_type}"
-                sentence = f"{weights.weight_type} is taken: {first}, the weights leave too little room. {sentence}"
-            if weights.experts is not None:
-                sentence = f"Not all experts fit. {_in_words(weights.experts)} {sentence}"
-            if (on_cpu := weights.cpu_experts) is not None:
-                sentence = f"Not all experts fit on the GPU. {_said(on_cpu)} {sentence}"
-            changed: dict[str, str | int] = {}
-            if device is not found[0]:
-                changed["device"] = device.device
-            if on_cpu is not None:
-                changed["cpu_moe"] = str(on_cpu.layers)
-            if weights.weight_type != AS_STORED:
-                changed["weight_type"] = weights.weight_type
-            if cache.cache_type != DEFAULT_CACHE_TYPE:
-                changed["cache_type"] = cache.cache_type
-            if cache.tokens < target or config.ctx_size:
-                changed["ctx_size"] = cache.tokens
-            return Advice(sentence, changed)
-    smallest = min(found[0].weights, key=lambda one: one.bytes)
+    rows = range(max(len(device.weights) for device in devices))
+    for caches_experts, number, device in itertools.product((False, True), rows, devices):
+        weights = device.weights[number]
+        if (weights.experts is not None) != caches_experts or weights.bytes > device.weights[0].bytes:
+            continue
+        if max(cache.tokens for cache in weights.caches) < least:
+            continue
+        cache, sentence = _best_cache(weights, target)
+        if number:
+            first = device.weights[0].weight_type
+            first = "as the file has them" if first == AS_STORED else f"as {first}"
+            sentence = f"{weights.weight_type} is taken: {first}, the weights leave too little room. {sentence}"
+        if cache.experts is not None:
+            sentence = f"Not all experts fit. {_of_cache(cache.experts)} {sentence}"
+        if cache.cpu_experts is not None:
+            sentence = f"Not all experts fit on the GPU. {_of_host(cache.cpu_experts)} {sentence}"
+        settings: dict[str, str | int] = {}
+        if device is not devices[0]:
+            settings["device"] = device.device
+        if cache.cpu_experts is not None:
+            settings["cpu_moe"] = str(cache.cpu_experts.layers)
+        if weights.weight_type != AS_STORED:
+            settings["weight_type"] = weights.weight_type
+        if cache.cache_type != DEFAULT_CACHE_TYPE:
+            settings["cache_type"] = cache.cache_type
+        if cache.tokens < target or config.ctx_size:
+            settings["ctx_size"] = cache.tokens
+        return Advice(sentence, settings)
+    smallest = min(devices[0].weights, key=lambda weights: weights.bytes)
     if smallest.lacking:
         lack = f"{format_bytes(smallest.bytes)} as {smallest.weight_type}, {format_bytes(smallest.lacking)} too much"
         return Advice(f"This model does not fit here: its weights take {lack}; {_SMALLEST}.", None)
-    most = max(one.tokens for one in smallest.caches)
+    most = max(cache.tokens for cache in smallest.caches)
     return Advice(f"This model does not fit here: {most:,} tokens of context are left with it; {_SMALLEST}.", None)
 
 
-def _in_words(experts: ExpertPlan) -> str:
+def _of_cache(experts: ExpertPlan) -> str:
     """Return a sentence about experts that are read from the file, and what a token then costs."""
     return (
         f"{format_bytes(experts.bytes)} of their {format_bytes(experts.whole)} are in memory at a time; if they are "
@@ -80,11 +78,11 @@ def _in_words(experts: ExpertPlan) -> str:
     )
 
 
-def _said(experts: CpuExperts) -> str:
+def _of_host(experts: CpuExperts) -> str:
     """Return a sentence about experts in the memory of a GPU's host, and what a token then costs."""
     return (
-        f"Those of the first {experts.layers} layers, {format_bytes(experts.bytes)}, stay in the computer's memory, of "
-        f"which a token reads {format_bytes(experts.of_token)}: {experts.of_token / _HOST_RATE * 1e3:.1f} ms at "
+        f"The experts of the first {experts.layers} layers, {format_bytes(experts.bytes)}, stay in the computer's "
+        f"memory; a token reads {format_bytes(experts.of_token)}: {experts.of_token / _HOST_RATE * 1e3:.1f} ms at "
         f"{_HOST_RATE / 1e9:.0f} GB/s."
     )
 
@@ -92,13 +90,13 @@ def _said(experts: CpuExperts) -> str:
 def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:
     """Return the default preset if it holds `target` tokens, else the preset that holds most, and a sentence that says
     why. If no preset supports the model's heads, the choice is among all types."""
-    usable = [one for one in weights.caches if not one.problem]
-    presets = [one for one in usable if one.cache_type in PRESETS] or usable
-    best = next((one for one in presets if one.cache_type == DEFAULT_CACHE_TYPE), presets[0])
+    usable = [cache for cache in weights.caches if not cache.problem]
+    presets = [cache for cache in usable if cache.cache_type in PRESETS] or usable
+    best = next((cache for cache in presets if cache.cache_type == DEFAULT_CACHE_TYPE), presets[0])
     if best.tokens < target:
-        best = max(presets, key=lambda one: one.tokens)
+        best = max(presets, key=lambda cache: cache.tokens)
     rest = f"{best.cache_type} takes {format_bytes(best.store_bytes)} for its KV store"
-    f16 = next((one for one in weights.caches if one.cache_type == codecs.FULL), None)
+    f16 = next((cache for cache in weights.caches if cache.cache_type == codecs.FULL), None)
     if f16 is not None and f16.tokens == best.tokens:
         rest += f", f16 {format_bytes(f16.store_bytes)}"
     elif f16 is not None:

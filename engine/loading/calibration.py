@@ -122,7 +122,7 @@ def calibrate(
             mixer, keys = config.attentions[layer], np.ascontiguousarray(keys.swapaxes(0, 1))
             output = _output(ops, weights, layer)
             sink_scores = weights.layers[layer].mixer.sink_scores
-            found = measure(
+            measured = measure(
                 queries,
                 keys,
                 output,
@@ -133,9 +133,10 @@ def calibrate(
                 softcap=mixer.softcap,
                 sink_scores=None if sink_scores is None else ops.of_layer(layer).to_host(sink_scores),
             )
-            if not all(np.isfinite(getattr(found, field.name)).all() for field in fields(found)):  # squares overflow
+            # Squares of large values overflow.
+            if not all(np.isfinite(getattr(measured, field.name)).all() for field in fields(measured)):
                 raise EngineError(NOT_FINITE, "model_damaged")
-            statistics[layer] = found
+            statistics[layer] = measured
     return statistics
 
 

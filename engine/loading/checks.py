@@ -9,11 +9,10 @@ from dataclasses import fields, replace
 from typing import Any, get_origin, get_type_hints
 
 from polarlm.engine.backends.select import gpu_numbers
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, DRAFTS, MOST_DRAFTED
-from polarlm.engine.loading.gpu.cards import shares_of
-from polarlm.engine.loading.gpu.cpu_experts import AUTO
+from polarlm.engine.loading.placement.cards import shares_of
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import parsed
 from polarlm.engine.state import cache_types

@@ -61,11 +61,11 @@ def stored_layers(
     for number, size in enumerate(sizes):
         if size is not None:
             alike.setdefault(shape.kv_layers[number], {})[number] = size
-    found: dict[int, tuple[Conditioning, Metrics]] = {}
+    by_layer_number: dict[int, tuple[Conditioning, Metrics]] = {}
     for layer, group in alike.items():
         measured = [statistics[number] for number in group if number in statistics]
-        found |= dict(zip(group, stored(encoding, layer, list(group.values()), measured), strict=True))
-    conditioning, metrics = zip(*(found.get(number, NOT_STORED) for number in range(len(sizes))), strict=True)
+        by_layer_number |= dict(zip(group, stored(encoding, layer, list(group.values()), measured), strict=True))
+    conditioning, metrics = zip(*(by_layer_number.get(number, NOT_STORED) for number in range(len(sizes))), strict=True)
     return list(conditioning), list(metrics)
 
 

@@ -56,10 +56,10 @@ def load_or_fit(
         statistics = load_or_calibrate(ops, config, weights, ids, shape.block_size, say, progress)
     centred = {layer for layer, one in shape.kv_layers.items() if one.mean_bits}
     block_sizes = [shape.block_size if layer in centred else None for layer in range(len(shape.layers))]
-    found = stored_layers(encoding, shape, variances(ops, config, weights, block_sizes), statistics)
+    encodings = stored_layers(encoding, shape, variances(ops, config, weights, block_sizes), statistics)
     if is_kept:  # if it cannot be kept, neither can the calibration, which has said so
-        kept_arrays.write(_KIND, key, _packed(*found), lambda sentence: None)
-    return found
+        kept_arrays.write(_KIND, key, _packed(*encodings), lambda sentence: None)
+    return encodings
 
 
 def _packed(conditioning: Sequence[Conditioning], metrics: Sequence[Metrics]) -> dict[str, np.ndarray]:
@@ -76,7 +76,7 @@ def _packed(conditioning: Sequence[Conditioning], metrics: Sequence[Metrics]) ->
 
 
 def _unpacked(shape: CacheShape, arrays: Mapping[str, np.ndarray]) -> Stored:
-    """Return the layers of which `arrays` are `_packed`."""
+    """Return the layers whose `_packed` arrays these are."""
 
     def metric(layer: int, side: str) -> Metric | None:
         own = {field.name: arrays.get(f"{layer} {side} {field.name}") for field in fields(Metric)}

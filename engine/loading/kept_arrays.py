@@ -15,7 +15,7 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder, last_used
 
-_MOST_FILES = 32  # of a kind; the most recently used ones stay
+_MOST_FILES = 32  # files of one kind; the most recently used ones stay
 _OBJECT = b"polarlm computed"  # the name of the object in a file
 
 
@@ -30,17 +30,17 @@ def read(kind: str, key: str) -> dict[str, np.ndarray] | None:
     try:
         file = _file(kind, key)
         with file.open("rb") as opened:
-            found = objects.read(opened, _OBJECT)
-        if found.header["kind"] != kind or found.header["key"] != key:
+            kept = objects.read(opened, _OBJECT)
+        if kept.header["kind"] != kind or kept.header["key"] != key:
             return None
     except (LoadError, OSError, DamagedObject):
         return None
     with suppress(OSError):
         file.touch()  # marks it as recently used
     arrays, end = {}, 0
-    numbers = found.payload.view(np.float32)
+    numbers = kept.payload.view(np.float32)
     numbers.flags.writeable = False
-    for name, shape in found.header["arrays"]:
+    for name, shape in kept.header["arrays"]:
         start, end = end, end + math.prod(shape)
         arrays[name] = numbers[start:end].reshape(shape)
     return arrays

@@ -1,6 +1,6 @@
 """What a model needs of a device's memory, and whether it has it now: for a server that loads and ends models.
 
-Sizes come from the functions that `Engine.load` plans with.
+It is placed as `Engine.load` places it, beside other models.
 """
 
 from __future__ import annotations
@@ -9,22 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from polarlm import model_loaders
-from polarlm.engine.backends.select import cards_of, select
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.select import cards_of, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.experts import sizes
-from polarlm.engine.loading.gpu.cards import planned_split
-from polarlm.engine.loading.sizes import (
-    CONTEXT_TO_CHOOSE_BY,
-    cache_shape,
-    draft_bytes,
-    fits_beside,
-    store_plan,
-    weight_format,
-    work_bytes,
-)
-from polarlm.engine.model.adapters import adapter_bytes
+from polarlm.engine.loading.placement.draft import draft_bytes
+from polarlm.engine.loading.placement.place import Placement, place
+from polarlm.engine.loading.placement.wanted import fits_beside, wanted_of_source
+from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.model_loaders import hub
 
@@ -39,7 +32,7 @@ class Need:
 
     device: str  # "cpu", or the name of a GPU
     bytes: int  # weights, KV store and process: for the context that fits, or for the least one that has to
-    store: int  # of these, the KV store; 0 if it does not fit
+    store: int  # bytes of the KV store, which `bytes` contains; 0 if it does not fit
     tokens: int  # the longest context that fits, of at most the model's own or ctx_size; 0 if it does not fit
     fits: bool
     free: int  # bytes of the device's memory
@@ -55,56 +48,49 @@ def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.
         return config
     ops, _ = select(config.device, config.threads)
     try:
-        found = hub.fetch(hub.parse(path), fits_beside(config, WHOLE, ops), verbose, progress)
+        file = hub.fetch(hub.parse(path), fits_beside(config, WHOLE, ops), verbose, progress)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
-    return replace(config, weights=str(found))
+    return replace(config, weights=str(file))
 
 
 def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: int | None = None) -> Need:
     """Return what the model of `config` needs, and whether it fits. Raises EngineError.
 
     It fits if all its weights do, and beside them the requested context, or else the model's own, up to 16,384 tokens.
+    Experts are left out only if `expert_cache` or `cpu_moe` says so.
     config: settled; its weights are the path of a model that is there.
     reserved: bytes that other processes will still take of each device's memory, by `Need.device`. most: bytes that
     weights, KV store and process may have; None for what is free.
     """
     ops, _ = select(config.device, config.threads)
+    if config.cpu_moe is not None:
+        ops, _ = with_host(ops, config.threads)
     names = [ops.name] if ops.name == "cpu" else [card.name for card in cards_of(ops, beside=False)]
     beside = sum(size for device, size in (reserved or {}).items() if any(name in device for name in names))
     process = PROCESS_BYTES if ops.name == "cpu" else 0
+    placement = _placed(config, ops, beside, None if most is None else most - process)
+    wanted, plan, weights = placement.wanted, placement.plan, process + placement.weights
+    device, free = placement.ops.name, placement.ops.free_memory()
+    if plan is not None and placement.is_met and not (placement.split is not None and beside):
+        store = plan.bytes + wanted.more(plan.tokens)
+        if most is None or weights + store <= most:
+            return Need(device, weights + store, plan.bytes, plan.tokens, True, free)
+    # How much of each of several cards others will take is not known.
+    least = weights + plan_for_tokens(placement.shape, wanted.context, 1).bytes + wanted.more(wanted.context)
+    return Need(device, least, 0, 0, False, free)
+
+
+def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> Placement:
+    """Return where the model goes beside `reserved` bytes, with `most` bytes. Raises EngineError."""
     try:
         model, source, _ = model_loaders.load_weights(str(config.weights))
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     try:
         model = model.for_context(config.ctx_size)
-        weights = sizes(ops, model, source, weight_format(config)).weights
-        weights += adapter_bytes(config, ops, model, source)
-        shape = cache_shape(config, WHOLE, ops, model)
-        split = planned_split(config, ops, model, source, shape)
+        wanted = wanted_of_source(config, ops, model, source, read_adapters(config, model, source).all)
+        more = draft_bytes(config, ops)
+        return place(replace(wanted, more=more, reserved=reserved, most=most, caches_experts=False), ops)
     finally:
         source.close()
-    if split is not None:
-        ops, weights = split.ops, sum(share.weights for share in split.shares)
-    draft = draft_bytes(config, ops)
-    work = work_bytes(config, ops, model, shape)
-    context = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
-    least = process + weights + plan_for_tokens(shape, context, 1).bytes + draft(context)
-    none = Need(ops.name, least, 0, 0, False, ops.free_memory())
-    if split is not None and beside:
-        return none  # how much of each card they will take is not known
-    try:
-        room = ops.room_beside(weights + beside) if split is None else split.room()
-        if most is not None:
-            room = min(room, most - weights - process)
-        if split is None:
-            plan = store_plan(config, ops, model, shape, room, draft)
-        else:
-            plan = split.plan(config, model, shape, draft)
-    except EngineError:
-        return none
-    taken = plan.bytes + draft(plan.tokens)  # 0 of an encoder
-    if taken + work(plan.tokens) > room or (plan.tokens < context and config.kv_memory is None):
-        return none
-    return Need(ops.name, process + weights + taken, plan.bytes, plan.tokens, True, ops.free_memory())

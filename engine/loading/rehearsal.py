@@ -122,7 +122,7 @@ def rehearse(later: Sequence[Callable[[], None]]) -> threading.Timer | None:
 
 
 def _different_layers(model: ModelConfig, shape: CacheShape, formats: Sequence[object]) -> list[int]:
-    """Return the numbers of layers that have all kernels of the model. formats: those of each layer's matrices.
+    """Return the numbers of layers that have all kernels of the model. formats: the formats of each layer's matrices.
 
     The last layer is one of them even if it is equal to others: a prompt computes only its last rows there.
     """

@@ -1,4 +1,4 @@
-"""The size of a model's KV store for given settings. Nothing is loaded or allocated."""
+"""The shape of a model's KV cache, and the size of its weights, for some settings. Nothing is loaded or allocated."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from polarlm import model_loaders
 from polarlm.engine import codecs, weight_formats
-from polarlm.engine.backends.ops import Load, Ops
+from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
-from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
-from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape, SharedShape
@@ -24,10 +21,6 @@ from polarlm.engine.state.plan import (
     StorePlan,
     format_bytes,
     parse_size,
-    plan_for_memory,
-    plan_for_tokens,
-    with_kept,
-    with_more_tokens,
 )
 from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape
@@ -35,10 +28,6 @@ from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, ModelConfig, Recurrent
 from polarlm.model_loaders.files.tensors import READABLE
-
-CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
-_TOKENS_OF_KEPT = 2048  # of a conversation that is kept where there is memory beyond one context
-_SHARE_OF_KEPT = 8  # the part of a store that is added for conversations that are kept
 
 
 def weight_format(config: EngineConfig) -> WeightFormat | None:
@@ -54,27 +43,6 @@ def weight_format(config: EngineConfig) -> WeightFormat | None:
         choices = ", ".join([AS_STORED, *weight_formats.writable()])
         raise EngineError(f"weight_type={name}: {what}; choose from {choices}", settings=("weight_type",))
     return format
-
-
-def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
-    """Return a function that tells whether a model and its KV store fit in memory, given the bytes of the model's file.
-
-    The store is for the requested context, or else for the model's own, up to 16,384 tokens. If the configuration is
-    unknown (None), only the file has to fit.
-    """
-
-    def fits(model: ModelConfig | None, size: int) -> bool:
-        try:
-            room = ops.room_beside(size if model is None else loaded_bytes(config, ops, model, size))
-            if model is None:
-                return True
-            context = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
-            asked = replace(config, ctx_size=context)
-            return store_plan(asked, ops, model, cache_shape(asked, encoding, ops, model), room).tokens >= context
-        except EngineError:
-            return False
-
-    return fits
 
 
 def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> int:
@@ -147,60 +115,6 @@ def is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
     return config.calibration and config.key_conditioning and quantized
 
 
-def work_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape) -> Callable[[int], int]:
-    """Return a function from the tokens of a prompt to the bytes that it needs in addition to the KV store."""
-    if model.is_encoder:
-        return lambda tokens: 0  # texts are computed a few at a time
-    return lambda tokens: ops.work_bytes(Load(model, shape.widest, tokens, config.parallel))
-
-
-def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
-    """Return the settings of an engine's draft model for a context of `tokens`. Its store is in half precision."""
-    return replace(
-        config,
-        weights=config.model_draft,
-        model_draft=None,
-        tensor_split=None,
-        weight_type=AS_STORED,
-        lora={},
-        cache_type=codecs.FULL,
-        cache_type_k=None,
-        cache_type_v=None,
-        kv_memory=None,
-        cache_ram=None,
-        cache_disk=None,
-        expert_cache=None,
-        cpu_moe=None,
-        state_cache="1",  # too little for any snapshot: none would be found
-        spec_type=DRAFTS[-1],  # for the warm-up: its steps have as many rows as drafts
-        draft_max=MOST_DRAFTED,
-        ctx_size=tokens,
-        kept_sequences=0,
-    )
-
-
-def draft_bytes(config: EngineConfig, ops: Ops) -> Callable[[int], int]:
-    """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one.
-
-    Raises EngineError if the backend lacks kernels of its layers.
-    """
-    if config.model_draft is None:
-        return lambda tokens: 0
-    path, config = config.model_draft, draft_config(config, 0)
-    model, source, _ = model_loaders.load_weights(path)
-    try:
-        weights = weight_bytes(ops, source, None)
-        check_layers(ops, model, config.block_size)
-        shape = cache_shape(config, WHOLE, ops, model)
-    except EngineError as error:
-        error.args, error.settings = (f"model_draft={path}: {error}",), ("model_draft", *error.settings)
-        raise
-    finally:
-        source.close()
-    work = work_bytes(config, ops, model, shape)
-    return lambda tokens: weights + work(tokens) + plan_for_tokens(shape, tokens, config.parallel).bytes
-
-
 def within_table(config: EngineConfig, model: ModelConfig, say: Callable[[str], None]) -> EngineConfig:
     """Return `config` with a context of at most the rows of the model's table of positions, if it has one."""
     most = model.positions - model.first_position
@@ -221,43 +135,6 @@ def warn_of_context(config: EngineConfig, model: ModelConfig, plan: StorePlan, s
             f"warning: the context of {plan.tokens:,} tokens goes beyond the {model.max_context:,} that this model was "
             "trained on; answers beyond that may make no sense"
         )
-
-
-def store_plan(
-    config: EngineConfig,
-    ops: Ops,
-    model: ModelConfig,
-    shape: CacheShape,
-    room: int,
-    more: Callable[[int], int] = lambda tokens: 0,
-) -> StorePlan:
-    """Return the plan of the KV store: for kv_memory, all of which it takes, or else for the context.
-
-    If the context does not fit into `room` bytes, together with the work on a prompt of its length, the plan is for the
-    longest one that does. more: tokens of a context → further bytes to leave. Raises EngineError ("out_of_memory") if
-    nothing fits.
-    """
-    work = work_bytes(config, ops, model, shape)
-
-    def other_bytes(tokens: int) -> int:
-        return work(tokens) + more(tokens)
-
-    tokens = config.ctx_size or model.max_context
-    sequences = config.kept_sequences + config.parallel
-    if config.kv_memory is not None:
-        memory = parse_size(config.kv_memory)
-        plan = plan_for_memory(shape, memory, tokens, sequences)
-        if config.kept_sequences and plan.tokens == tokens:
-            plan = with_kept(plan, min(memory, room - other_bytes(tokens)), _TOKENS_OF_KEPT)
-        return plan
-    plan = plan_for_tokens(shape, tokens, sequences)
-    if plan.bytes + other_bytes(tokens) > room:
-        return plan_for_memory(shape, room, tokens, sequences, other_bytes)
-    if config.kept_sequences:
-        plan = with_kept(plan, min(plan.bytes + plan.bytes // _SHARE_OF_KEPT, room - other_bytes(tokens)), 0)
-    if shape.has_two_kinds and not shape.is_by_age:  # it has the memory of a store whose blocks have the most bits
-        plan = with_more_tokens(plan, store_plan(config, ops, model, shape.finest, room, more).bytes)
-    return plan
 
 
 def give_back_freed_memory() -> None:

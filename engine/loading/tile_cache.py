@@ -131,13 +131,13 @@ class TileCache:
         """Map the file; None if there is none, or if it is damaged."""
         with suppress(OSError, DamagedObject, LookupError, TypeError), self.file.open("rb") as opened:
             _lock(opened, is_shared=True)
-            found = objects.read(opened, _OBJECT)
-            sizes, first = found.header["sizes"], opened.tell()
+            head = objects.read(opened, _OBJECT)
+            sizes, first = head.header["sizes"], opened.tell()
             end = first + sum(map(_padded, sizes))
             opened.seek(end)
             sums = objects.read(opened, _SUMS).payload.view("<u4")
             size = opened.tell()
-            if found.header["key"] != self.file.name or os.fstat(opened.fileno()).st_size != size:
+            if head.header["key"] != self.file.name or os.fstat(opened.fileno()).st_size != size:
                 return None
             memory = np.frombuffer(mmap.mmap(opened.fileno(), end, access=mmap.ACCESS_READ), np.uint8)[first:]
             mapped = MappedTiles(self.file, memory, sizes, sums)
@@ -163,7 +163,7 @@ class TileCache:
             if (free := shutil.disk_usage(folder).free) < needed:
                 return self._refuse(f"they take {format_bytes(needed)}, and {format_bytes(free)} of the disk are free")
             files.write(self.file, _parts(header, listed, sums))
-            _make_room(folder, self.file, left)  # of files that other processes have written meanwhile
+            _make_room(folder, self.file, left)  # other processes may have written files meanwhile
         except OSError as error:
             return self._refuse(error.strerror or str(error))
         return True
@@ -188,7 +188,7 @@ def asked_tile_cache(
 def tile_cache(
     source: WeightSource, weight_type: str, limit: int, say: Callable[[str], None] = lambda sentence: None
 ) -> TileCache | None:
-    """Return the tile cache of a model, of at most `limit` bytes together with those of other models; None, after a
+    """Return the tile cache of a model, of at most `limit` bytes together with other models' files; None, after a
     sentence to `say`, if there is no folder for it. weight_type: what its matrices are converted to."""
     try:
         folder = cache_folder()
@@ -253,16 +253,16 @@ def _padded(nbytes: int) -> int:
 def _make_room(folder: Path, own: Path, limit: int) -> int:
     """Remove the least recently used files until the others than `own` take `limit` bytes, and return what they take.
 
-    Files that a process has mapped stay. Those of other users and of other names stay and do not count.
+    Files that a process has mapped stay. Files of other users, or with other names, stay and do not count.
     """
-    found = []
+    files_by_age = []
     for file in folder.iterdir():
         with suppress(OSError):
             status = file.lstat()
             if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != own:
-                found.append((last_used(status), status.st_size, file))
-    total = sum(size for _, size, _ in found)
-    for _, size, file in sorted(found):
+                files_by_age.append((last_used(status), status.st_size, file))
+    total = sum(size for _, size, _ in files_by_age)
+    for _, size, file in sorted(files_by_age):
         if total <= limit:
             break
         with suppress(OSError), file.open("rb") as opened:

@@ -100,11 +100,6 @@ def read_adapters(
     return Adapters(found)
 
 
-def adapter_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, weights: model_loaders.WeightSource) -> int:
-    """Return the bytes that the adapters of `config` take on the device. Raises EngineError."""
-    return delta_bytes(ops, model, read_adapters(config, model, weights).all)
-
-
 def parsed(text: str) -> tuple[str, float]:
     """Return the path and the scale in PATH[:SCALE]. A path that exists is one as a whole."""
     match = _SCALE.fullmatch(text)

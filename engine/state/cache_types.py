@@ -40,7 +40,7 @@ _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 
 def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return (setting, types) for keys and for values: of cache_type_k and cache_type_v if given, else of cache_type.
+    """Return (setting, types) for keys and for values: cache_type_k and cache_type_v if set, else cache_type.
 
     Raises EngineError for a cache_type that is neither one type nor two.
     """
@@ -145,26 +145,26 @@ def _names(setting: str, types: str, layers: int) -> list[str]:
     names: list[str | None] = [None] * layers
     rest = None
     for part in types.split(","):
-        found = _parse(setting, types, part)
-        if found["first"] is None:
+        match = _parse(setting, types, part)
+        if match["first"] is None:
             if rest is not None:
-                raise _refusal(setting, types, f"{rest} and {found['name']} are both for all other layers; keep one")
-            rest = found["name"]
+                raise _refusal(setting, types, f"{rest} and {match['name']} are both for all other layers; keep one")
+            rest = match["name"]
             continue
-        first, last = int(found["first"]), int(found["last"] or found["first"])
+        first, last = int(match["first"]), int(match["last"] or match["first"])
         if not first <= last < layers:
             raise _refusal(setting, types, f"there are no layers {first}-{last}; this model has 0 to {layers - 1}")
-        names[first : last + 1] = [found["name"]] * (last + 1 - first)
+        names[first : last + 1] = [match["name"]] * (last + 1 - first)
     if rest is None and None in names:
         raise _refusal(setting, types, f"layer {names.index(None)} has no type; add one without @ for the rest")
     return [name or str(rest) for name in names]
 
 
 def _parse(setting: str, types: str, part: str) -> dict[str, str]:
-    found = _PART.fullmatch(part.strip())
-    if found is None:
+    match = _PART.fullmatch(part.strip())
+    if match is None:
         raise _refusal(setting, types, "write a type, or types for some layers as in ring4@0-1,ring3.5")
-    return found.groupdict()
+    return match.groupdict()
 
 
 def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size: int) -> codecs.Codec:
@@ -199,7 +199,7 @@ def _unknown(setting: str, name: str) -> EngineError:
 
 
 def _one_sided(setting: str, name: str, stored: str) -> str:
-    """Return what is wrong with a type that stores only keys or only values (`stored`) and was given for the others."""
+    """Return what is wrong with a type that stores only keys or only values (`stored`) and is set for the others."""
     if setting != "cache_type":
         return f"it stores {stored} only; choose another type here"
     pair = f"{name}/f16" if stored == "keys" else f"f16/{name}"

@@ -16,14 +16,14 @@ _SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it complete
 
 @dataclass(frozen=True)
 class StorePlan:
-    """The size of a store that holds one sequence of `tokens`, or several shorter ones, and those that are kept."""
+    """The size of a store: for one sequence of `tokens` or several shorter ones, and for further ones that are kept."""
 
     shape: CacheShape
     tokens: int
     quantized_blocks: tuple[int, ...]  # per group
-    full_slots: int  # of K/V; see `TokenBlocks.slots`
-    more_slots: int = 0  # of K/V, of further sequences that are kept
-    more_tokens: int = 0  # of such sequences
+    full_slots: int  # slots of K/V in full precision; see `TokenBlocks.slots`
+    more_slots: int = 0  # slots of further sequences that are kept
+    more_tokens: int = 0  # tokens of further sequences that are kept
 
     @property
     def bytes(self) -> int:
@@ -79,7 +79,7 @@ def _quantized_blocks(
 def plan_for_sequences(shape: CacheShape, tokens: int, sequences: int) -> StorePlan:
     """Return the smallest store that can always hold `sequences` sequences of `tokens` each at once.
 
-    That of `plan_for_tokens` for as many tokens in all has the blocks of windows for one sequence alone.
+    `plan_for_tokens` for as many tokens in all has the blocks of windows for one sequence alone.
     """
     plan = plan_for_tokens(shape, sequences * tokens, sequences)
     blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots, 0), strict=True)
@@ -143,7 +143,7 @@ def smallest(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
 def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     """Return `plan` with room for further sequences that are kept, as many as fit into `memory` bytes.
 
-    tokens_each: the tokens for which there are blocks, for each of them; 0 if they share those of the plan. What they
+    tokens_each: the tokens for which there are blocks, for each of them; 0 if they share the plan's blocks. What they
     leave of `memory` becomes blocks, too: of a shorter sequence if at least half of one fits, with its slots; else of
     more tokens of the others.
     """

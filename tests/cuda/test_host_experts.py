@@ -18,9 +18,9 @@ from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.experts import Sizes, sizes
 from polarlm.engine.loading.fit import DeviceFit, fit_weights
-from polarlm.engine.loading.gpu.cpu_experts import CpuExperts
+from polarlm.engine.loading.placement.experts import CpuExperts
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_source
 from polarlm.engine.model import weights as model_weights
 from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice
@@ -97,7 +97,7 @@ def test_an_engine_says_where_its_experts_are(tmp_path: Path) -> None:
 def sizes_of(path: Path) -> Sizes:
     model, source, _ = model_loaders.load_weights(path)
     try:
-        return sizes(CudaOps(EmulatedDevice(), NativeOps(1)), model, source, None)
+        return wanted_of_source(EngineConfig(), CudaOps(EmulatedDevice(), NativeOps(1)), model, source).sizes
     finally:
         source.close()
 
@@ -126,13 +126,13 @@ def test_fit_says_what_stays_in_the_computer_s_memory(tmp_path: Path) -> None:
     source.close()
     free, config = 700 << 20, EngineConfig()
     ops = CudaOps(Small(free), NativeOps(1))
-    found = fit_weights(config, ops, model, whole)
+    found = fit_weights(Wanted(config, model, whole), ops)
     assert found.lacking == 0
     assert found.cpu_experts == CpuExperts(1, 500 << 20, 400 << 20, 250 << 20)
     advice = advise([DeviceFit("cuda", "a GPU", free, (found,))], config, model)
     assert advice.settings == {"cpu_moe": "1"}
     assert "a token reads 250.0 MiB: 5.2 ms at 50 GB/s" in advice.sentence
-    alone = fit_weights(config, CudaOps(Small(free)), model, whole)
+    alone = fit_weights(Wanted(config, model, whole), CudaOps(Small(free)))
     assert (alone.cpu_experts, alone.lacking) == (None, (1 << 30) - free)
 
 

@@ -19,7 +19,8 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import cache_shape, store_plan
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted
+from polarlm.engine.loading.sizes import cache_shape
 from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.layers.attention import AttentionWeights
 from polarlm.engine.model.layers.experts import ExpertsWeights
@@ -323,7 +324,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
         config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
         ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
         shape = cache_shape(config, WHOLE, ops, model)
-        plan = store_plan(config, ops, model, shape, ops.room_beside(2 * WEIGHTS))
+        plan = Wanted(config, model, Sizes(2 * WEIGHTS)).plan(ops, shape, ops.room_beside(2 * WEIGHTS))
         heads, kv_heads, dim = model.attention.heads, model.attention.kv_heads, model.attention.head_dim
         token = 4 * model.hidden_size + 2 * kv_heads * dim * 2 + 4 * dim
         chunk = 2048 * (3 * 4 * model.ffn.size + 2 * 4 * heads * dim)

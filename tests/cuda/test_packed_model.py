@@ -20,8 +20,9 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.loading import assembly
-from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import cache_shape, store_plan, warn_of_context
+from polarlm.engine.loading.placement.place import place
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted
+from polarlm.engine.loading.sizes import warn_of_context
 from polarlm.engine.model.weights import load_weights as load_model_weights
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, get
@@ -193,15 +194,14 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     config = EngineConfig(ctx_size=32768)
     weights = weight_bytes(ops, Shapes())
     assert 4.9 * GB < weights < 5.1 * GB
-    shape = cache_shape(config, WHOLE, ops, LLAMA_8B)
-    plan = store_plan(config, ops, LLAMA_8B, shape, ops.room_beside(weights))
-    warn_of_context(config, LLAMA_8B, plan, said.append)
-    assert plan.tokens == 32768
+    placement = place(Wanted(config, LLAMA_8B, Sizes(weights)), ops)
+    warn_of_context(config, LLAMA_8B, placement.store_plan, said.append)
+    assert placement.store_plan.tokens == 32768
     assert not said
     # Of the parts, the line takes no arrays.
     source: Any = SimpleNamespace(name="llama-8b", weights=Shapes(), config=LLAMA_8B)
     model: Any = SimpleNamespace(ops=ops, weights=SimpleNamespace(bytes=weights))
-    line = assembly.fit_line(assembly.Parts(config, source, plan, model))
+    line = assembly.fit_line(assembly.Parts(config, source, placement, model))
     assert line.startswith("llama-8b: Q4_K, Q6_K weights as stored, 4.7 GiB on the traced GPU; KV store ")
     assert "as ring4/ring3.5" in line
     assert "32,768 tokens fit" in line

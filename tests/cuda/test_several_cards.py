@@ -106,11 +106,11 @@ def test_layers_are_shared_as_asked(tmp_path: Path, asked: str | None, counts: l
     path, said = make_model(tmp_path, "qwen2_mixed_windows"), []
     config = settle(path, None, {"block_size": N, "ctx_size": 128, "cache_type": "f16", "tensor_split": asked})
     parts = assembly.assemble(config, said.append, ops=cards(rooms=(1 << 27, 1 << 28)))
-    assert [len(share.layers) for share in parts.split.shares] == counts
+    assert [len(share.layers) for share in parts.placement.split.shares] == counts
     first, second = ("layer 0", "layers 1 to 2") if counts[0] == 1 else ("layers 0 to 1", "layer 2")
     assert f"Several GPUs: {first} on emulated GPU (cuda:0), {second} on emulated GPU (cuda:1)." in said
     assert "on the emulated GPU (cuda:0) and emulated GPU (cuda:1);" in assembly.fit_line(parts)
-    for share in parts.split.shares:  # what was planned is what is there
+    for share in parts.placement.split.shares:  # what was planned is what is there
         free, total = share.card._device.memory()
         planned = share.weights + parts.plan.bytes_of(share.layers)
         assert planned <= total - free <= planned + 2048
@@ -133,7 +133,7 @@ def test_other_gpus_help_where_one_is_too_small(tmp_path: Path) -> None:
         opened = [CudaOps(Card(1))]
         ops.others = lambda opened=opened: [opened.pop()]  # each takes memory of its GPU
         parts = loaded(tmp_path, ops, said)
-        assert (parts.split is not None) == several == (not opened)
+        assert (parts.placement.split is not None) == several == (not opened)
         assert any(one.startswith("One GPU has too little memory: layer 0 on") for one in said) == several
         parts.close()
         for file in tmp_path.iterdir():
@@ -228,7 +228,7 @@ def test_fit_says_what_every_card_has(tmp_path: Path, monkeypatch: pytest.Monkey
     found = fit_device(config, "cuda", ops, model, source, ["f16"])
     source.close()
     parts = assembly.assemble(replace(config, cache_type="f16"), None, ops=ops)
-    split, plan = parts.split, parts.plan
+    split, plan = parts.placement.split, parts.plan
     of_cards = found.weights[0].cache("f16").cards
     assert [card.layers for card in of_cards] == [(0, 1), (2, 2)]
     assert [card.weights for card in of_cards] == [share.weights for share in split.shares]

@@ -12,8 +12,8 @@ import pytest
 from polarlm import Engine, EngineError, SamplingParams
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.sizes import cache_shape, draft_bytes, store_plan, work_bytes
+from polarlm.engine.loading.placement.draft import draft_bytes
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.draft_model import ModelDrafter
 from tests.random_model import random_model
@@ -170,12 +170,13 @@ def test_the_plan_leaves_room_for_the_draft_model(tiny_path: Path, other: Path) 
     ops = NumpyOps()
     with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
         model = engine.model.config
-    shape, more = cache_shape(config, WHOLE, ops, model), draft_bytes(config, ops)
+    wanted, more = Wanted(config, model, Sizes(0)), draft_bytes(config, ops)
+    shape = wanted.shape(ops)
     assert more(1000) > more(0) > 100_000  # its weights
-    alone = store_plan(config, ops, model, shape, 1 << 40)
-    room = alone.bytes + work_bytes(config, ops, model, shape)(alone.tokens) + more(alone.tokens) - 50_000
-    assert store_plan(config, ops, model, shape, room).tokens == alone.tokens
-    assert store_plan(config, ops, model, shape, room, more).tokens < alone.tokens
+    alone = wanted.plan(ops, shape, 1 << 40)
+    room = wanted.taken(ops, alone) + more(alone.tokens) - 50_000
+    assert wanted.plan(ops, shape, room).tokens == alone.tokens
+    assert replace(wanted, more=more).plan(ops, shape, room).tokens < alone.tokens
 
 
 def test_forgotten_tokens_leave_no_trace(tiny_path: Path) -> None:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import cards_of, on_cards
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.gpu.cpu_experts import AUTO
-from polarlm.engine.loading.sizes import CONTEXT_TO_CHOOSE_BY, store_plan, weight_format, work_bytes
-from polarlm.engine.model.adapters import Loaded, delta_bytes, read_adapters
-from polarlm.engine.model.weights import bytes_of_layers, weight_bytes
+from polarlm.engine.loading.placement.wanted import LayerSizes, Wanted, nothing
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens, smallest
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.files.weights import WeightSource
-
-More = Callable[[int], int]  # tokens of a context → bytes
 
 
 @dataclass(frozen=True)
@@ -48,12 +41,12 @@ class CardFit:
     weights: int  # bytes, as all that follows
     store: int
     work: int  # on a prompt of the longest context
-    left: int
+    left: int  # less than 0 if there is too little
 
 
 @dataclass(frozen=True)
 class Split:
-    """A model whose layers are shared among several cards. ops: those of all of them."""
+    """A model whose layers are shared among several cards. ops: the ops of all cards together."""
 
     ops: Ops
     shares: Sequence[Share]
@@ -61,126 +54,93 @@ class Split:
     def __str__(self) -> str:
         return ", ".join(map(str, self.shares))
 
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights on all cards."""
+        return sum(share.weights for share in self.shares)
+
     def loaded(self) -> Split:
         """Return the same for cards that have the weights already."""
         return replace(self, shares=[replace(share, weights=0) for share in self.shares])
 
-    def room(self) -> int:
-        """Return the bytes that remain on all cards besides the weights. Raises EngineError if these do not fit on
-        one."""
-        return sum(self._rooms())
-
-    def _rooms(self) -> list[int]:
+    def rooms(self) -> list[int]:
+        """Return the bytes that remain on each card beside the weights. Raises EngineError if these do not fit."""
         return [share.card.room_beside(share.weights) for share in self.shares]
 
-    def plan(
-        self, config: EngineConfig, model: ModelConfig, shape: CacheShape, more: More = lambda tokens: 0
-    ) -> StorePlan:
-        """Return the plan of a KV store that fits on every card. more: bytes to leave on the last card, as for
-        `store_plan`.
+    def plan(self, wanted: Wanted, shape: CacheShape) -> StorePlan:
+        """Return the plan of a KV store that fits on every card. `wanted.more` is left on the last card.
 
         Raises EngineError ("out_of_memory"), which names the card that is full.
         """
-        rooms = self._rooms()
-        if config.kv_memory is not None:  # it is that of all cards together
-            return store_plan(config, self.ops, model, shape, sum(rooms), more)
+        rooms = self.rooms()
+        if wanted.config.kv_memory is not None:  # it is for all cards together
+            return wanted.plan(self.ops, shape, sum(rooms))
         plans = []
         for share, room in zip(self.shares, rooms, strict=True):
-            own = more if share is self.shares[-1] else lambda tokens: 0
+            part = wanted if share is self.shares[-1] else replace(wanted, more=nothing)
             try:
-                plans.append(store_plan(config, share.card, model, _of_layers(shape, share.layers), room, own))
+                plans.append(part.plan(share.card, _of_layers(shape, share.layers), room))
             except EngineError as error:
                 error.args = (f"{share}: {error}",)
                 raise
         return smallest(shape, plans)
 
-    def cards(self, config: EngineConfig, model: ModelConfig, plan: StorePlan) -> tuple[CardFit, ...]:
+    def cards(self, wanted: Wanted, plan: StorePlan) -> tuple[CardFit, ...]:
         """Return what every card has, with a store of `plan`."""
-        found = []
-        for share, room in zip(self.shares, self._rooms(), strict=True):
+        fits = []
+        for share in self.shares:
+            room = share.card.room_beside(0) - share.weights
             store = plan.bytes_of(share.layers)
-            work = work_bytes(config, share.card, model, plan.shape)(plan.tokens)
+            work = wanted.work(share.card, plan.shape, plan.tokens)
             ends = share.layers[0], share.layers[-1]
             free, name = share.card.free_memory(), share.card.name
-            found.append(CardFit(name, free, ends, share.weights, store, work, room - store - work))
-        return tuple(found)
-
-    def lacking(self, config: EngineConfig, model: ModelConfig, shape: CacheShape, tokens: int) -> int:
-        """Return the bytes that the cards lack for a store of `tokens`, and the work on a prompt of as many."""
-        plan = plan_for_tokens(shape, tokens, config.parallel + config.kept_sequences)
-        return sum(max(0, -card.left) for card in self.cards(config, model, plan))
+            fits.append(CardFit(name, free, ends, share.weights, store, work, room - store - work))
+        return tuple(fits)
 
 
-class _Weights(NamedTuple):
-    """Bytes of `bytes_of_layers`, and of adapters, of which every card is given room for all."""
-
-    before: int
-    layers: list[int]
-    head: int
-    each: int
-
-    def of(self, layers: range) -> int:
-        """Those of a card with these layers."""
-        is_first, is_last = layers.start == 0, layers.stop == len(self.layers)
-        own = sum(self.layers[layers.start : layers.stop])
-        return self.each + self.before * is_first + own + self.head * is_last
-
-
-def split_model(
-    config: EngineConfig,
-    ops: Ops,
-    model: ModelConfig,
-    source: WeightSource,
-    shape: CacheShape,
-    adapters: Sequence[Loaded],
-    say: Callable[[str], None],
-) -> Split | None:
+def split_model(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str], None]) -> Split | None:
     """Return how the layers are shared among GPUs: as `tensor_split` says, or so that the fullest has the most memory
     left. None if one device has them all.
 
     Several GPUs are those that `device` names, or else all, if there is a `tensor_split` or the model does not fit on
     one. Raises EngineError for shares that do not suit the GPUs or the model, and for a model that only one can have.
     """
+    config = wanted.config
     if ops.backend != "cuda":
         if config.tensor_split is not None:
             say("tensor_split has no effect on a CPU.")
         return None
-    named = len(cards_of(ops, beside=False)) > 1
-    asked = named or config.tensor_split is not None
-    if not asked and _fits(config, ops, model, source, shape, adapters):
+    if wanted.layer_sizes is None:
+        return None
+    is_asked = len(cards_of(ops, beside=False)) > 1 or config.tensor_split is not None
+    alone = replace(wanted, reserved=0, most=None)
+    if not is_asked and alone.fits(ops, shape, wanted.sizes.weights, wanted.context):
         return None
     cards = cards_of(ops, beside=True)
     if config.tensor_split not in (None, AUTO) and len(cards) != len(shares := shares_of(config)):
         raise _wrong(config, f"there are {len(shares)} shares for {_in_words(cards)}")
     if len(cards) == 1:
         return None
-    if (what := _unsupported(config, model)) is not None:
-        if not asked:
+    if (what := _unsupported(config, wanted.model)) is not None:
+        if not is_asked:
             return None  # the GPU says what it lacks
         raise _wrong(config, f"{what} on one GPU alone: name one, as in device=cuda:0, and leave tensor_split out")
     if len(cards) > (layers := len(shape.kv_layers)):
         raise _wrong(config, f"the model has {layers} layers with attention for {_in_words(cards)}: name fewer GPUs")
-    weights = _Weights(*bytes_of_layers(ops, model, source, weight_format(config)), delta_bytes(ops, model, adapters))
-    if config.tensor_split in (None, AUTO):
-        counts = _by_memory(config, cards, model, shape, weights)
-    else:
-        counts = _by_shares(config, shape)
-    ends = [*itertools.accumulate(counts)]
-    found = [
-        Share(card, range(end - count, end), weights.of(range(end - count, end)))
-        for card, count, end in zip(cards, counts, ends, strict=True)
-    ]
-    split = Split(on_cards(cards, counts), found)
-    say(f"{'Several GPUs' if asked else 'One GPU has too little memory'}: {split}.")
+    split = _shared(wanted, cards, shape, wanted.layer_sizes(ops))
+    say(f"{'Several GPUs' if is_asked else 'One GPU has too little memory'}: {split}.")
     return split
 
 
-def planned_split(
-    config: EngineConfig, ops: Ops, model: ModelConfig, source: WeightSource, shape: CacheShape
-) -> Split | None:
-    """Return the `split_model` of a model that is not loaded, with the adapters of `config`."""
-    adapters = read_adapters(config, model, source).all
-    return split_model(config, ops, model, source, shape, adapters, lambda sentence: None)
+def _shared(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: LayerSizes) -> Split:
+    """Return the split among these cards. Raises EngineError for shares that leave one without attention."""
+    if wanted.config.tensor_split in (None, AUTO):
+        counts = _by_memory(wanted, cards, shape, sizes)
+    else:
+        counts = _by_shares(wanted.config, shape)
+    ranges = [range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
+    shares = [Share(card, layers, sizes.of(layers)) for card, layers in zip(cards, ranges, strict=True)]
+    return Split(on_cards(cards, counts), shares)
 
 
 def shares_of(config: EngineConfig) -> list[float]:
@@ -195,40 +155,35 @@ def shares_of(config: EngineConfig) -> list[float]:
 
 
 def _by_shares(config: EngineConfig, shape: CacheShape) -> list[int]:
-    """The number of layers of each card. Raises EngineError if one gets none, or none with attention."""
+    """Return the number of layers of each card. Raises EngineError if one gets none, or none with attention."""
     layers = len(shape.layers)
     shares = np.array(shares_of(config))
     ends = np.rint(layers * np.cumsum(shares) / shares.sum()).astype(int)
     counts = np.diff(ends, prepend=0).tolist()
     with_kv = np.isin(np.arange(layers), [*shape.kv_layers])
-    for number, own in enumerate(np.split(with_kv, ends[:-1])):
-        if not own.any():
-            what = "of the layers with attention" if len(own) else f"of the {layers} layers"
+    for number, own_layers in enumerate(np.split(with_kv, ends[:-1])):
+        if not own_layers.any():
+            what = "of the layers with attention" if len(own_layers) else f"of the {layers} layers"
             raise _wrong(config, f"GPU number {number} would get none {what}: give it a larger share")
     return counts
 
 
-def _by_memory(
-    config: EngineConfig,
-    cards: Sequence[Ops],
-    model: ModelConfig,
-    shape: CacheShape,
-    weights: _Weights,
-) -> list[int]:
-    """The number of layers of each card, such that the largest part of a card's memory that is taken is smallest.
+def _by_memory(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: LayerSizes) -> list[int]:
+    """Return the number of layers of each card, such that the largest part of a card's memory that is taken is
+    smallest.
 
     Counted are weights, and the KV store of a context of the requested length.
     """
-    tokens, count = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY), len(model.layers)
+    config, tokens, count = wanted.config, wanted.context, len(wanted.model.layers)
     plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
-    needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(weights.layers))])
+    needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(sizes.layers))])
     attentions = np.cumsum([0, *(layer in shape.kv_layers for layer in range(count))])
     # best[n]: the least of the largest parts, if the cards until now have the first n layers.
     best, cuts = np.full(count + 1, np.inf), []
     best[0] = 0.0
     for number, card in enumerate(cards):
-        room = max(1, card.room_beside(0) - work_bytes(config, card, model, shape)(tokens))
-        more = weights.each + weights.before * (number == 0) + weights.head * (number == len(cards) - 1)
+        room = max(1, card.room_beside(0) - wanted.work(card, shape, tokens))
+        more = sizes.adapters + sizes.before * (number == 0) + sizes.head * (number == len(cards) - 1)
         parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + more) / room)
         parts[attentions[:, None] <= attentions[None, :]] = np.inf  # every card has a layer with attention
         cuts.append(parts.argmin(axis=1))
@@ -239,26 +194,8 @@ def _by_memory(
     return np.diff(ends[::-1]).tolist()
 
 
-def _fits(
-    config: EngineConfig,
-    ops: Ops,
-    model: ModelConfig,
-    source: WeightSource,
-    shape: CacheShape,
-    adapters: Sequence[Loaded],
-) -> bool:
-    """Whether one card has room for the model and a context that is worth having."""
-    tokens = config.ctx_size or min(model.max_context, CONTEXT_TO_CHOOSE_BY)
-    weights = weight_bytes(ops, source, weight_format(config)) + delta_bytes(ops, model, adapters)
-    try:
-        plan = store_plan(replace(config, ctx_size=tokens), ops, model, shape, ops.room_beside(weights))
-    except EngineError:
-        return False
-    return plan.tokens >= tokens
-
-
 def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
-    """The beginning of a sentence about what runs on one card alone."""
+    """Return the beginning of a sentence about what runs on one card alone."""
     if config.cpu_moe is not None:
         return "Experts in the computer's memory (cpu_moe) run"
     if model.layer_embedding:
@@ -269,7 +206,7 @@ def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
 
 
 def _of_layers(shape: CacheShape, layers: range) -> CacheShape:
-    """The shape of some layers."""
+    """Return the shape of some layers."""
     stored = {layer - layers.start: shape.stored[layer] for layer in layers if layer in shape.stored}
     return replace(shape, layers=shape.layers[layers.start : layers.stop], stored=stored)
 

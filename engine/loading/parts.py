@@ -1,0 +1,87 @@
+"""The parts of an engine, and the line about them for users."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from polarlm import model_loaders
+from polarlm.engine import codecs
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan
+from polarlm.engine.loading.placement.place import Placement
+from polarlm.engine.loading.sizes import weight_format
+from polarlm.engine.model.adapters import Adapters
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.weights import in_words, kept
+from polarlm.engine.state import cache_types
+from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
+from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
+
+
+@dataclass
+class Parts:
+    """The parts of an engine. source: the model as it was loaded from its files. model: its forward pass."""
+
+    config: EngineConfig
+    source: model_loaders.Model
+    placement: Placement
+    model: Transformer
+    adapters: Adapters = field(default_factory=Adapters)
+    tiers: Sequence[TierStore] = ()
+    draft: Parts | None = None  # the parts of the draft model
+    is_mapped: bool = False  # whether the weights are mapped from the tile cache
+    rehearsal: threading.Timer | None = None  # warms up for later turns and for several requests
+
+    @property
+    def plan(self) -> StorePlan:
+        """The plan of the KV store."""
+        return self.placement.store_plan
+
+    @property
+    def experts(self) -> ExpertPlan | CpuExperts | None:
+        """Where experts are, if not all are in the device's memory."""
+        return self.placement.experts or self.placement.on_host
+
+    @property
+    def draft_model(self) -> Transformer | None:
+        return None if self.draft is None else self.draft.model
+
+    @property
+    def disk(self) -> Folder | None:
+        """The tier on the disk; None if there is none."""
+        folders = (tier for tier in self.tiers if isinstance(tier, Folder))
+        return next((folder for folder in folders if folder.label == "disk"), None)
+
+    def close(self) -> None:
+        """Close the weights' files, and begin no rehearsal."""
+        if self.rehearsal is not None:
+            self.rehearsal.cancel()
+        self.source.weights.close()
+        if self.draft is not None:
+            self.draft.close()
+
+
+def fit_line(parts: Parts) -> str:
+    """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
+    plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
+    types = cache_types.in_words(parts.config)
+    weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
+    where = ", mapped from the tile cache" if parts.is_mapped else ""
+    if parts.experts is not None:
+        where += f" ({parts.experts})"
+    if model.config.is_encoder:
+        what = f"embedding model: vectors of {model.config.vector_size}, texts of up to {plan.tokens:,} tokens"
+        if model.config.scores_pairs:
+            what = f"reranker: queries and documents of up to {plan.tokens:,} tokens together"
+        return f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; {what}"
+    snapshots = plan.snapshot_bytes if shape.has_host else 0
+    beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
+    line = (
+        f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
+        f"KV store {format_bytes(plan.bytes)}{beside}, "
+        f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
+        f"({shape.bits_per_value:.2f} bits/value): {plan.capacity:,} tokens fit"
+    )
+    return line if types == codecs.FULL else f"{line} (with an f16 cache: {f16_tokens(plan):,})"

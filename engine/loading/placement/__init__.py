@@ -1,0 +1,1 @@
+"""Where a model goes: which layers and experts are on which device, and how large its KV store gets beside them."""

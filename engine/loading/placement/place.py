@@ -1,0 +1,143 @@
+"""Where a model goes, as one value: loading executes it, `polarlm fit` prints many, a server of models adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import EngineError
+from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.loading.placement.cards import CardFit, Split, split_model
+from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan, cpu_experts, expert_plan
+from polarlm.engine.loading.placement.wanted import Wanted, nothing
+from polarlm.engine.state.plan import StorePlan, plan_for_tokens
+from polarlm.engine.state.shapes import CacheShape
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's weights go, and the KV store that fits beside them; or what is lacking for that."""
+
+    wanted: Wanted
+    ops: Ops  # of the device, or of all cards
+    shape: CacheShape
+    weights: int  # bytes in the device's memory
+    room: int = 0  # bytes beside them for the KV store and activations; 0 if the weights alone do not fit
+    plan: StorePlan | None = None  # of the KV store; None if there is too little room
+    split: Split | None = None  # if several GPUs share the layers
+    on_host: CpuExperts | None = None  # experts in the memory of a GPU's host
+    experts: ExpertPlan | None = None  # if not all experts are in memory at a time
+    error: EngineError | None = None  # says what is lacking, if there is no plan
+
+    @property
+    def lacking(self) -> int:
+        """Bytes by which the weights alone are too large; 0 if they fit."""
+        return 0 if self.error is None else self.error.numbers.get("lacking", 0)
+
+    @property
+    def store_plan(self) -> StorePlan:
+        """The plan of the KV store. Raises EngineError ("out_of_memory") if there is too little memory."""
+        if self.plan is None:
+            assert self.error is not None
+            raise self.error
+        return self.plan
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the KV store has what was asked for."""
+        return self.plan is not None and self.wanted.is_met(self.ops, self.plan, self.weights, self.room)
+
+    def store(self, config: EngineConfig) -> StorePlan:
+        """Return the plan of another KV store beside the same weights, of the same types. Raises EngineError."""
+        if self.room == 0 and self.error is not None:
+            raise self.error
+        wanted = replace(self.wanted, config=config)
+        if self.split is not None:
+            return self.split.plan(wanted, self.shape)
+        return wanted.plan(self.ops, self.shape, self.room)
+
+    def lacks(self, tokens: int, parallel: int) -> int:
+        """Return the bytes that are lacking for a store of `tokens`, and for the work on a prompt of as many, with this
+        many requests at a time."""
+        wanted = self.wanted.changed(parallel=parallel)
+        plan = plan_for_tokens(self.shape, tokens, parallel + wanted.config.kept_sequences)
+        if self.split is not None:
+            return sum(max(0, -card.left) for card in self.split.cards(wanted, plan))
+        return self.lacking + plan.bytes + wanted.work(self.ops, self.shape, tokens) - self.room
+
+    def cards(self) -> tuple[CardFit, ...]:
+        """Return what each of several GPUs has; nothing of one device."""
+        return () if self.split is None or self.plan is None else self.split.cards(self.wanted, self.plan)
+
+    def loaded(
+        self,
+        config: EngineConfig,
+        planned: Callable[[CacheShape], StorePlan] | None = None,
+        encoding: Encoding = WHOLE,
+    ) -> Placement:
+        """Return the placement of the same weights, which are there already, with a KV store for other settings.
+
+        planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError.
+        """
+        wanted = replace(self.wanted, config=config, encoding=encoding, more=nothing, is_mapped=False)
+        split, shape = None if self.split is None else self.split.loaded(), wanted.shape(self.ops)
+        placement = replace(self, wanted=wanted, shape=shape, room=self.ops.room_beside(0), split=split, error=None)
+        return replace(placement, plan=planned(shape) if planned else placement.store(config))
+
+
+def place(wanted: Wanted, ops: Ops, say: Callable[[str], None] = lambda sentence: None) -> Placement:
+    """Return where a model goes on a device, and beside other GPUs where one is too small.
+
+    say: is called with sentences for the user, such as which settings have no effect. Raises EngineError for settings
+    that do not suit the model or the device; of too little memory the placement tells.
+    """
+    shape = wanted.shape(ops)
+    placement = Placement(wanted, ops, shape, wanted.sizes.weights)
+    for step in (_among_cards, _experts_on_host, _experts_in_cache, _beside_weights, _store):
+        try:
+            placement = step(placement, say)
+        except EngineError as error:
+            if error.code != "out_of_memory":
+                raise
+            return replace(placement, error=error)
+    return placement
+
+
+def _among_cards(placement: Placement, say: Callable[[str], None]) -> Placement:
+    """Share the layers among several GPUs, if that is asked for or one is too small."""
+    wanted = placement.wanted
+    split = split_model(wanted, placement.ops, placement.shape, say)
+    if split is None:
+        return placement
+    return replace(placement, ops=split.ops, weights=split.weights, split=split)
+
+
+def _experts_on_host(placement: Placement, say: Callable[[str], None]) -> Placement:
+    """Leave experts in the memory of a GPU's host, as cpu_moe says."""
+    on_host = cpu_experts(placement.wanted, placement.ops, placement.shape, say)
+    saved = 0 if on_host is None else on_host.saved
+    return replace(placement, on_host=on_host, weights=placement.weights - saved)
+
+
+def _experts_in_cache(placement: Placement, say: Callable[[str], None]) -> Placement:
+    """Leave experts in the file if not all fit, or as expert_cache says."""
+    experts = expert_plan(placement.wanted, placement.ops, placement.shape, say)
+    if experts is None:
+        return placement
+    return replace(placement, experts=experts, weights=placement.weights - experts.saved, room=experts.room)
+
+
+def _beside_weights(placement: Placement, say: Callable[[str], None]) -> Placement:
+    """Find what the weights leave."""
+    if placement.experts is not None:
+        return placement
+    if placement.split is not None:
+        return replace(placement, room=sum(placement.split.rooms()))
+    return replace(placement, room=placement.wanted.room(placement.ops, placement.weights))
+
+
+def _store(placement: Placement, say: Callable[[str], None]) -> Placement:
+    """Plan the KV store."""
+    return replace(placement, plan=placement.store(placement.wanted.config))
