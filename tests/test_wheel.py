@@ -125,13 +125,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 @pytest.mark.slow
 def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "polarlm", "--version") == "polarlm 0.1.0\n"
-    assert all(f"  {name} " in installed.run(tmp_path, "polarlm") for name in COMMANDS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_installed(name: str, installed: Installed, tmp_path: Path) -> None:
-    assert installed.run(tmp_path, "polarlm", name, "--help").startswith(f"usage: polarlm {name} ")
+    for name in COMMANDS:
+        assert installed.run(tmp_path, "polarlm", name, "--help").startswith(f"usage: polarlm {name} ")
 
 
 def test_every_measurement_explains_its_flags_without_the_extras(installed: Installed, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -51,6 +52,7 @@ from polarlm.model_loaders.config import (
     ShortConv,
     is_gated,
 )
+from tests.pairs import each
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
@@ -270,14 +272,11 @@ CONFIGS = {
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 
 
-# Product: tokens, the model's sizes and the types decide together at which op of a prompt the peak is.
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("tokens", [70, 2048, 9000])
-def test_prompt_bytes_bounds_the_peak_of_a_prompt(config: ModelConfig, types: tuple[str, str], tokens: int) -> None:
+@pytest.mark.parametrize(("name", "types", "tokens"), each(CONFIGS, TYPES, [2048, 70, 9000, 2048]))
+def test_prompt_bytes_bounds_the_peak_of_a_prompt(name: str, types: tuple[str, str], tokens: int) -> None:
     """Never more, and at least two thirds of it, since what is counted in vain is missing in the store. Logits of all
     rows of a block are what scoring asks for."""
-    device = Counting()
+    config, device = CONFIGS[name], Counting()
     model = model_of(device, config, types, tokens + 64, 1)
     load = Load(config, model.store.shape.format(0), tokens, 1)
     prompt(model, 1)  # rotations are on the device
@@ -288,12 +287,17 @@ def test_prompt_bytes_bounds_the_peak_of_a_prompt(config: ModelConfig, types: tu
     assert 2 / 3 * counted <= device.peak - before <= counted
 
 
-# Product: a model's sizes and the types decide together which op of a step needs most.
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_step_bytes_bounds_the_peak_of_steps(config: ModelConfig, types: tuple[str, str]) -> None:
-    """Of every number of sequences that there may be; results and inputs included."""
-    device, most = Counting(), 70
+@pytest.mark.slow
+def test_prompt_bytes_bounds_the_peak_of_every_prompt() -> None:
+    """Slow: tokens, the model's sizes and the types decide together at which op of a prompt the peak is."""
+    for case in itertools.product(CONFIGS, TYPES, [70, 2048, 9000]):
+        test_prompt_bytes_bounds_the_peak_of_a_prompt(*case)
+
+
+@pytest.mark.parametrize(("name", "types"), each(CONFIGS, TYPES))
+def test_step_bytes_bounds_the_peak_of_steps(name: str, types: tuple[str, str]) -> None:
+    """For every number of sequences that there may be; results and inputs included."""
+    config, device, most = CONFIGS[name], Counting(), 70
     model = model_of(device, config, types, 64, most)
     sequences = [prompt(model, 3) for _ in range(most)]
     for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 70):

@@ -113,7 +113,7 @@ WRONG = {
 }
 
 
-# Product: the CPU takes such arrays as fields and a GPU as records, each with checks of its own.
+# The CPU takes such arrays as fields and a GPU as records, each with checks of its own.
 @pytest.mark.parametrize("change", WRONG)
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_records_of_another_shape_or_type_are_refused(change: str, on_gpu: bool) -> None:

@@ -81,7 +81,7 @@ def test_damage_is_found_before_the_cache_is_fitted(
     assert not measured
 
 
-# Product: a large number overflows at another place for each matrix, or not at all.
+# A large number overflows at another place for each matrix, or not at all.
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30, 3e38])
 @pytest.mark.parametrize(
     ("fixture", "name"),

@@ -41,7 +41,7 @@ def logits(path: Path, ids: list[int], block_size: int = N, **settings) -> list[
     return scored
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # ten engines for each case
 @pytest.mark.parametrize(
     ("fixture", "types"), each(["llama_gqa_llama3_tied", "qwen2_bias", "qwen3_qk_norm_tied"], TYPES)
 )

@@ -40,7 +40,7 @@ def answer(engine: Engine, drafts: Sequence[int] = (), **more: Any) -> tuple[int
     return engine.generate(PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True, **more), ANEW).token_ids
 
 
-# Product: drafted tokens are verified in the way in which tokens are chosen.
+# Drafted tokens are verified in the way in which tokens are chosen.
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("are_drafted", [False, True])
 def test_banned_tokens_are_never_written(way: str, are_drafted: bool, tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_a_stop_string_after_the_arguments_leaves_the_call_whole(hermes: Serving
 CUT = '{"city": "Ro'
 
 
-# Product: each API takes arguments as text or as an object, by code of its own.
+# Each API takes arguments as text or as an object, by code of its own.
 @pytest.mark.parametrize(
     "arguments", ["{", CUT, "[1]", "5", "[" * 9999, r'{"a": "\ud83d"}', '{"a": ' * 99 + "1" + "}" * 99]
 )

@@ -38,7 +38,6 @@ def raw(server: Serving, prompt: str) -> str:
     return server.post("/v1/completions", body).json()["choices"][0]["text"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"continue_final_message": True}, {"add_generation_prompt": False}])
 def test_a_last_message_of_the_assistant_is_continued(shared: Serving, more: Any) -> None:
     prompt = written(shared, [QUESTION]) + BEGUN["content"]

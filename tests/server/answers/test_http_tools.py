@@ -320,7 +320,6 @@ def allowed(what: Any) -> dict[str, Any]:
     return {"tool_choice": {"type": "allowed_tools", "allowed_tools": what}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "field", "sentence"),
     [

@@ -141,7 +141,7 @@ def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, her
 # -- LiteLLM, LangChain and pydantic-ai --------------------------------------------------------------------------------
 
 
-# Product: either API has an answer and a stream of its own.
+# Either API has an answer and a stream of its own.
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", "")])
 @pytest.mark.parametrize("stream", [False, True])

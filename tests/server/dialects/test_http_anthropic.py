@@ -130,7 +130,6 @@ def test_sampling_is_that_of_the_request(server: Serving, client: anthropic.Anth
         assert block.text == greedy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_sequence_ends_the_message_and_is_named(
     server: Serving, client: anthropic.Anthropic, stream: bool
@@ -207,7 +206,6 @@ def user(*blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(blocks)}]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "place"),
     [

@@ -197,7 +197,6 @@ def test_embeddings_are_those_of_the_engine(server: Serving, client: ollama.Clie
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "given", "place"),
     [

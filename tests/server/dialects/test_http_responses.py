@@ -124,7 +124,6 @@ def test_the_output_can_be_sent_back(server: Serving) -> None:
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_are_those_of_the_engine(server: Serving, stream: bool) -> None:
     expected = alone(server.engine, MESSAGES, temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -184,7 +183,6 @@ def test_a_base_url_may_lack_the_version(server: Serving) -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "param"),
     [

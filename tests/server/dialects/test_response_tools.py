@@ -43,7 +43,6 @@ CODEX: dict[str, Any] = {  # the shape of its request
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_of_a_namespace_are_called_and_taken_back(hermes: Serving, stream: bool) -> None:
     """A function outside may have the same name."""
@@ -88,7 +87,6 @@ def test_some_of_the_functions_are_allowed(hermes: Serving) -> None:
     assert response.tool_choice.model_dump() == {**choice, "tools": [named]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "param"),
     [
@@ -105,7 +103,6 @@ def test_a_wrong_choice_of_functions_is_a_bad_request(hermes: Serving, choice: d
     assert response.json()["error"]["param"] == param
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["web_search", "image_generation", "local_shell", "mcp", "custom"])
 def test_tools_that_are_no_functions_are_left_out_with_a_warning(hermes: Serving, kind: str) -> None:
     body = {**CODEX, "max_output_tokens": 2, "tools": [function("f"), {"type": kind}, {"type": kind}]}
@@ -118,7 +115,6 @@ def test_tools_that_are_no_functions_are_left_out_with_a_warning(hermes: Serving
     assert "X-PolarLM-Warning" not in alone.headers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tools", "field"),
     [

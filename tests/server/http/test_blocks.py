@@ -65,7 +65,6 @@ def test_a_block_is_put_once_or_twice_and_read_whole_or_in_part(server: Serving)
     assert ask(server, "GET", PATH, Range="bytes=9999-")[0] == 416
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [

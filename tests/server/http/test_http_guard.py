@@ -123,7 +123,6 @@ def test_a_refused_host_name_is_answered_with_the_flag_to_allow_it(server: Servi
     assert "--allowed-host" in response.json()["error"]["message"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nowhere"])
 def test_a_page_with_dns_rebinding_is_refused(server: Serving, path: str) -> None:
     assert_error(server.http.get(path, headers={"Host": "evil.example"}), 421, "misdirected_request")
@@ -241,7 +240,6 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
 # -- API key ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -304,7 +302,6 @@ def test_a_body_far_too_large_is_an_error_that_clients_understand(server: Servin
     assert caught.value.code == "request_too_large"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "part"),
     [

@@ -121,7 +121,6 @@ def assert_text_tells(server: Serving, told: dict[str, list[Any]], answer: Compl
     assert told["text_offset"] == [len(before) for before in whole]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("count", "stream"), each([0, 1, 5, 20], [False, True]))
 def test_log_probabilities_of_a_plain_prompt(server: Serving, count: int, stream: bool) -> None:
     answer = expected(server, PROMPT, count)

@@ -249,7 +249,6 @@ def test_a_wrong_key_is_an_authentication_error(tiny: Engine) -> None:
     assert caught.value.code == "invalid_api_key"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_is_a_rate_limit_error(tiny: Engine, stream: bool) -> None:
     with serving(tiny, max_queue=0) as server:

@@ -174,7 +174,6 @@ def test_the_memory_of_a_sequence_is_what_the_engine_holds_for_it(server: Servin
     assert nothing == {"tokens": 0, "bytes": 0, "f16_bytes": 0}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["", "-1", "1.5", "many", "9" * 13, "٣"])
 def test_an_invalid_number_of_tokens_is_a_bad_request(server: Serving, tokens: str) -> None:
     response = server.http.get("/stats", params={"tokens": tokens})

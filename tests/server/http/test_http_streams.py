@@ -190,7 +190,6 @@ IN_DIALECTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", IN_DIALECTS)
 def test_a_client_of_any_dialect_that_leaves_cancels_its_answer(server: Serving, path: str) -> None:
     server.gate.close()
@@ -202,8 +201,7 @@ def test_a_client_of_any_dialect_that_leaves_cancels_its_answer(server: Serving,
     assert_all_free(server, 1)
 
 
-# Product: a client leaves in the queue, in its prompt or in its answer, which only a stream has begun to send.
-@pytest.mark.slow
+# A client leaves in the queue, in its prompt or in its answer, which only a stream has begun to send.
 @pytest.mark.parametrize("units", [0, 1, 12])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_before_its_answer_does_so_too(server: Serving, stream: bool, units: int) -> None:

@@ -42,7 +42,6 @@ def warning(server: Serving, path: str, **more: Any) -> str | None:
     return response.headers.get(HEADER)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", APIS)
 def test_an_unknown_field_is_told_with_the_nearest_one(server: Serving, path: str) -> None:
     for stream in (False, True):
@@ -67,7 +66,6 @@ def test_several_are_told_in_a_header_of_bounded_length(server: Serving) -> None
     assert "\n" not in told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a\r\nSet-Cookie: x=1", "é\x00\x7f", "\N{SNOWMAN}", "", "\ud800"])
 def test_no_name_leaves_the_header(server: Serving, name: str) -> None:
     data = json.dumps({**APIS["/v1/completions"], name: 1}).encode()
@@ -118,7 +116,6 @@ CLIENTS: dict[str, Callable[[], set[str]]] = {  # those of OpenAI's older endpoi
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", CLIENTS)
 def test_what_the_makers_own_clients_send_is_known(server: Serving, path: str) -> None:
     """A field without an effect here is no slip of the pen."""

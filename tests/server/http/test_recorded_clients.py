@@ -54,7 +54,6 @@ def sent(request: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
 def test_a_client_reads_what_it_is_answered(server: Serving, run: Path) -> None:
     for request in json.loads(run.read_text(encoding="utf-8"))["requests"]:

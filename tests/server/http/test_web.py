@@ -156,7 +156,6 @@ def test_a_dead_peer_is_detected(server: Serving) -> None:
             assert 0 < accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "begun"), [(0, b""), (0, b"GET / HTT"), (0, b"GET / HTTP/1.1\r\nHost: a\r\n"), (2, b"G")]
 )

@@ -47,7 +47,6 @@ def cached(answer: dict[str, Any]) -> int:
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_refused_field_is_a_bad_request_that_names_it(server: Serving, path: str) -> None:
     prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
