@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from polarlm.model_loaders.demo import demo_model
-from tests.server.page.browser import CHROMEDRIVER, CHROMIUM, Browser, browser
-from tests.server.page.visitor import choose, done, send_and_wait, size
+from tests.server.page.browser import CHROMEDRIVER, CHROMIUM, chromium
+from tests.server.page.visitor import Page
 from tests.server.process import Process
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -26,24 +26,29 @@ def main() -> int:
         print("chromium and chromedriver have to be on the PATH", file=sys.stderr)
         return 1
     model = demo_model(None)
-    with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as page, Process(model, Path(folder)) as server:
-        size(page, 1280, 800)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        chromium(Path(folder)) as session,
+        Process(model, Path(folder)) as server,
+    ):
+        page = Page(session)
+        page.size(1280, 800)
         page.open(server.url)
         page.until(lambda: "bits/value" in page.text("#bits"))
-        choose(page, temperature=0.6, repeat_penalty=1.08, seed=4, max_tokens=280)
+        page.choose(temperature=0.6, repeat_penalty=1.08, seed=4, max_tokens=280)
         for question in QUESTIONS:
-            send_and_wait(page, question)
+            page.send_and_wait(question)
         page.run("document.querySelector('.side').scrollTop = 0")
-        page.until(lambda: done(page) and page.text("#requests").startswith("0 running"))
+        page.until(lambda: page.done() and page.text("#requests").startswith("0 running"))
         photograph(page, "chat-page.png")
-        size(page, 390, 844)
+        page.size(390, 844)
         page.protocol("Emulation.setTouchEmulationEnabled", enabled=True)
-        page.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        page.prefers(prefers_color_scheme="dark")
         photograph(page, "chat-page-phone.png")
     return 0
 
 
-def photograph(page: Browser, name: str) -> None:
+def photograph(page: Page, name: str) -> None:
     page.run("document.activeElement.blur(); return new Promise((done) => setTimeout(done, 300))")
     (IMAGES / name).write_bytes(page.screenshot())
 

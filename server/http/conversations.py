@@ -25,7 +25,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 class Conversations:
     """Three endpoints. Without a key, only browsers on this machine may use them.
 
-    The server reads nothing in a conversation but ids: the page checks what comes back as it checks files.
+    The server checks ids and shapes only. The page checks a conversation that it receives as it checks imported files.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -109,7 +109,7 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 
 
 def _kept(name: str, value: dict[str, Any]) -> str:
-    """An object as it is kept: as JSON, which pages can read. Raises BadRequest."""
+    """An object as JSON that browsers can parse. Raises BadRequest."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
@@ -117,7 +117,7 @@ def _kept(name: str, value: dict[str, Any]) -> str:
 
 
 def _written(change: Change) -> str:
-    """A change as JSON: its parts are JSON already."""
+    """A change as JSON; the change holds JSON texts already."""
     messages = ",".join(f"{json.dumps(name)}:{body}" for name, body in change.messages.items())
     head = f'"head":{change.head or "null"},' if change.has_head else ""
     return f'{{{head}"messages":{{{messages}}}}}'

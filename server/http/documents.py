@@ -19,13 +19,13 @@ from polarlm.server.http.streams import while_there
 from polarlm.server.running.refused import busy
 
 LARGER = 16  # a PDF may have this many times the bytes of --max-body: most of them are fonts and pictures
-_AT_ONCE = 2  # files that are read; others wait
-_MOST = 16  # files in memory: that arrive, wait or are read; further ones are refused
+_AT_ONCE = 2  # files that are read at a time; others wait
+_MOST = 16  # files in memory, which arrive, wait or are read; further files are refused
 _SECONDS = 30.0
 
 
 class Documents:
-    """The endpoint. A process of its own reads each file, since a made-up one may take for ever, or all memory."""
+    """The endpoint. A separate process reads each file: a malicious file may take for ever, or all memory."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._most = config.max_body
@@ -45,7 +45,7 @@ class Documents:
         self._files += 1
         try:
             data = bytes(await read_bytes(request, LARGER * self._most))
-            async with self._free:  # only now: a slow client keeps nobody else from it
+            async with self._free:  # after the file has arrived: a slow client must not keep others waiting
                 read = json.loads(await while_there(request.receive, _read(data, self._most)))
         finally:
             self._files -= 1
@@ -55,7 +55,7 @@ class Documents:
 
 
 async def _read(data: bytes, most: int) -> bytes:
-    """What `polarlm.server.reading.pdf` writes about a file. Raises ApiError."""
+    """The JSON that `polarlm.server.reading.pdf` writes about a file. Raises ApiError."""
     program = python("polarlm.server.reading.pdf", str(most))
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe, stderr=nothing)

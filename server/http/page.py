@@ -17,12 +17,12 @@ from polarlm.engine.params import OPTIONS, SAMPLING
 
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, dict[str, str]]:
-    """The page and its headers, which allow only its own scripts and styles, by their hashes."""
+    """The page and its headers, which allow only its own script and styles, by their hashes."""
     text = _whole()
     policy = [
         "default-src 'none'",
-        f"script-src {_hashes('script', text)}",
-        f"style-src {_hashes('style', text)}",
+        f"script-src {_hash('script', text)}",
+        f"style-src {_hash('style', text)}",
         "img-src data:",  # the icon
         "connect-src 'self'",
         "base-uri 'none'",
@@ -39,7 +39,7 @@ def _page() -> tuple[str, dict[str, str]]:
 
 
 def _whole() -> str:
-    """page.html with the files that it refers to written into it."""
+    """page.html with its style sheet and its scripts, which become a single script, written into it."""
     folder = files("polarlm.server").joinpath("page")
 
     def read(name: str) -> str:
@@ -47,7 +47,9 @@ def _whole() -> str:
 
     text = read("page.html").replace("        <!-- sampling options -->\n", "".join(map(_input, OPTIONS)))
     text = re.sub(r'<link rel="stylesheet" href="(.*?)">', lambda m: f"<style>\n{read(m[1])}</style>", text)
-    return re.sub(r'<script src="(.*?)"></script>', lambda m: f"<script>\n{read(m[1])}</script>", text)
+    scripts = re.findall(r'<script src="(.*?)"></script>\n', text)
+    whole = '<script>\n"use strict";\n' + "".join(f"\n{read(name)}" for name in scripts) + "</script>\n"
+    return re.sub(r"(?:<script src=.*?></script>\n)+", lambda _: whole, text)
 
 
 def _input(name: str) -> str:
@@ -62,11 +64,10 @@ def _input(name: str) -> str:
     return f'        <div><label for="{name}">{label}</label>{field}</div>\n'
 
 
-def _hashes(element: str, page: str) -> str:
-    """The source list in a Content-Security-Policy of the inline elements called `element`: their hashes."""
-    contents = re.findall(f"<{element}>(.*?)</{element}>", page, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
+def _hash(element: str, page: str) -> str:
+    """The page's only inline element with this name, as a Content-Security-Policy names it: by its hash."""
+    content = page.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 async def page(_request: Request) -> Response:

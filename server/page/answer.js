@@ -1,5 +1,3 @@
-"use strict";
-
 // Answers: the request that is sent, and the stream that is received.
 
 const LOOP = { pieces: 300, rounds: 3, every: 64 }; // an answer ending in so many repeated pieces stops; pieces between checks
@@ -73,7 +71,7 @@ function messagesUpTo(message) {
 function sentAnswer({ text, reasoning, calls }) {
   const sent = { role: "assistant", content: calls.length && !text ? null : text };
   if (reasoning) sent.reasoning_content = reasoning;
-  if (calls.length) sent.tool_calls = calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+  if (calls.length) sent.tool_calls = calls.map(({ id, name, arguments: json }) => ({ id, type: "function", function: { name, arguments: json } }));
   return sent;
 }
 
@@ -264,7 +262,7 @@ function point(trouble) {
 /** Whether the text ends in `least` characters or more that repeat a piece; one pass, from the end to the beginning. */
 function loops(text, least) {
   const at = (place) => text.charCodeAt(text.length - 1 - place);
-  const borders = new Int32Array(text.length); // of the reversed text's first place + 1 characters: the longest border
+  const borders = new Int32Array(text.length); // borders[n]: the length of the longest border of the first n + 1 characters of the reversed text
   for (let place = 1, border = 0; place < text.length; place += 1) {
     while (border && at(place) !== at(border)) border = borders[border - 1];
     if (at(place) === at(border)) border += 1;

@@ -1,5 +1,3 @@
-"use strict";
-
 // The server: requests, refusals and streams.
 
 const $ = (id) => document.getElementById(id);
@@ -63,6 +61,9 @@ async function* events(response) {
   }
 }
 
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const string = (value) => (typeof value === "string" ? value : "");
+
 // -- small values in the browser's storage ----------------------------------------------------------------------------
 
 const SETTINGS = "polarlm.settings", KEY = "polarlm.key";
@@ -72,6 +73,11 @@ const held = {};
 
 function kept(storage, name) {
   try { return held[name] ?? window[storage].getItem(name); } catch { return null; }
+}
+
+/** What `read` makes of a value that is kept as JSON; of undefined if there is none, or another program's value. */
+function keptValue(storage, name, read) {
+  try { return read(JSON.parse(kept(storage, name))); } catch { return read(); }
 }
 
 function keep(storage, name, value) {

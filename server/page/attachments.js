@@ -1,10 +1,10 @@
-"use strict";
-
 // Files that go with a message, as text in its prompt.
 
 const LARGEST = 64 * 2 ** 20; // bytes of a file that the page reads; the server has its own limits
 
 let attached = []; // the files of the next message: { name, text, tokens }; text is null until it has been read
+
+const attachedTokens = () => attached.reduce((sum, file) => sum + file.tokens, 0);
 
 /** The text of a user's message as the model gets it: each file between fences, then what the user wrote. */
 const contentOf = ({ text, files = [] }) => [...files.map(fenced), text].filter(Boolean).join("\n\n");
@@ -66,7 +66,7 @@ function drawAttached() {
     drawAttached();
     $("attach").focus();
   }));
-  const tokens = attached.reduce((sum, file) => sum + file.tokens, 0);
+  const tokens = attachedTokens();
   const over = stats?.context && used.tokens + tokens > stats.context;
   $("attached").classList.toggle("over", Boolean(over));
   if (over) sayAttached(`With these files the conversation has about ${count(used.tokens + tokens, "token")}, and the context has ${number(stats.context)}.`);
@@ -75,21 +75,16 @@ function drawAttached() {
 /** An item for each file, with a button that removes it. */
 function chips(files, drop) {
   return files.map((file) => {
-    const item = make("li"), name = visible(file.name), remove = button("Remove", () => drop(file), "quiet");
-    remove.setAttribute("aria-label", `Remove ${name}`);
+    const name = visible(file.name);
+    const remove = button("Remove", () => drop(file), "quiet", `Remove ${name}`);
     const tokens = file.tokens === null ? "reading …" : count(file.tokens, "token");
-    item.append(dir(make("span", "name", name)), make("span", "tokens", tokens), sign(remove, "failed"));
-    return item;
+    return put(make("li"), dir(make("span", "name", name)), make("span", "tokens", tokens), sign(remove, "failed"));
   });
 }
 
 /** A file of a message that was sent: its name, and its text when it is opened. */
 function shownFile({ name, text, tokens }) {
-  const element = fold("file", `${visible(name)} · ${count(tokens, "token")}`), body = make("pre");
-  body.tabIndex = 0;
-  body.setAttribute("role", "region");
-  body.setAttribute("aria-label", visible(name));
-  element.append(body);
+  const body = region("pre", "", "", visible(name)), element = fold("file", `${visible(name)} · ${count(tokens, "token")}`, body);
   element.addEventListener("toggle", () => { if (!body.firstChild) addText(body, visibleCode(text)); });
   return element;
 }

@@ -1,8 +1,6 @@
-"use strict";
-
 // Blocks of Markdown that grow: words, code, the rows of a table.
 
-const SEGMENT = 2000; // characters after which a mark, such as one of emphasis, is no longer closed
+const SEGMENT = 2000; // characters after which the end of a mark, such as `**`, is no longer looked for
 const PIECE = new RegExp(`^[^]{1,${2 * SEGMENT}}`, "u"); // the most text that is read at a time; it cuts no character
 
 /** A paragraph, a heading or an item. When it grows, only text whose meaning may still change is read again. */
@@ -46,15 +44,11 @@ class Words {
 class Code {
   constructor(fence, indent, language) {
     Object.assign(this, { fence, indent, lines: 0, text: "", fresh: "" });
-    this.element = make("figure", "code");
-    const bar = make("figcaption");
-    bar.append(make("span", "language", language || "Code"), copyButton("Copy code", () => this.text + this.fresh));
-    this.pre = make("pre");
-    this.pre.tabIndex = 0; // so that the keyboard can scroll it
-    this.pre.setAttribute("role", "region");
-    this.pre.setAttribute("aria-label", language ? `Code, ${language}` : "Code");
+    const copying = copyButton("Copy code", () => this.text + this.fresh);
+    const bar = put(make("figcaption"), make("span", "language", language || "Code"), copying);
+    this.pre = region("pre", "", "", language ? `Code, ${language}` : "Code");
     this.pre.append(make("code"));
-    this.element.append(bar, this.pre);
+    this.element = put(make("figure", "code"), bar, this.pre);
   }
 
   write(text) { this.fresh += text; }
@@ -78,9 +72,8 @@ class Row {
   flush() {
     const texts = cells(this.text), wanted = this.aligns.length || texts.length;
     this.element.replaceChildren(...Array.from({ length: wanted }, (_, column) => {
-      const made = make(this.cell, this.aligns[column] ?? ""), text = texts[column] ?? "";
-      made.append(...inline(text.slice(0, SEGMENT)), visible(text.slice(SEGMENT)));
-      return made;
+      const text = texts[column] ?? "";
+      return put(make(this.cell, this.aligns[column] ?? ""), ...inline(text.slice(0, SEGMENT)), visible(text.slice(SEGMENT)));
     }));
   }
 }

@@ -1,28 +1,28 @@
-"use strict";
-
 // Calls of tools of MCP servers. The user confirms each, since a model may have read in a text what it shall call.
 
 const UNASKED = 20; // calls in a row that run without a question
-const ALWAYS = "polarlm.always"; // of this tab alone: a file or another browser cannot bring a permission
+const ALWAYS = "polarlm.always"; // permissions of this tab alone: a file or another browser cannot bring a permission
 const REFUSED = "The user refused this call.", NOT_RUN = "The user did not run this call.";
 
 let unasked = 0;
 
-const allowed = () => { try { return new Set(JSON.parse(kept("sessionStorage", ALWAYS))); } catch { return new Set(); } };
+const allowed = () => keptValue("sessionStorage", ALWAYS, (value) => new Set(value));
 const permissionOf = ({ server, tool }) => JSON.stringify([current.id, server, tool]);
 const allow = (call) => keep("sessionStorage", ALWAYS, JSON.stringify([...allowed().add(permissionOf(call))]));
 
 /** What is wrong with the arguments of a call; empty if nothing is. */
 function faultOf(call) {
-  let value;
-  try { value = JSON.parse(call.arguments || "{}"); } catch (error) { return `The arguments are not JSON: ${full(error.message)}`; }
-  return value && typeof value === "object" && !Array.isArray(value) ? "" : "The arguments are not a JSON object.";
+  try {
+    return isObject(JSON.parse(call.arguments || "{}")) ? "" : "The arguments are not a JSON object.";
+  } catch (error) {
+    return `The arguments are not JSON: ${full(error.message)}`;
+  }
 }
 
 /** Whether a call is for a server that there is here: the user enters the results of others. */
 const isOurs = ({ server }) => Boolean(server && mcpServer(server));
 
-/** Goes on with the calls of an answer: runs those that the user has allowed, asks about the next one, or sends the results. */
+/** Continues with the calls of an answer: runs the calls that the user has allowed, asks about the next call, or sends the results. */
 async function proceed(message) {
   for (let call; (call = message.calls.find(({ result }) => !result)); ) {
     const fault = isOurs(call) && faultOf(call);
@@ -54,7 +54,7 @@ function askAbout(message) {
 /** Runs a call. Returns whether it has a result, or false if it was stopped or the conversation was left. */
 async function run(message, call) {
   const mine = live = { conversation: current, message, row: rowOf(message), stop: new AbortController() };
-  const { server, tool, arguments: given } = call;
+  const { server, tool, arguments: json } = call;
   call.begun = true;
   keepLive(current, message);
   draw();
@@ -63,7 +63,7 @@ async function run(message, call) {
   tell(`${visible(tool)} of ${visible(server)} is running …`);
   let result = null, trouble = null;
   try {
-    const body = JSON.stringify({ server, tool, arguments: JSON.parse(given || "{}") });
+    const body = JSON.stringify({ server, tool, arguments: JSON.parse(json || "{}") });
     const answered = await (await ask("mcp/call", { method: "POST", body, signal: mine.stop.signal })).json();
     result = { text: answered.text, failed: answered.is_error };
   } catch (error) {
@@ -106,18 +106,18 @@ function drawWaiting(row) {
   [...(row.calls?.children ?? [])].forEach((fold, index) => {
     fold.hidden = waits && isOurs(message.calls[index]) && !message.calls[index].result;
   });
-  if (row.form && (!waits || row.form.dataset.about !== about) && !isTyped(row.form)) {
+  const close = () => {
     row.form.remove();
     row.form = null;
-  }
+  };
+  if (row.form && (!waits || row.form.dataset.about !== about) && !isTyped(row.form)) close();
   if (!waits || row.form) return;
   row.form = next && isOurs(next) ? confirmForm(message, next) : resultsForm(entered(message), "Send results", (results) => {
     for (const { id, text } of results) {
       const call = message.calls.find((each) => each.id === id && !each.result) ?? message.calls.find((each) => each.id === id);
       call.result = { text, failed: call.result?.failed };
     }
-    row.form.remove();
-    row.form = null;
+    close();
     proceed(message);
   });
   row.form.dataset.about = about;
@@ -132,15 +132,12 @@ function entered({ calls }) {
 
 /** A question about a call, with its arguments. */
 function confirmForm(message, call) {
-  const form = make("div", "results confirm"), fault = faultOf(call), all = message.calls.length;
+  const fault = faultOf(call), all = message.calls.length;
   const name = `${visible(call.tool)} of ${visible(call.server)}`, place = all > 1 ? ` (call ${message.calls.indexOf(call) + 1} of ${all})` : "";
-  const title = `${fault ? "The model cannot run" : "Run"} ${name}${fault ? "" : "?"}${place}`, text = make("pre", "", visibleCode(indented(call.arguments || "{}")));
+  const title = `${fault ? "The model cannot run" : "Run"} ${name}${fault ? "" : "?"}${place}`;
+  const form = make("div", "results confirm", "", title), text = region("pre", "", visibleCode(indented(call.arguments || "{}")), "Arguments");
   form.tabIndex = -1;
   form.setAttribute("role", "group");
-  form.setAttribute("aria-label", title);
-  text.tabIndex = 0;
-  text.setAttribute("role", "region");
-  text.setAttribute("aria-label", "Arguments");
   const notes = [
     fault, !fault && call.begun && "It was started before, and may have run.",
     unasked >= UNASKED && `${UNASKED} calls have run without a question.`,
@@ -158,14 +155,10 @@ function confirmForm(message, call) {
     $("message").focus();
     if (await run(message, call)) proceed(message);
   };
-  const buttons = make("div", "row");
-  if (fault) buttons.append(button("Tell the model", () => settled({ text: fault, failed: true }), "main"));
-  else {
-    buttons.append(
-      button("Run once", () => runs(false), "main"), button("Always in this conversation", () => runs(true), ""),
-      button("Refuse", () => settled({ text: REFUSED, failed: true }), ""),
-    );
-  }
-  form.append(dir(make("p", "asks", title)), text, ...notes.map((note) => make("p", fault ? "wrong" : "hint", note)), buttons);
-  return form;
+  const buttons = fault ? [button("Tell the model", () => settled({ text: fault, failed: true }), "main")] : [
+    button("Run once", () => runs(false), "main"), button("Always in this conversation", () => runs(true), ""),
+    button("Refuse", () => settled({ text: REFUSED, failed: true }), ""),
+  ];
+  const lines = notes.map((note) => make("p", fault ? "wrong" : "hint", note));
+  return put(form, dir(make("p", "asks", title)), text, ...lines, put(make("div", "row"), ...buttons));
 }

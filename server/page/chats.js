@@ -1,5 +1,3 @@
-"use strict";
-
 // The conversations of this browser, and switching between them.
 
 const chats = new Map(); // id → conversation; one without messages is not in it
@@ -82,6 +80,22 @@ function openAddressed() {
 
 window.addEventListener("popstate", openAddressed);
 
+/** Merges a conversation as another tab, a file or the server has it into the page's own, and returns that. */
+function adopt(theirs) {
+  const here = current.id === theirs.id ? current : chats.get(theirs.id) ?? theirs;
+  chats.set(here.id, here);
+  if (here === theirs) drawList();
+  else showNews(here, absorb(here, theirs));
+  return here;
+}
+
+/** Takes a conversation that was deleted elsewhere from the list. The page that shows it goes on to show it. */
+function lose(id) {
+  chats.delete(id);
+  if (current.id === id) warn(GONE);
+  drawList();
+}
+
 /** Shows what another tab or a file has changed, without disturbing what is read or typed here. */
 function showNews(chat, { messages, settings }) {
   drawList();
@@ -100,16 +114,9 @@ function showNews(chat, { messages, settings }) {
 otherTabs?.addEventListener("message", async ({ data: id }) => {
   const kept = database && await taken(id).catch(() => null);
   if (kept === null) return; // it cannot be read; undefined stands for a deleted one
-  const chat = current.id === id ? current : chats.get(id) ?? kept;
-  const isBack = chat === current && !chats.has(id); // it was deleted there and is restored
-  if (kept) {
-    shelved.add(id);
-    chats.set(id, chat);
-    showNews(chat, absorb(chat, kept));
-    if (isBack) keepConversation(chat); // it may have more messages here
-  } else {
-    chats.delete(id);
-    if (chat === current) warn(GONE);
-    drawList();
-  }
+  if (!kept) return lose(id);
+  const isBack = current.id === id && !chats.has(id); // it was deleted there and is restored
+  shelved.add(id);
+  const chat = adopt(kept);
+  if (isBack) keepConversation(chat); // it may have more messages here
 });

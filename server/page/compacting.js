@@ -1,10 +1,8 @@
-"use strict";
-
 // Compaction: in prompts, a summary takes the place of the messages above it. They stay in the conversation.
 
 const NEARLY_FULL = 0.75; // the part of the context that a prompt may take before the conversation is compacted by itself
 const SHORT = 3; // characters of a token, before they are counted: most texts have more
-const ROUNDS = 5; // of counting and shortening what is summarized
+const ROUNDS = 5; // rounds of counting and shortening the text that is summarized
 const INSTRUCTION = "Summarize our conversation so that it can go on from your summary alone: facts, decisions, open questions, code in use.";
 
 const newSummary = () => ({ role: "summary", off: false, left: 0, compacted: null, ...EMPTY, calls: [] });
@@ -35,7 +33,7 @@ async function summaryRequest(message, signal) {
     const counted = await ask("v1/chat/completions/input_tokens", { method: "POST", body: JSON.stringify(request), signal });
     const { input_tokens: tokens } = await counted.json(), over = tokens + summaryTokens() - stats.context;
     message.left = all - sent.length;
-    if (over <= 0 || round === ROUNDS) return request; // what is too long still, the server refuses with its own sentence
+    if (over <= 0 || round === ROUNDS) return request; // the server refuses a request that is still too long
     shorten(sent, over / tokens);
   }
 }

@@ -1,37 +1,25 @@
-"use strict";
-
 // Forms in place of a message: another text for it, or the results of calls.
 
 /** Shows a field in place of a message's text, with buttons to send or save it. */
 function edit(row) {
   const { message, element } = row;
   if (live || element.querySelector(".edit")) return;
-  const mine = message.role === "user", form = make("form", "edit"), area = make("textarea");
+  const mine = message.role === "user", summary = message.role === "summary", form = make("form", "edit");
+  const area = make("textarea", "", "", mine ? "Edit your message" : summary ? "Edit the summary" : "Edit the answer");
   area.value = message.text;
-  area.setAttribute("aria-label", mine ? "Edit your message" : message.role === "summary" ? "Edit the summary" : "Edit the answer");
-  const close = () => {
-    form.remove();
-    element.classList.remove("edited");
-  };
-  const cancel = () => {
-    close();
-    buttonOf(row, "Edit")?.focus();
-  };
   const save = () => {
     if (live) return; // it would take the place of the answer that is being generated
     close();
     buttonOf(rowOf(rewrite(message, area.value)), "Edit").focus();
   };
-  const summary = message.role === "summary", send = make("button", "main", mine ? "Send" : summary ? "Save" : "Save and continue");
-  const buttons = make("div", "row");
-  buttons.append(send, ...(mine || summary ? [] : [button("Save", save, "")]), button("Cancel", cancel, ""));
+  const send = make("button", "main", mine ? "Send" : summary ? "Save" : "Save and continue");
+  const buttons = put(make("div", "row"), send, ...(mine || summary ? [] : [button("Save", save, "")]));
   let files = message.files ?? [];
-  const list = make("ul", "files"), drawFiles = () => list.replaceChildren(...chips(files, (file) => {
+  const list = make("ul", "files", "", "Attached files"), drawFiles = () => list.replaceChildren(...chips(files, (file) => {
     files = files.filter((other) => other !== file);
     drawFiles();
     area.focus();
   }));
-  list.setAttribute("aria-label", "Attached files");
   drawFiles();
   form.append(list, area, buttons);
   form.addEventListener("submit", (event) => {
@@ -44,18 +32,30 @@ function edit(row) {
     else resume(rewrite(message, area.value));
   });
   area.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !event.isComposing) {
-      event.stopPropagation();
-      cancel();
-    }
     if (event.key !== "Enter" || event.isComposing || (mine ? event.shiftKey : !event.ctrlKey && !event.metaKey)) return;
     event.preventDefault();
     form.requestSubmit();
   });
-  element.classList.add("edited");
-  element.append(form);
-  area.focus();
+  const close = openForm(row, form);
   area.setSelectionRange(area.value.length, area.value.length);
+}
+
+/** Shows a form in place of a message until it is cancelled. Returns a function that closes it. */
+function openForm(row, form) {
+  const close = () => {
+    form.remove();
+    row.element.classList.remove("edited");
+  };
+  const cancel = () => {
+    close();
+    buttonOf(row, "Edit")?.focus();
+  };
+  form.querySelector(".row").append(button("Cancel", cancel, ""));
+  onEscape(form, cancel);
+  row.element.classList.add("edited");
+  row.element.append(form);
+  form.querySelector("textarea").focus();
+  return close;
 }
 
 /** Adds a version of an answer with another text, which no message follows yet. */
@@ -72,17 +72,11 @@ function rewrite(message, text) {
 /** A form with a field for the result of each call. */
 function resultsForm(results, name, send) {
   const form = make("form", "results"), areas = results.map((result) => {
-    const label = make("label", "", `Result of ${visible(result.name)}`), area = make("textarea");
-    area.rows = 2;
-    area.value = result.text;
-    area.spellcheck = false;
-    label.append(area);
-    form.append(label);
+    const area = Object.assign(make("textarea"), { rows: 2, value: result.text, spellcheck: false });
+    form.append(put(make("label", "", `Result of ${visible(result.name)}`), area));
     return area;
   });
-  const buttons = make("div", "row");
-  buttons.append(make("button", "main", name));
-  form.append(buttons);
+  form.append(put(make("div", "row"), make("button", "main", name)));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (live || !settingsHold()) return;
@@ -99,15 +93,5 @@ function editResults(row) {
     close();
     say({ role: "tool", results }, parentOf(message));
   });
-  const close = () => {
-    form.remove();
-    element.classList.remove("edited");
-  };
-  form.querySelector(".row").append(button("Cancel", () => {
-    close();
-    row.foot.querySelector("button:last-of-type").focus();
-  }, ""));
-  element.classList.add("edited");
-  element.append(form);
-  form.querySelector("textarea").focus();
+  const close = openForm(row, form);
 }

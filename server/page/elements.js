@@ -1,25 +1,67 @@
-"use strict";
-
 // Elements and their texts. What a model writes is never HTML: every character ends up in a text node.
 
-/** Invisible characters, and those that reorder text, are shown as signs. */
+/** Invisible characters, and characters that reorder text, are shown as signs. */
 const CONTROLS = /[\0-\x08\x0b-\x1f\x7f]/g, REORDERING = /[\u202a-\u202e\u2066-\u2069]/g;
 const visible = (text) => text.replace(CONTROLS, (sign) => String.fromCharCode(sign === "\x7f" ? 0x2421 : 0x2400 + sign.charCodeAt()));
 const visibleCode = (text) =>
   visible(text).replace(REORDERING, (sign) => `⟨U+${sign.charCodeAt().toString(16).toUpperCase()}⟩`);
 
-function make(name, className = "", text = "") {
+/** An element with a text; `label` is its name for screen readers, if that is not the text. */
+function make(name, className = "", text = "", label = "") {
   const made = document.createElement(name);
   if (className) made.className = className;
   made.textContent = text;
+  if (label) made.setAttribute("aria-label", label);
   return made;
 }
 
-function button(name, does, className = "quiet act") {
-  const made = make("button", className, name);
+/** Appends children to an element, and returns it. */
+function put(element, ...children) {
+  element.append(...children);
+  return element;
+}
+
+function button(name, does, className = "quiet act", label = "") {
+  const made = make("button", className, name, label);
   made.type = "button";
   made.addEventListener("click", does);
   return made;
+}
+
+/** An element that the keyboard can scroll. */
+function region(name, className, text, label) {
+  const made = make(name, className, text, label);
+  made.tabIndex = 0;
+  made.setAttribute("role", "region");
+  return made;
+}
+
+const option = (value, text = "") => Object.assign(make("option", "", text), { value });
+
+/** Sets the text of an element unless it has that text: a screen reader would read it again. */
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
+
+/** Replaces the children of an element. If an old child had the focus, the new child with the same name gets it. */
+function redraw(element, children, other = () => null) {
+  const keyOf = (made) => made.id || made.dataset.does || nameOf(made), at = document.activeElement;
+  const key = element.contains(at) && at !== element && keyOf(at);
+  element.replaceChildren(...children);
+  if (!key) return;
+  const same = [...element.querySelectorAll("button, input, summary")].find((made) => keyOf(made) === key);
+  (same ?? other())?.focus({ preventScroll: true });
+}
+
+/** Has the Escape key do something in an element, and nothing outside it. */
+function onEscape(element, does, holds = () => true) {
+  element.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || event.isComposing || !holds()) return;
+    event.stopPropagation();
+    does();
+  });
 }
 
 /** Shows a button as a sign. Its text becomes its name, for screen readers. */
@@ -48,4 +90,36 @@ function addText(element, text) {
 function dir(element) {
   element.dir = "auto";
   return element;
+}
+
+/** A button that copies what `text` returns; with `signed`, it shows a sign, not a word. */
+function copyButton(name, text, signed = false) {
+  const show = (word, drawing) => {
+    made.textContent = word;
+    if (signed) sign(made, drawing);
+  };
+  const made = button("Copy", async () => {
+    const copied = await copy(text());
+    show(copied ? "Copied" : "Not copied", copied ? "done" : "failed");
+    announce(copied ? "Copied." : "The browser does not let the page copy.");
+    setTimeout(show, 2000, "Copy", "copy");
+  }, "quiet", name);
+  show("Copy", "copy");
+  return made;
+}
+
+/** Copies a text to the clipboard, and returns whether it could. Browsers have `navigator.clipboard` on safe origins only. */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch { /* the older command follows */ }
+  const area = make("textarea", "unseen"), focused = document.activeElement;
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  focused?.focus();
+  return copied;
 }

@@ -1,5 +1,3 @@
-"use strict";
-
 // Below a message: its buttons, its versions and its figures.
 
 function drawFoot(row) {
@@ -27,16 +25,13 @@ function drawFoot(row) {
     if (message.text) parts.push(button("Edit", () => edit(row)), copyButton("Copy summary", copied));
   }
   if (["assistant", "summary"].includes(message.role)) parts.push(make("span", "figures", figuresOf(message)));
-  const focused = foot.contains(document.activeElement) ? nameOf(document.activeElement) : null;
-  foot.replaceChildren(...parts);
-  if (focused) buttonOf(row, focused)?.focus({ preventScroll: true });
+  redraw(foot, parts);
   drawWaiting(row);
 }
 
 /** Whether a form has a result that the user has begun to type. */
 const isTyped = (form) => [...form.querySelectorAll("textarea")].some(({ value }) => value);
 
-const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
 const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((made) => nameOf(made) === name);
 
 /** The number of the version of a message that is shown, with buttons to show others; nothing for a single version. */
@@ -51,14 +46,12 @@ function arrows({ message }) {
       keepConversation(current);
       const buttons = rowOf(current.messages[holder.children[holder.shown]]).foot.querySelectorAll(".arrows button");
       [...buttons].sort((a, b) => a.disabled - b.disabled || (a.textContent === sign ? -1 : 1))[0].focus();
-    });
-    made.setAttribute("aria-label", name);
+    }, "quiet act", name);
     made.disabled = !(holder.shown + by in holder.children);
     return made;
   };
-  const element = make("span", "arrows");
+  const element = make("span", "arrows", "", `Version ${holder.shown + 1} of ${all}`);
   element.setAttribute("role", "group");
-  element.setAttribute("aria-label", `Version ${holder.shown + 1} of ${all}`);
   element.append(turn(-1, "Earlier version", "‹"), make("span", "", `${holder.shown + 1}/${all}`), turn(1, "Later version", "›"));
   return [element];
 }

@@ -1,5 +1,3 @@
-"use strict";
-
 // Files of conversations.
 
 /** Saves conversations, and with them prompts, as a file. */
@@ -21,13 +19,7 @@ async function importChats(text) {
   const read = value.conversations.map(readConversation).filter((chat) => chat.children.length);
   savePrompts(readPrompts(value.prompts));
   const known = read.filter(({ id }) => chats.has(id)).length;
-  for (const chat of read) {
-    const here = chats.get(chat.id);
-    if (here) showNews(here, absorb(here, chat));
-    chats.set(chat.id, here ?? chat);
-    await keepConversation(here ?? chat, true);
-  }
-  drawList();
+  for (const chat of read) await keepConversation(adopt(chat), true);
   return [read.length - known, known];
 }
 

@@ -1,16 +1,12 @@
-"use strict";
-
 // Folders of conversations. There is a folder as long as a conversation is in it.
 
 const FOLDED = "polarlm.folded"; // the names of the folders whose conversations the list does not show
 
 const folderOf = (chat) => chat.folder ?? "";
 
-function foldedNames() {
-  try { return new Set(JSON.parse(kept("localStorage", FOLDED))); } catch { return new Set(); } // another program's value
-}
+const foldedNames = () => keptValue("localStorage", FOLDED, (names) => new Set(names));
 
-/** Conversations as items of the list: those in no folder, then folders by name, each with its own. */
+/** Items of the list: the conversations without a folder, then the folders by name, each with its conversations. */
 function inFolders(list, item, open) {
   const folded = open ? new Set() : foldedNames(), names = [...new Set(list.map(folderOf))].filter(Boolean);
   const among = (name) => list.filter((chat) => folderOf(chat) === name);
@@ -19,7 +15,7 @@ function inFolders(list, item, open) {
 }
 
 function folderItem(name, list, item, open) {
-  const element = make("li", "folder"), inside = make("ul"), opener = button(visible(name), () => {
+  const inside = put(make("ul", "", "", visible(name)), ...(open ? list.map(item) : [])), opener = button(visible(name), () => {
     const folded = foldedNames();
     if (!folded.delete(name)) folded.add(name);
     keep("localStorage", FOLDED, JSON.stringify([...folded]));
@@ -28,10 +24,7 @@ function folderItem(name, list, item, open) {
   opener.setAttribute("aria-expanded", String(open));
   opener.dataset.does = `folder ${name}`;
   opener.append(make("span", "tokens", String(list.length)));
-  inside.setAttribute("aria-label", visible(name));
-  if (open) inside.append(...list.map(item));
-  element.append(opener, inside);
-  return element;
+  return put(make("li", "folder"), opener, inside);
 }
 
 // -- moving conversations ---------------------------------------------------------------------------------------------
@@ -41,11 +34,7 @@ let moving = []; // the conversations that are being put into a folder
 /** Asks for the folder of conversations. */
 function move(list) {
   moving = list;
-  $("folders").replaceChildren(...[...new Set([...chats.values()].map(folderOf))].filter(Boolean).map((name) => {
-    const option = make("option");
-    option.value = name;
-    return option;
-  }));
+  $("folders").replaceChildren(...[...new Set([...chats.values()].map(folderOf))].filter(Boolean).map((name) => option(name)));
   $("folder").value = folderOf(list[0]);
   $("move").hidden = false;
   $("folder").focus();
@@ -69,8 +58,4 @@ $("move").addEventListener("submit", (event) => {
   if (picked) pick(false);
   moved();
 });
-$("move").addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || event.isComposing) return;
-  event.stopPropagation();
-  moved();
-});
+onEscape($("move"), moved);

@@ -1,8 +1,6 @@
-"use strict";
-
 // Markdown inside a line: emphasis, code, links.
 
-const DEPTH = 6; // of nested emphasis
+const DEPTH = 6; // levels of nested emphasis
 
 const INLINE = new RegExp(
   [
@@ -19,7 +17,7 @@ const INLINE = new RegExp(
   ].join("|"),
   "g",
 );
-const OPENER = /[*_~](?=\S|$)|[`[\\]/; // may begin one of INLINE
+const OPENER = /[*_~](?=\S|$)|[`[\\]/; // may begin a match of INLINE
 const SAFE = new Set(["http:", "https:", "mailto:"]);
 
 /** The nodes of a text without block structure. */
@@ -37,20 +35,16 @@ function inline(text, depth = 0) {
   return nodes;
 }
 
-function inlineElement({ groups: found }, depth) {
-  const holding = (name, content) => {
-    const element = make(name);
-    element.append(...inline(content, depth + 1));
-    return element;
-  };
-  if (found.escaped) return document.createTextNode(found.escaped);
-  const code = found.code ?? found.code2;
+function inlineElement({ groups }, depth) {
+  const holding = (name, content) => put(make(name), ...inline(content, depth + 1));
+  if (groups.escaped) return document.createTextNode(groups.escaped);
+  const code = groups.code ?? groups.code2;
   if (code !== undefined) return make("code", "", visibleCode(code));
-  const strong = found.strong ?? found.strong2, em = found.em ?? found.em2;
+  const strong = groups.strong ?? groups.strong2, em = groups.em ?? groups.em2;
   if (strong) return holding("strong", strong);
   if (em) return holding("em", em);
-  if (found.struck) return holding("s", found.struck);
-  return link(found.address ?? found.target, found.label ?? found.address);
+  if (groups.struck) return holding("s", groups.struck);
+  return link(groups.address ?? groups.target, groups.label ?? groups.address);
 }
 
 /** A link to another site; null if the address is not safe to follow. */

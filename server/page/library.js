@@ -1,5 +1,3 @@
-"use strict";
-
 // Saved prompts: texts with names, for the system prompt or a message.
 
 const LIBRARY = "polarlm.prompts";
@@ -11,9 +9,7 @@ function readPrompts(value) {
 }
 
 /** What this browser keeps now: another tab may have changed it. */
-function savedPrompts() {
-  try { return readPrompts(JSON.parse(kept("localStorage", LIBRARY))); } catch { return []; } // another program's value
-}
+const savedPrompts = () => keptValue("localStorage", LIBRARY, readPrompts);
 
 /** Keeps prompts; each takes the place of the one that has its name. */
 function savePrompts(prompts) {
@@ -29,15 +25,11 @@ function keepPrompts(prompts) {
 
 function drawPrompts() {
   $("prompts").replaceChildren(...savedPrompts().map(({ name, text }) => {
-    const item = make("li"), title = visible(name), act = (label, does, what) => {
-      const made = button(label, does, "quiet");
-      made.setAttribute("aria-label", what);
-      return made;
-    };
+    const title = visible(name), act = (label, does, what) => button(label, does, "quiet", what);
     const shown = dir(make("span", "name", title));
     shown.title = visible(text.slice(0, 500));
-    item.append(
-      shown,
+    return put(
+      make("li"), shown,
       act("System", () => {
         $("system").value = text;
         remember();
@@ -49,7 +41,6 @@ function drawPrompts() {
         $("prompt-name").focus();
       }, `Delete ${title}`),
     );
-    return item;
   }));
 }
 

@@ -1,5 +1,3 @@
-"use strict";
-
 // The list of conversations: search, names, deletion.
 
 let deleted = []; // the conversations that can be restored
@@ -7,7 +5,8 @@ let renaming = false; // whether the current conversation is being renamed
 let listed = []; // what the list shows
 let pressed = false; // whether a pointer is down on the list
 
-function found(conversation, words) {
+/** Whether a conversation has these words in its title, its messages or its files. */
+function hasWords(conversation, words) {
   if (!words) return true;
   const texts = Object.values(conversation.messages).flatMap(({ text, results = [], files = [] }) =>
     [text ?? "", ...[...results, ...files].flatMap((each) => [each.name, each.text])]);
@@ -22,18 +21,16 @@ function drawList() {
   if (renaming || pressed) return; // a new list would lose what is typed there, or the click that comes
   nameTab();
   const words = $("search").value.trim().toLowerCase();
-  const sorted = [...chats.values()].filter((chat) => found(chat, words)).sort((a, b) => b.changed - a.changed);
+  const sorted = [...chats.values()].filter((chat) => hasWords(chat, words)).sort((a, b) => b.changed - a.changed);
   const none = sorted.length ? "" : words ? "No conversation has these words in it." : "No conversation is kept yet.";
-  if ($("none").textContent !== none) $("none").textContent = none;
+  setText($("none"), none);
   $("export-all").disabled = $("select").disabled = !chats.size;
   if (picked) drawPicks();
   const items = [picked, kept("localStorage", FOLDED), words, ...sorted.flatMap((chat) => [chat, titleOf(chat), folderOf(chat), chat === current])];
   const list = $("list");
   if (items.length === listed.length && items.every((item, place) => item === listed[place])) return; // new items would lose a click
   listed = items;
-  const focused = list.contains(document.activeElement) ? document.activeElement.dataset.does : null;
-  list.replaceChildren(...inFolders(sorted, picked ? pickItem : listItem, picked || words));
-  if (focused) (list.querySelector(`[data-does="${CSS.escape(focused)}"]`) ?? list.querySelector("[aria-current]"))?.focus({ preventScroll: true });
+  redraw(list, inFolders(sorted, picked ? pickItem : listItem, picked || words), () => list.querySelector("[aria-current]"));
 }
 
 $("list").addEventListener("pointerdown", () => { pressed = true; });
@@ -46,7 +43,7 @@ for (const ended of ["pointerup", "pointercancel"]) {
 }
 
 function listItem(chat) {
-  const item = make("li"), name = visible(titleOf(chat));
+  const name = visible(titleOf(chat));
   const opener = button(name, () => {
     if (chat !== current) openChat(chat);
     if ($("chats").classList.contains("open")) sheet("chats", false);
@@ -55,29 +52,26 @@ function listItem(chat) {
   opener.dir = "auto";
   opener.title = name;
   opener.dataset.does = chat.id;
-  item.append(opener);
+  const item = put(make("li"), opener);
   if (chat !== current) return item;
   opener.setAttribute("aria-current", "true");
   const does = {
     rename: ["Rename", () => rename(chat, opener)], move: ["Folder", () => move([chat])],
     save: ["Export", () => exportChats([chat])], remove: ["Delete", () => remove([chat])],
   };
-  const row = make("div", "row");
-  for (const [key, [label, act]] of Object.entries(does)) {
+  const buttons = Object.entries(does).map(([key, [label, act]]) => {
     const made = button(label, act, "quiet");
     made.dataset.does = key;
-    row.append(made);
-  }
-  item.append(row);
-  return item;
+    return made;
+  });
+  return put(item, put(make("div", "row"), ...buttons));
 }
 
 /** Replaces a conversation's button with a field for its name. Nothing else moves: it may be clicked next. */
 function rename(chat, opener) {
-  const field = make("input");
+  const field = make("input", "", "", "Name of the conversation");
   field.value = titleOf(chat);
   field.maxLength = 200;
-  field.setAttribute("aria-label", "Name of the conversation");
   const done = (keepIt) => {
     if (!renaming) return;
     renaming = false;

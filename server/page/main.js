@@ -1,5 +1,3 @@
-"use strict";
-
 // The composer, sheets, the key, and the keyboard.
 
 function busy(yes) {
@@ -12,7 +10,7 @@ function busy(yes) {
 
 /** Shows what is happening. Screen readers read the sentence, but not the figure, which changes all the time. */
 function tell(sentence, figure = "") {
-  if ($("status").textContent !== sentence) $("status").textContent = sentence;
+  setText($("status"), sentence);
   $("progress").textContent = figure;
 }
 
@@ -77,8 +75,7 @@ $("say").addEventListener("submit", async (event) => {
   const empty = () => !$("message").value.trim() && !attached.length;
   if (empty() || live || !settingsHold()) return;
   if (attached.some(({ text }) => text === null)) return tell("The files are being read …");
-  const tokens = attached.reduce((sum, file) => sum + file.tokens, 0);
-  if (isNearlyFull($("message").value, tokens) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
+  if (isNearlyFull($("message").value, attachedTokens()) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
   if (empty()) return;
   const text = $("message").value.trim(), files = attached;
   $("message").value = "";
@@ -161,5 +158,5 @@ document.addEventListener("visibilitychange", () => {
 
 showSettings(current.settings);
 drawList();
-inTurn(openShelved); // first: what the server tells of deleted conversations holds for those of the browser, too
+inTurn(openShelved); // first: the server may name conversations that were deleted, and the browser has to delete them, too
 look();

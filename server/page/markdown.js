@@ -1,5 +1,3 @@
-"use strict";
-
 // Turns a stream of Markdown into elements: decides which block a line begins or continues.
 
 const LONGEST_MARK = 500; // characters of a line after which its kind is certain
@@ -106,7 +104,7 @@ class Markdown {
 
   #heading([, signs], text) {
     this.#leave(0);
-    return this.#once(make(`h${Math.min(6, signs.length + 2)}`), text); // of lower levels than the page's own headings
+    return this.#once(make(`h${Math.min(6, signs.length + 2)}`), text); // below the levels of the page's own headings
   }
 
   #quoted(_match, text) {
@@ -177,10 +175,7 @@ class Markdown {
   #table(line) {
     const head = this.#block, text = head.whole;
     const aligns = cells(line).map((cell) => (/^:-+:$/.test(cell) ? "middle" : /-:$/.test(cell) ? "right" : "left"));
-    const [box, table] = [make("div", "table"), make("table")];
-    box.tabIndex = 0; // so that the keyboard can scroll it
-    box.setAttribute("role", "region");
-    box.setAttribute("aria-label", "Table");
+    const box = region("div", "table", "", "Table"), table = make("table");
     head.element.replaceWith(box);
     this.#dirty.delete(head);
     box.append(table);

@@ -1,15 +1,13 @@
-"use strict";
-
 // MCP servers: which there are, and which of their tools the model of the current conversation may call.
 
 let mcpServers = []; // { name, state, trouble, tools: [{ name, function, trouble }] }, as the server has them
-let mcpOn = {}; // of the current conversation: name of a server that is on → names of its tools that are off
+let mcpOn = {}; // the current conversation's: name of a server that is on → names of its tools that are off
 const connecting = new Map(); // name → the promise of a server that is being connected to
 
 async function listMcp() {
   mcpServers = (await (await ask("mcp/servers")).json()).servers;
   drawMcp();
-  for (const row of rows) if (row.foot) drawWaiting(row); // a call may wait for one of them
+  for (const row of rows) if (row.foot) drawWaiting(row); // a call may wait for a server
 }
 
 /** Connects to a server, and shows its tools or why it has failed. Rejects if `signal` ends it. */
@@ -18,9 +16,9 @@ async function connectTo(name, signal) {
     const connected = ask("mcp/connect", { method: "POST", body: JSON.stringify({ server: name }) })
       .then((response) => response.json())
       .catch((error) => ({ name, state: "failed", trouble: error.message, tools: [] }))
-      .then((found) => {
+      .then((connectedServer) => {
         connecting.delete(name);
-        mcpServers = mcpServers.map((server) => (server.name === name ? found : server));
+        mcpServers = mcpServers.map((server) => (server.name === name ? connectedServer : server));
         drawMcp();
       });
     connecting.set(name, connected);
@@ -50,13 +48,13 @@ const mcpFunctions = () => mcpTools().map(({ tool }) => ({ type: "function", fun
 
 /** The names of the server and its tool that a model calls by this name; undefined if no server has it. */
 function originOf(called) {
-  const found = mcpTools().find(({ tool }) => tool.function.name === called);
-  return found && { server: found.server, tool: found.tool.name };
+  const match = mcpTools().find(({ tool }) => tool.function.name === called);
+  return match && { server: match.server, tool: match.tool.name };
 }
 
 /** The servers that are on, in an untrusted value; null if there are none. */
 function readMcp(value) {
-  if (!value || typeof value !== "object" || Array.isArray(value)) return null;
+  if (!isObject(value)) return null;
   const strings = (list) => (Array.isArray(list) ? list.filter((name) => typeof name === "string") : []);
   const read = Object.fromEntries(Object.entries(value).map(([name, off]) => [name, strings(off)]));
   return Object.keys(read).length ? read : null;
@@ -65,14 +63,12 @@ function readMcp(value) {
 // -- in the settings --------------------------------------------------------------------------------------------------
 
 function drawMcp() {
-  const focused = $("servers").contains(document.activeElement) ? document.activeElement.id : null;
   const open = [...$("servers").querySelectorAll("details[open]")].map(({ dataset }) => dataset.server);
   $("mcp").hidden = !mcpServers.length;
-  $("servers").replaceChildren(...mcpServers.map((server, place) => mcpItem(server, place, open.includes(server.name))));
-  if (focused) $(focused)?.focus({ preventScroll: true });
+  redraw($("servers"), mcpServers.map((server, place) => mcpItem(server, place, open.includes(server.name))));
   const failed = mcpServers.filter(({ name, state }) => state === "failed" && Object.hasOwn(mcpOn, name));
   const sentence = failed.map(({ name, trouble }) => `${visible(name)} is not available. ${full(visible(trouble))}`).join(" ");
-  if ($("unconnected").textContent !== sentence) $("unconnected").textContent = sentence;
+  setText($("unconnected"), sentence);
 }
 
 function mcpItem(server, place, open) {
@@ -85,40 +81,32 @@ function mcpItem(server, place, open) {
     else setTimeout(drawMcp); // not while the browser handles this box
   }));
   if (on && server.state === "failed" && !isConnecting) {
-    const again = button("Connect again", () => connectTo(server.name), "quiet");
-    again.setAttribute("aria-label", `Connect to ${visible(server.name)} again`);
+    const again = button("Connect again", () => connectTo(server.name), "quiet", `Connect to ${visible(server.name)} again`);
     item.append(make("p", "wrong", full(visible(server.trouble))), again);
   }
   if (!on || server.state !== "ready") return item;
-  const tools = make("details"), list = make("ul"), off = mcpOn[server.name];
-  tools.dataset.server = server.name;
-  tools.open = open;
-  list.setAttribute("aria-label", `Tools of ${visible(server.name)}`);
-  list.append(...server.tools.map((tool, index) => {
-    const line = make("li"), isOn = !tool.trouble && !off.includes(tool.name);
+  const off = mcpOn[server.name], items = server.tools.map((tool, index) => {
+    const isOn = !tool.trouble && !off.includes(tool.name);
     const box = switchOf(`server-${place}-${index}`, visible(tool.name), "", isOn, (yes) => {
       mcpOn[server.name] = yes ? mcpOn[server.name].filter((name) => name !== tool.name) : [...mcpOn[server.name], tool.name];
       setTimeout(drawMcp);
     });
     box.querySelector("input").disabled = Boolean(tool.trouble);
-    line.append(box);
     const about = tool.trouble ? full(`It cannot be used: ${tool.trouble}`) : tool.function.description ?? "";
-    if (about) line.append(dir(make("p", tool.trouble ? "wrong" : "hint", visible(about.slice(0, 300)))));
-    return line;
-  }));
+    return put(make("li"), box, ...(about ? [dir(make("p", tool.trouble ? "wrong" : "hint", visible(about.slice(0, 300))))] : []));
+  });
   const usable = mcpTools().filter((each) => each.server === server.name).length;
-  tools.append(make("summary", "", `${number(usable)} of ${count(server.tools.length, "tool")}`), list);
-  item.append(tools);
-  return item;
+  const summary = make("summary", "", `${number(usable)} of ${count(server.tools.length, "tool")}`);
+  const tools = put(make("details"), summary, put(make("ul", "", "", `Tools of ${visible(server.name)}`), ...items));
+  tools.dataset.server = server.name;
+  tools.open = open;
+  return put(item, tools);
 }
 
 /** A box with a name that can be checked. The form of the settings keeps what `change` has changed. */
 function switchOf(id, name, state, on, change) {
-  const line = make("p", "choice"), box = make("input"), label = make("label", "", state ? `${name} · ${state}` : name);
-  box.type = "checkbox";
-  Object.assign(box, { id, checked: on });
-  label.htmlFor = id;
+  const box = Object.assign(make("input"), { type: "checkbox", id, checked: on });
+  const label = Object.assign(make("label", "", state ? `${name} · ${state}` : name), { htmlFor: id });
   box.addEventListener("input", () => change(box.checked));
-  line.append(box, dir(label));
-  return line;
+  return put(make("p", "choice"), box, dir(label));
 }

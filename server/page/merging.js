@@ -1,5 +1,3 @@
-"use strict";
-
 // Merges the trees of a conversation that several tabs write in.
 
 /** The time of a change now, always later than the last change, even if the clock was set back. */
@@ -35,8 +33,9 @@ function absorb(mine, theirs) {
 }
 
 /**
- * Merges the children of a message. If `theirs` has others, its own come first, in their order, then those only here;
- * otherwise all stay where they are, as their numbers on the page do. The same child stays shown.
+ * Merges the children of a message. If `theirs` has children that `mine` lacks, the children of `theirs` come first, in
+ * their order, then the children that only `mine` has; otherwise all stay where they are, as do their numbers on the page.
+ * The same child stays shown.
  */
 function unite(conversation, mine, theirs) {
   const id = mine === conversation ? null : mine.id, shown = mine.children[mine.shown] ?? theirs.children[theirs.shown];

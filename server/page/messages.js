@@ -1,14 +1,8 @@
-"use strict";
+// What is in the row of a message, by its role.
 
-// The three kinds of messages: what is in their rows.
+const fold = (className, summary, body) => put(make("details", `fold ${className}`), make("summary", "", summary), body);
 
-function fold(className, summary) {
-  const element = make("details", `fold ${className}`);
-  element.append(make("summary", "", summary));
-  return element;
-}
-
-/** Fills the row of a question; the functions below do the same for an answer and for results of tools. */
+/** Fills the row of a question; other functions fill the rows of answers, summaries and results of tools. */
 function buildQuestion(row) {
   row.body = make("div", "question text");
   const text = new Markdown(row.body);
@@ -65,14 +59,13 @@ function grow(row) {
 function think(row) {
   const { message } = row;
   if (!row.thoughts) {
-    row.thoughts = fold("thinking", "");
-    row.thoughts.append(dir(make("div", "thoughts")));
+    row.thoughts = fold("thinking", "", dir(make("div", "thoughts")));
     row.body.before(row.thoughts);
   }
   const [summary, text] = row.thoughts.children, busy = live?.row === row && !message.text && !message.calls.length;
   const seconds = message.thought === null || message.thought === undefined ? "" : `${number(message.thought, 1)} s`;
   const line = busy ? `Thinking … ${seconds}` : seconds ? `Thought for ${seconds}` : "Thoughts";
-  if (summary.textContent !== line) summary.textContent = line;
+  setText(summary, line);
   const written = row.thoughts.written ?? 0;
   if (message.reasoning.length > written) addText(text, visible(message.reasoning.slice(written)));
   row.thoughts.written = message.reasoning.length;
@@ -81,17 +74,12 @@ function think(row) {
 function showCall(row, call, index) {
   let element = row.calls.children[index];
   if (!element) {
-    element = fold("call", "");
-    const text = make("pre");
-    text.tabIndex = 0;
-    text.setAttribute("role", "region");
-    text.setAttribute("aria-label", "Arguments");
-    element.append(text);
+    element = fold("call", "", region("pre", "", "", "Arguments"));
     row.calls.append(element);
   }
   const busy = live?.row === row && index === row.message.calls.length - 1, [summary, text] = element.children;
   const line = `${busy ? "Calling" : "Called"} ${visible(call.name)}${busy ? " …" : ""}`;
-  if (summary.textContent !== line) summary.textContent = line;
+  setText(summary, line);
   if (element.shown === call.arguments && element.busy === busy) return;
   Object.assign(element, { shown: call.arguments, busy });
   text.textContent = visibleCode(busy ? call.arguments : indented(call.arguments));
@@ -102,16 +90,11 @@ function indented(json) {
 }
 
 function buildResults({ message, element, foot }) {
-  const body = make("div", "calls");
-  for (const { name, text, failed } of message.results) {
-    const result = fold(failed ? "call failed" : "call", `${failed ? "Error" : "Result"} of ${visible(name)}`), shown = make("pre", "", visibleCode(indented(text)));
-    shown.tabIndex = 0;
-    shown.setAttribute("role", "region");
-    shown.setAttribute("aria-label", `Result of ${visible(name)}`);
-    result.append(shown);
-    body.append(result);
-  }
-  element.append(body, foot);
+  const results = message.results.map(({ name, text, failed }) => {
+    const body = region("pre", "", visibleCode(indented(text)), `Result of ${visible(name)}`);
+    return fold(failed ? "call failed" : "call", `${failed ? "Error" : "Result"} of ${visible(name)}`, body);
+  });
+  element.append(put(make("div", "calls"), ...results), foot);
 }
 
 /** A sentence about what went wrong with an answer; empty if nothing did. */

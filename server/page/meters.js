@@ -1,5 +1,3 @@
-"use strict";
-
 // Meters: speed, context, the picture of the cache, memory. The picture is computed from counts of tokens only.
 
 const BUSY_MS = 1000, IDLE_MS = 5000; // between two requests for /stats
@@ -99,12 +97,13 @@ async function look() {
 
 // -- the picture of the cache -----------------------------------------------------------------------------------------
 
-const WIDTH = 264; // of the picture, in its own units
+const WIDTH = 264; // the picture's width, in its own units
 const PITCHES = [[12, 132], [8, 660], [5, 2640]]; // (pitch of a cell, most cells that are drawn at this pitch)
 
 /**
- * The blocks of a sequence of `tokens`, `cached` of which were found: its first block and the one that is being filled are
- * in full precision, those between are coded. With a window, only the blocks that a later token sees are left.
+ * The blocks of a sequence of `tokens`, of which the first `cached` were in the cache. The first block and the block that
+ * is being filled are in full precision; the blocks between them are coded. With a window, only blocks that a later token
+ * sees are left.
  */
 function blocksOf(tokens, cached, { block_size: length, window }) {
   const complete = Math.floor(tokens / length), rest = tokens % length;
@@ -133,7 +132,7 @@ function drawBlocks(blocks, { bits_per_value: bits, context }) {
   const words = blocksInWords(blocks, bits), state = `${words} ${blocks.filled.toFixed(2)}`;
   if (state === drawn) return;
   drawn = state;
-  if ($("blocks-say").textContent !== words) $("blocks-say").textContent = words;
+  setText($("blocks-say"), words);
   const [pitch, most] = PITCHES.find(([, cells]) => blocks.all <= cells) ?? PITCHES.at(-1);
   const columns = Math.floor(WIDTH / pitch), each = Math.max(1, Math.ceil(blocks.all / most)); // blocks to a cell
   const cells = Math.ceil(blocks.all / each), room = Math.ceil(context / blocks.length / each);

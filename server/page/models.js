@@ -1,5 +1,3 @@
-"use strict";
-
 // Which model answers, where the server has several.
 
 let several = []; // the names of the server's models; empty if it has one alone
@@ -19,11 +17,7 @@ function showChoice() {
   const shown = chosenModel || stats?.model || "", names = several.includes(shown) || !shown ? several : [...several, shown];
   const options = [...$("choice").options].map(({ value }) => value);
   if (names.join("\n") !== options.join("\n")) {
-    $("choice").replaceChildren(...names.map((name) => {
-      const option = make("option", "", several.includes(name) ? visible(name) : `${visible(name)} (not here)`);
-      option.value = name;
-      return option;
-    }));
+    $("choice").replaceChildren(...names.map((name) => option(name, `${visible(name)}${several.includes(name) ? "" : " (not here)"}`)));
   }
   $("choice").value = shown;
 }

@@ -1,5 +1,3 @@
-"use strict";
-
 // What is done with several conversations at once.
 
 let picked = null; // the conversations that are selected; null while none can be
@@ -14,7 +12,7 @@ function pick(yes) {
 }
 
 function pickItem(chat) {
-  const item = make("li"), label = make("label", "chat"), box = make("input");
+  const box = make("input");
   box.type = "checkbox";
   box.checked = picked.has(chat);
   box.addEventListener("change", () => {
@@ -22,9 +20,7 @@ function pickItem(chat) {
     else picked.delete(chat);
     drawPicks();
   });
-  label.append(box, dir(make("span", "", visible(titleOf(chat)))));
-  item.append(label);
-  return item;
+  return put(make("li"), put(make("label", "chat"), box, dir(make("span", "", visible(titleOf(chat))))));
 }
 
 function drawPicks() {
@@ -46,11 +42,4 @@ $("remove-picked").addEventListener("click", () => {
   pick(false);
   remove(list);
 });
-$("picks").addEventListener("keydown", leavePicks);
-$("list").addEventListener("keydown", leavePicks);
-
-function leavePicks(event) {
-  if (event.key !== "Escape" || !picked) return;
-  event.stopPropagation();
-  pick(false);
-}
+for (const part of ["picks", "list"]) onEscape($(part), () => pick(false), () => picked);

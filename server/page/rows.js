@@ -1,5 +1,3 @@
-"use strict";
-
 // The rows of the messages that are shown. A row is built when it comes near to what is seen.
 
 let current = newConversation(lastSettings()); // the conversation that is shown
@@ -38,7 +36,7 @@ const parentOf = (message) => (message.parent === null ? null : current.messages
 
 // -- rows that are not built yet --------------------------------------------------------------------------------------
 
-const LINE = { characters: 80, pixels: 26 }; // of text, about
+const LINE = { characters: 80, pixels: 26 }; // estimates for a line of text
 const textOf = ({ text, results, files = [] }) => [...files.map(({ name }) => name), text ?? results.map((result) => result.text).join("\n")].join("\n");
 
 /** About the height of a built row, in pixels. */
@@ -49,8 +47,8 @@ function heightOf(message) {
 
 /** A row with the text as it was written, which browsers find when they search the page, but do not lay out. */
 function plainRow(message) {
-  const element = make("article", `message ${message.role} plain`, visible(textOf(message)));
-  element.setAttribute("aria-label", { user: "You", assistant: "Answer", summary: "Summary", tool: "Results of tools" }[message.role]);
+  const label = { user: "You", assistant: "Answer", summary: "Summary", tool: "Results of tools" }[message.role];
+  const element = make("article", `message ${message.role} plain`, visible(textOf(message)), label);
   element.style.containIntrinsicHeight = `auto ${Math.round(heightOf(message))}px`;
   const row = { message, element };
   nearby.observe(element);

@@ -1,6 +1,4 @@
-"use strict";
-
-// Settings: those of the current conversation, and the last ones, with which a new conversation begins.
+// Settings: the current conversation's settings, and the last settings, with which a new conversation begins.
 
 const NUMBERS = [...document.querySelectorAll("#fields input[type=number]")].map((input) => input.id);
 const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
@@ -10,8 +8,8 @@ const SWITCHES = ["loop_check", "auto_compact"];
 function readSettings(value) {
   const settings = {};
   for (const name of [...FIELDS, "model"]) {
-    const given = value?.[name];
-    if (typeof given === "string" ? given : Number.isFinite(given)) settings[name] = String(given);
+    const setting = value?.[name];
+    if (typeof setting === "string" ? setting : Number.isFinite(setting)) settings[name] = String(setting);
   }
   for (const name of SWITCHES) if (value?.[name] === false) settings[name] = false;
   const mcp = readMcp(value?.mcp);
@@ -19,9 +17,7 @@ function readSettings(value) {
   return settings;
 }
 
-function lastSettings() {
-  try { return readSettings(JSON.parse(kept("localStorage", SETTINGS))); } catch { return {}; } // another program's value
-}
+const lastSettings = () => keptValue("localStorage", SETTINGS, readSettings);
 
 function showSettings(settings) {
   for (const name of FIELDS) $(name).value = settings[name] ?? "";
@@ -81,7 +77,7 @@ function wrongJson(name) {
   let value;
   try { value = JSON.parse(text); } catch (error) { return `This is not JSON: ${full(error.message)}`; }
   if (name === "tools") return Array.isArray(value) ? "" : "Tools are a JSON array: [{\"name\": …, \"parameters\": …}].";
-  return value && typeof value === "object" && !Array.isArray(value) ? "" : "A schema is a JSON object: {\"type\": \"object\", …}.";
+  return isObject(value) ? "" : "A schema is a JSON object: {\"type\": \"object\", …}.";
 }
 
 function checkJson(name) {

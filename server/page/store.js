@@ -1,5 +1,3 @@
-"use strict";
-
 // Conversations: trees of messages, kept in this browser, and at the server if it keeps them.
 
 /*
@@ -19,7 +17,6 @@
  */
 
 const DATABASE = "polarlm", SHELF = "conversations", FORMAT = "polarlm-conversations";
-const ROLES = ["user", "assistant", "tool", "summary"];
 
 const ID = /^[0-9a-f]{16}$/;
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -64,67 +61,71 @@ const titleOf = (conversation) =>
   conversation.title || nameOfMessage(pathOf(conversation).find(({ role }) => role === "user")) || "New chat";
 const nameOfMessage = (message) => (message?.text.trim() || message?.files?.[0]?.name || "").slice(0, 80);
 
+// -- untrusted values -------------------------------------------------------------------------------------------------
+
+const figure = (number) => (Number.isFinite(number) ? number : null);
+const figures = (object) => Object.fromEntries(Object.entries(object ?? {}).filter(([, number]) => figure(number) !== null));
+const listOf = (items, read) => (Array.isArray(items) ? items.filter((item) => item && typeof item === "object").map(read) : []);
+
+/** By the role of a message: what else it has, read from an untrusted object. */
+const READERS = {
+  user: ({ text, files }) => ({ text: string(text), ...(Array.isArray(files) && { files: listOf(files, readAttached) }) }),
+  assistant: readAnswer,
+  summary: (message) => {
+    const { off, left, compacted } = message;
+    return { ...readAnswer(message), off: off === true, left: figure(left) ?? 0, compacted: figure(compacted) };
+  },
+  tool: ({ results }) => ({ results: listOf(results, readResult) }),
+};
+const ROLES = Object.keys(READERS);
+
+const readAttached = ({ name, text, tokens }) => ({ name: string(name), text: string(text), tokens: figure(tokens) ?? 0 });
+
+const readResult = ({ id, name, text, failed }) =>
+  ({ id: string(id), name: string(name), text: string(text), ...(failed === true && { failed }) });
+
+function readAnswer({ text, reasoning, ending, error, calls, usage, drafts, rate, thought, model }) {
+  const has = (counts, ...names) => counts && names.every((name) => figure(counts[name]) !== null);
+  return {
+    text: string(text), reasoning: string(reasoning), ending: string(ending), error: string(error), calls: listOf(calls, readCall),
+    usage: has(usage, "prompt", "completion")
+      ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places) } : null,
+    drafts: has(drafts, "all", "accepted") ? { all: drafts.all, accepted: drafts.accepted } : null,
+    rate: figure(rate), thought: figure(thought), model: string(model),
+  };
+}
+
+function readCall({ id, name, arguments: json, server, tool, begun, result }) {
+  const call = { id: string(id), name: string(name), arguments: string(json) };
+  if (string(server)) Object.assign(call, { server, tool: string(tool), ...(begun === true && { begun }) });
+  if (typeof result?.text === "string") call.result = { text: result.text, failed: result.failed === true };
+  return call;
+}
+
 /** The conversation in an untrusted JSON value. Throws a Failure. */
 function readConversation(value) {
   if (!value?.messages || typeof value.messages !== "object" || !Array.isArray(value.children)) {
     throw new Failure("This file has no conversations of this page in it.");
   }
-  const string = (text) => (typeof text === "string" ? text : "");
-  const figure = (number) => (Number.isFinite(number) ? number : null);
-  const figures = (object) => Object.fromEntries(Object.entries(object ?? {}).filter(([, number]) => figure(number) !== null));
-  const list = (items, read) => (Array.isArray(items) ? items.filter((item) => item && typeof item === "object").map(read) : []);
   const conversation = newConversation(readSettings(value.settings));
   if (ID.test(value.id)) conversation.id = value.id;
   Object.assign(conversation, { title: string(value.title).slice(0, 200), named: figure(value.named), chosen: figure(value.chosen) });
   Object.assign(conversation, { folder: string(value.folder).trim().slice(0, 80), filed: figure(value.filed) });
   conversation.changed = figure(value.changed) ?? conversation.changed;
-  const copyChildren = (source, parent) => {
-    const waiting = [[source, parent]], seen = new Set();
-    while (waiting.length) { // not recursive, since a conversation may be deeper than the stack
-      const [from, to] = waiting.pop();
-      for (const id of Array.isArray(from.children) ? from.children : []) {
-        const found = Object.hasOwn(value.messages, id) ? value.messages[id] : null;
-        if (seen.has(id) || !ROLES.includes(found?.role)) continue;
-        seen.add(id);
-        const message = { role: found.role, id: ID.test(id) ? id : newId(), changed: figure(found.changed) };
-        if (found.role === "tool") {
-          message.results = list(found.results, ({ id: call, name, text, failed }) =>
-            ({ id: string(call), name: string(name), text: string(text), ...(failed === true && { failed }) }));
-        } else message.text = string(found.text);
-        if (found.role === "user" && Array.isArray(found.files)) {
-          message.files = list(found.files, (file) => ({ name: string(file.name), text: string(file.text), tokens: figure(file.tokens) ?? 0 }));
-        }
-        if (found.role === "summary") {
-          Object.assign(message, { off: found.off === true, left: figure(found.left) ?? 0, compacted: figure(found.compacted) });
-        }
-        if (found.role === "assistant" || found.role === "summary") {
-          const { usage, drafts } = found;
-          Object.assign(message, {
-            reasoning: string(found.reasoning), ending: string(found.ending), error: string(found.error),
-            calls: list(found.calls, readCall),
-            usage: usage && figure(usage.prompt) !== null && figure(usage.completion) !== null
-              ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places) } : null,
-            drafts: drafts && figure(drafts.all) !== null && figure(drafts.accepted) !== null
-              ? { all: drafts.all, accepted: drafts.accepted } : null,
-            rate: figure(found.rate), thought: figure(found.thought), model: string(found.model),
-          });
-        }
-        waiting.push([found, addMessage(conversation, to, message)]);
-      }
-      const holder = to ?? conversation, shown = Number.isInteger(from.shown) ? from.shown : 0;
-      holder.shown = Math.min(Math.max(0, shown), Math.max(0, holder.children.length - 1));
+  const waiting = [[value, null]], seen = new Set();
+  while (waiting.length) { // not recursive, since a conversation may be deeper than the stack
+    const [from, to] = waiting.pop();
+    for (const id of Array.isArray(from.children) ? from.children : []) {
+      const source = Object.hasOwn(value.messages, id) ? value.messages[id] : null;
+      if (seen.has(id) || !ROLES.includes(source?.role)) continue;
+      seen.add(id);
+      const message = { role: source.role, id: ID.test(id) ? id : newId(), changed: figure(source.changed), ...READERS[source.role](source) };
+      waiting.push([source, addMessage(conversation, to, message)]);
     }
-  };
-  copyChildren(value, null);
+    const holder = to ?? conversation, shown = Number.isInteger(from.shown) ? from.shown : 0;
+    holder.shown = Math.min(Math.max(0, shown), Math.max(0, holder.children.length - 1));
+  }
   return conversation;
-}
-
-/** A call in an untrusted object. */
-function readCall({ id, name, arguments: given, server, tool, begun, result }) {
-  const string = (text) => (typeof text === "string" ? text : ""), call = { id: string(id), name: string(name), arguments: string(given) };
-  if (string(server)) Object.assign(call, { server, tool: string(tool), ...(begun === true && { begun }) });
-  if (typeof result?.text === "string") call.result = { text: result.text, failed: result.failed === true };
-  return call;
 }
 
 // -- the browser's database -------------------------------------------------------------------------------------------
@@ -209,5 +210,5 @@ const forget = (id) => shelve(id, (shelf) => shelf.delete(id));
 
 /** Shows a sentence about conversations that are not kept; hides it if the sentence is empty. */
 function warn(sentence) {
-  if ($("unkept").textContent !== sentence) $("unkept").textContent = sentence;
+  setText($("unkept"), sentence);
 }

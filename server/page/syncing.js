@@ -1,15 +1,13 @@
-"use strict";
-
 // Conversations at the server, if it keeps them: what changes here is sent, and what has changed there is merged.
 // The server's revisions grow with every change; it takes no change from a page that has not seen the last one.
 
 const BATCH = 400_000; // characters of messages in a request
-const TRIES = 5; // of a change that others come before
+const TRIES = 5; // attempts to send a change when other changes come before it
 
 let keeps = null; // whether the server keeps conversations; null until it has told
 let seen = 0; // the revision up to which the page has the server's changes
 let passing = ""; // the sentence about a trouble that ends when the next request succeeds
-let syncing = Promise.resolve(); // the last request, or the last of those that wait for it
+let syncing = Promise.resolve(); // the last request: each request waits for the one before it
 
 const mirrors = new Map(); // id → { head, messages }: a conversation as the server has it
 const written = new Map(); // id → the revision of the page's own last change
@@ -37,7 +35,7 @@ function removeSent(id) {
   });
 }
 
-/** Runs a task after those that were begun before. */
+/** Runs a task after all earlier tasks. */
 function inTurn(task) {
   syncing = syncing.then(task).catch((error) => {
     if (!keeps || error.status === 401) return;
@@ -82,15 +80,12 @@ async function pull() {
 
 /** Merges what has changed of a conversation at the server. */
 async function receive(id, { head, messages }) {
-  const known = chats.get(id);
   if (head === null) {
     mirrors.delete(id);
     unsent.delete(id);
-    if (!known) return;
-    chats.delete(id);
+    if (!chats.has(id)) return;
     await forget(id);
-    if (known === current) warn(GONE);
-    return drawList();
+    return lose(id);
   }
   const mirror = mirrors.get(id) ?? { head: null, messages: {} };
   mirrors.set(id, mirror);
@@ -99,10 +94,7 @@ async function receive(id, { head, messages }) {
   if (!mirror.head) return; // it comes with the next part of the answer
   const theirs = readConversation({ ...mirror.head, id, messages: mirror.messages });
   if (!theirs.children.length) return;
-  const here = known ?? (current.id === id ? current : theirs);
-  chats.set(id, here);
-  if (here === theirs) drawList();
-  else showNews(here, absorb(here, theirs));
+  const here = adopt(theirs);
   await store(here, true);
   if (differs(here).length || headPrint(here) !== headPrint(mirror.head)) unsent.add(id);
 }

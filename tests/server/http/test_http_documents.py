@@ -1,4 +1,4 @@
-"""/documents/text: the text of PDF files, and sentences about those that have none."""
+"""/documents/text: the text of PDF files, and sentences about files without text."""
 
 from __future__ import annotations
 

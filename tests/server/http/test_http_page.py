@@ -21,7 +21,7 @@ from tests.server.lines import eventually
 from tests.tiny import forget
 
 PAGE = _whole()
-SCRIPTS = len(list((Path(str(server_package.__file__)).parent / "page").glob("*.js")))
+SCRIPTS = sorted((Path(str(server_package.__file__)).parent / "page").glob("*.js"))
 BLOCK = 8  # of the tiny model's engine
 
 
@@ -47,18 +47,16 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert "url(" not in PAGE
 
 
-@pytest.mark.parametrize(
-    "way",
-    ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "srcdoc", "eval(", "Function("],
-)
-def test_no_text_ever_becomes_html(way: str) -> None:
-    assert way not in PAGE
+def test_no_text_ever_becomes_html() -> None:
+    ways = "innerHTML|outerHTML|insertAdjacentHTML|document.write|DOMParser|srcdoc|eval[(]|Function[(]"
+    assert re.findall(ways, PAGE) == []
 
 
 def test_every_script_and_style_is_where_the_policy_sees_it() -> None:
-    assert (len(re.findall("<script>", PAGE)), len(re.findall("<style>", PAGE))) == (SCRIPTS, 1)
-    assert len(re.findall("<script|<style", PAGE)) == SCRIPTS + 1
+    assert (len(re.findall("<script>", PAGE)), len(re.findall("<style>", PAGE))) == (1, 1)
+    assert len(re.findall("<script|<style", PAGE)) == 2
     assert re.findall(r"<[^>]*\s(?:on[a-z]+|style)=", PAGE) == []
+    assert all(script.read_text(encoding="utf-8") in PAGE for script in SCRIPTS)
 
 
 def test_every_field_has_a_label() -> None:
@@ -77,10 +75,8 @@ def test_the_page_comes_with_a_strict_policy(server: Serving) -> None:
     assert response.headers["x-content-type-options"] == "nosniff"
     assert response.headers["referrer-policy"] == "no-referrer"
     found = policy(response)
-    for name, scripts in (("script-src", SCRIPTS), ("style-src", 1)):
-        hashes = found.pop(name).split(" ")
-        assert len(hashes) == scripts
-        assert all(re.fullmatch("'sha256-[A-Za-z0-9+/]{43}='", each) for each in hashes)
+    for name in ("script-src", "style-src"):
+        assert re.fullmatch("'sha256-[A-Za-z0-9+/]{43}='", found.pop(name))
     assert found == {
         "default-src": "'none'",
         "img-src": "data:",
@@ -223,8 +219,12 @@ def test_every_block_is_used_or_kept_or_free(server: Serving) -> None:
 @pytest.mark.parametrize(
     ("path", "status", "lines"),
     [
-        *(("/stats", 200, 0), ("/stats", 401, 1), ("/stats", 400, 1), ("/", 200, 1)),
-        *(("/health", 200, 0), ("/v1/health", 200, 0), ("/ping", 200, 0), ("/health", 503, 1)),
+        ("/stats", 200, 0),
+        ("/stats", 401, 1),
+        ("/", 200, 1),
+        ("/health", 200, 0),
+        ("/ping", 200, 0),
+        ("/health", 503, 1),
     ],
 )
 def test_what_is_asked_all_the_time_has_no_line_in_the_log(

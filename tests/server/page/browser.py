@@ -9,11 +9,14 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from tests.server.lines import PATIENCE, eventually
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 ENTER, SHIFT, CONTROL, TAB, ESCAPE, NO_MODIFIER = "\ue007", "\ue008", "\ue009", "\ue004", "\ue00c", "\ue000"
@@ -34,28 +37,32 @@ _FLAGS = [
 
 
 class Browser:
-    """One window. Elements are named by their CSS selectors, and have to be there."""
+    """One window of a session. Elements are named by their CSS selectors, and have to be there."""
 
     def __init__(self, session: httpx.Client) -> None:
         self._session = session
+        self._handle = session.get("/window").json()["value"]
 
     def _call(self, path: str, **body: Any) -> Any:
+        self._post("/window", handle=self._handle)  # another window may have had the last command
+        return self._post(path, **body)
+
+    def _post(self, path: str, **body: Any) -> Any:
         response = self._session.post(path, json=body)
         value = response.json()["value"]
         assert response.is_success, value
         return value
 
     @contextmanager
-    def second(self) -> Iterator[Browser]:
+    def second(self) -> Iterator[Self]:
         """Another window of the same browser, so with the same storage; closed when the `with` block ends."""
-        made = self._call("/window/new", type="window")["handle"]
-        mine = self._session.get("/window").json()["value"]
+        self._post("/window", handle=self._call("/window/new", type="window")["handle"])
+        window = type(self)(self._session)
         try:
-            yield _Window(self._session, made)
+            yield window
         finally:
-            self._call("/window", handle=made)
+            self._post("/window", handle=window._handle)
             self._session.delete("/window")
-            self._call("/window", handle=mine)
 
     def _element(self, selector: str) -> str:
         return self._call("/element", using="css selector", value=selector)[_ELEMENT]
@@ -79,18 +86,18 @@ class Browser:
         self._call("/actions", actions=[{"type": "key", "id": "keyboard", "actions": strokes}])
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script returns; where that is a promise, what it comes to."""
+        """The value that a script returns, or that the promise which it returns resolves to."""
         return self._call("/execute/sync", script=script, args=list(arguments))
 
     def text(self, selector: str) -> str:
-        """What is written in an element, seen or not; empty where there is no such element."""
+        """The text of an element, seen or not; empty if there is no such element."""
         return self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
 
     def shown(self, selector: str) -> bool:
         return self.run("return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector)
 
     def until(self, holds: Callable[[], Any]) -> None:
-        """Waits for what the page is about to do; says what it showed if that does not come."""
+        """Returns once `holds()` is true; if that takes too long, the error says what the page showed."""
         try:
             eventually(holds)
         except AssertionError:
@@ -101,29 +108,13 @@ class Browser:
         return self._call("/goog/cdp/execute", cmd=command, params=parameters)
 
     def screenshot(self) -> bytes:
-        """A PNG of what is seen."""
+        """The visible part of the page as a PNG."""
         return base64.b64decode(self.protocol("Page.captureScreenshot", format="png")["data"])
 
 
-class _Window(Browser):
-    """A window that is turned to for each command, and back from."""
-
-    def __init__(self, session: httpx.Client, handle: str) -> None:
-        super().__init__(session)
-        self._handle = handle
-
-    def _call(self, path: str, **body: Any) -> Any:
-        first = self._session.get("/window").json()["value"]
-        super()._call("/window", handle=self._handle)
-        try:
-            return super()._call(path, **body)
-        finally:
-            super()._call("/window", handle=first)
-
-
 @contextmanager
-def browser(folder: Path) -> Iterator[Browser]:
-    """A browser with an empty profile in `folder`; ends with the `with` block."""
+def chromium(folder: Path) -> Iterator[httpx.Client]:
+    """A session of a browser with an empty profile in `folder`; ends with the `with` block."""
     assert CHROMIUM is not None
     assert CHROMEDRIVER is not None
     flags = [*_FLAGS, f"--user-data-dir={folder / 'profile'}"]
@@ -142,7 +133,7 @@ def browser(folder: Path) -> Iterator[Browser]:
             assert "sessionId" in started, started
             with httpx.Client(base_url=f"{base}/{started['sessionId']}", timeout=2 * PATIENCE) as session:
                 try:
-                    yield Browser(session)
+                    yield session
                 finally:
                     httpx.delete(str(session.base_url).rstrip("/"), timeout=PATIENCE)
         finally:

@@ -1,4 +1,4 @@
-"""A browser, a server, and the page that the one has from the other."""
+"""One browser and one server for all tests of the page, and the page as a user opens it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.server.lines import eventually
-from tests.server.page.browser import CHROMEDRIVER, CHROMIUM, Browser, browser
-from tests.server.page.visitor import size
+from tests.server.page.browser import CHROMEDRIVER, CHROMIUM, chromium
+from tests.server.page.visitor import Page
 from tests.server.process import Process
 
 
 @pytest.fixture(scope="session")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     if CHROMIUM is None or CHROMEDRIVER is None:
         pytest.skip("chromium and chromedriver are not both on the PATH")
-    with browser(tmp_path_factory.mktemp("browser")) as window:
-        yield window
+    with chromium(tmp_path_factory.mktemp("browser")) as session:
+        yield Page(session)
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +29,11 @@ def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def visit(window: Browser) -> Callable[[Process], Browser]:
-    """visit(server): the page of a server as somebody sees it who has never been there."""
+def visit(window: Page) -> Callable[[Process], Page]:
+    """visit(server): the page of a server in a browser that keeps nothing of it."""
 
-    def open_page(process: Process) -> Browser:
-        size(window, 1280, 800)
+    def open_page(process: Process) -> Page:
+        window.size(1280, 800)
         window.open(f"{process.url}/health")  # shares the page's storage, and is there at once
         window.run(
             """localStorage.clear(); sessionStorage.clear();
@@ -46,12 +46,12 @@ def visit(window: Browser) -> Callable[[Process], Browser]:
 
 
 @pytest.fixture
-def page(visit: Callable[[Process], Browser], server: Process) -> Iterator[Browser]:
-    """The page of the server, ready; afterwards, when it is left, nothing is computed for it any more."""
+def page(visit: Callable[[Process], Page], server: Process) -> Iterator[Page]:
+    """The page of the server, ready. After the test the page is left, and the server computes nothing for it."""
     page = visit(server)
     page.until(lambda: "bits/value" in page.text("#bits"))
     page.until(lambda: page.run("return document.getElementById('temperature').placeholder"))
     yield page
-    page.protocol("Emulation.setEmulatedMedia", features=[])
+    page.prefers()
     page.open("about:blank")
     eventually(server.is_idle)

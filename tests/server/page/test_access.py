@@ -4,63 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.page.browser import CONTROL, ENTER, ESCAPE, NO_MODIFIER, SHIFT, TAB, Browser
-from tests.server.page.visitor import (
-    LONG,
-    choose,
-    done,
-    press_button,
-    roles,
-    says,
-    send,
-    send_and_wait,
-    size,
-    text_of,
-)
+from tests.server.page.browser import ENTER, ESCAPE, NO_MODIFIER, SHIFT, TAB
+from tests.server.page.visitor import LONG, Page, call, usage
+
+pytestmark = pytest.mark.slow
+
+UP = "\ue013"
+BELOW = "return log.scrollHeight - log.scrollTop - log.clientHeight"
 
 
-@pytest.mark.slow
-def test_shift_enter_begins_a_line(page: Browser) -> None:
-    choose(page, max_tokens=1)
-    send(page, f"one{SHIFT}{ENTER}{NO_MODIFIER}two")
-    page.until(lambda: page.text(".question"))
-    assert page.text(".question") == "one\ntwo"
-
-
-@pytest.mark.slow
-def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
-    numbers = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "dry_multiplier", "max_tokens", "seed"]
-    chats = ["new", "search", "import"]
-    order = [
-        *chats,
-        "log",
-        "system",
-        "SUMMARY",
-        *numbers,
-        "cache_salt",
-        "loop_check",
-        "auto_compact",
-        "SUMMARY",
-        "reset",
-        "attach",
-        "message",
-        "send",
-    ]
+def test_everything_can_be_reached_by_keyboard(page: Page) -> None:
+    numbers = page.run("return NUMBERS")
+    assert len(numbers) == 8
+    chats, settings = ["new", "search", "import", "log", "system", "SUMMARY"], ["cache_salt", "loop_check"]
+    order = [*chats, *numbers, *settings, "auto_compact", "SUMMARY", "reset", "attach", "message", "send"]
     page.run("document.getElementById('new').focus()")
     reached = []
     for _ in order:
-        reached.append(
-            page.run(
-                "return document.activeElement.id || document.activeElement.type || document.activeElement.tagName"
-            )
-        )
+        reached.append(page.run("const at = document.activeElement; return at.id || at.type || at.tagName"))
         page.press(TAB)
     assert reached == order
 
 
-@pytest.mark.slow
-def test_a_narrow_screen_has_all_of_it(page: Browser) -> None:
-    size(page, 360, 640)
+def test_shift_enter_begins_a_line(page: Page) -> None:
+    page.says(["one"])
+    page.send(f"one{SHIFT}{ENTER}{NO_MODIFIER}two")
+    page.until(lambda: page.text(".question") == "one\ntwo")
+
+
+def test_a_narrow_screen_has_all_of_it(page: Page) -> None:
+    page.size(360, 640)
     assert page.run("return document.documentElement.scrollWidth") == 360
     for seen in ("#message", "#send", "#open-meters", "#open-settings", "#open-chats", "#new"):
         assert page.shown(seen)
@@ -82,22 +55,33 @@ def test_a_narrow_screen_has_all_of_it(page: Browser) -> None:
     assert page.run("return [document.activeElement.id, log.inert, composer.inert]") == ["open-settings", False, False]
 
 
-@pytest.mark.slow
-def test_the_view_follows_the_answer_unless_the_user_has_scrolled_up(page: Browser) -> None:
-    size(page, 360, 400)
-    below = "return log.scrollHeight - log.scrollTop - log.clientHeight"
+def test_the_view_follows_the_answer_unless_the_user_has_scrolled_up(page: Page) -> None:
+    page.size(360, 400)
     page.run("temperature.value = 0")  # it is out of sight
-    send(page, LONG)
+    page.send(LONG)
     page.run("rows[0].body.append('\\nmore'.repeat(30)); follow()")
-    page.until(lambda: len(text_of(page)) > 5)
-    assert page.run(below) < 2
+    page.until(lambda: len(page.text_of()) > 5)
+    assert page.run(BELOW) < 2
     page.run("log.scrollTop = 0")
-    length = len(text_of(page))
-    page.until(lambda: len(text_of(page)) > length + 20)
+    length = len(page.text_of())
+    page.until(lambda: len(page.text_of()) > length + 20)
     assert page.run("return log.scrollTop") == 0
     page.run("log.scrollTop = log.scrollHeight")
-    page.until(lambda: len(text_of(page)) > length + 60)
-    assert page.run(below) < 2
+    page.until(lambda: len(page.text_of()) > length + 60)
+    assert page.run(BELOW) < 2
+
+
+def test_one_press_of_up_leaves_the_end_of_an_answer_that_comes(page: Page) -> None:
+    page.says([*["line\n\n"] * 60, *[piece for _ in range(40) for piece in ("more\n\n", {"wait": 20})]])
+    page.send("go on")
+    page.until(lambda: page.text_of().count("more") > 3)
+    page.run("log.focus()")
+    page.press(UP)
+    page.until(page.done)
+    assert page.run(BELOW) > 200
+    page.run("log.scrollTop = log.scrollHeight")
+    page.send_and_wait("again")
+    assert page.run(BELOW) < 2
 
 
 EVERYTHING = """# Title
@@ -118,17 +102,15 @@ x = 1
 """
 
 
-def talk(page: Browser) -> None:
+def talk(page: Page) -> None:
     """A conversation with something of everything that the page can show."""
-    call = {"index": 0, "id": "c", "function": {"name": "look", "arguments": '{"a": 1}'}}
     refused = {"status": 400, "error": {"message": "tools: there are no such tools", "param": "tools"}}
-    says(page, [{"reasoning_content": "hm"}, EVERYTHING, {"tool_calls": [call]}], ["done"], [refused])
-    send_and_wait(page, "look")
-    page.run(
-        "document.querySelector('.results textarea').value = 'seen'; document.querySelector('.results .main').click()"
-    )
-    page.until(lambda: len(roles(page)) == 4 and done(page))
-    press_button(page, "Regenerate")
+    page.says([{"reasoning_content": "hm"}, EVERYTHING, *call(0, "look", '{"a": 1}')], ["done"], [refused])
+    page.send_and_wait("look")
+    page.run("document.querySelector('.results textarea').value = 'seen'")
+    page.press_button("Send results")
+    page.until(lambda: len(page.roles()) == 4 and page.done())
+    page.press_button("Regenerate")
     page.until(lambda: page.text(".message .notice"))
     page.run("for (const fold of document.querySelectorAll('details')) fold.open = true")
 
@@ -156,82 +138,57 @@ COLOURS = """
     };
 """
 
-# Elements with text of their own whose contrast is below what WCAG asks for at level AA.
+# Texts, borders of fields and scroll bars whose contrast is below what WCAG asks for at level AA.
 PALE = """
-    const own = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
-    const pale = [];
+    const pale = [], isText = (node) => node.nodeType === 3 && node.data.trim();
+    const check = (element, colour, behindIt, least) => {
+        const ratio = contrast(rgba(colour), behindIt);
+        if (ratio < least) pale.push(`${element.localName}.${element.className} ${element.id} ${ratio.toFixed(2)}`);
+    };
     let seen = 0;
     for (const element of document.body.querySelectorAll("*")) {
-        const style = getComputedStyle(element);
+        const style = getComputedStyle(element), isField = element.matches("input, textarea, select");
         if (!element.checkVisibility() || style.clipPath !== "none") continue;
         if (element.closest("button:disabled, script, style")) continue;
-        if (!own(element) && !element.matches("input, textarea, select")) continue;
+        if (!isField && ![...element.childNodes].some(isText)) continue;
         seen += 1;
-        const found = contrast(rgba(style.color), behind(element));
-        const large = parseFloat(style.fontSize) >= 24;
-        if (found < (large ? 3 : 4.5)) pale.push(`${element.localName}.${element.className} ${found.toFixed(2)}`);
+        check(element, style.color, behind(element), parseFloat(style.fontSize) >= 24 ? 3 : 4.5);
+        if (!isField || element.type === "checkbox") continue;
+        check(element, style.borderTopColor, behind(element.parentElement), 3);
+    }
+    for (const box of document.querySelectorAll(".log, .side, .answer pre, .chats ul")) {
+        check(box, getComputedStyle(box).scrollbarColor.match(/^(rgb.*?[)])/)[1], behind(box), 3);
     }
     return [seen, pale];
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_has_enough_contrast(page: Browser, scheme: str) -> None:
-    page.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+def test_every_text_every_field_and_every_scroll_bar_has_enough_contrast(page: Page, scheme: str) -> None:
+    page.prefers(prefers_color_scheme=scheme)
     talk(page)
+    page.click("[data-does=rename]")
+    page.until(lambda: page.run("return document.activeElement.closest('#list') !== null"))
     bright = page.run("return Number(getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]) > 128")
     assert bright == (scheme == "light")
     seen, pale = page.run(COLOURS + PALE)
     assert seen > 60
     assert pale == []
-    page.run("document.documentElement.style.setProperty('--soft', '#888')")
-    assert page.run(COLOURS + PALE)[1] != []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_field_and_every_scroll_bar_can_be_seen(page: Browser, scheme: str) -> None:
-    page.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    talk(page)
-    page.click("[data-does=rename]")
-    page.until(lambda: page.run("return document.activeElement.closest('#list') !== null"))
-    script = """
-        const faint = [];
-        for (const field of document.querySelectorAll("input:not([type=checkbox]), textarea, select")) {
-            if (!field.checkVisibility()) continue;
-            const found = contrast(rgba(getComputedStyle(field).borderTopColor), behind(field.parentElement));
-            if (found < 3) faint.push(`${field.id || field.parentElement.className} ${found.toFixed(2)}`);
-        }
-        for (const box of document.querySelectorAll(".log, .side, .answer pre, .chats ul")) {
-            const bar = getComputedStyle(box).scrollbarColor.match(/^(rgb.*?[)])/)[1];
-            const found = contrast(rgba(bar), behind(box));
-            if (found < 3) faint.push(`scroll bar of ${box.id || box.localName} ${found.toFixed(2)}`);
-        }
-        return faint;
-    """
-    assert page.run(COLOURS + script) == []
-
-
-def test_the_head_of_a_phone_has_room_for_the_models_name(page: Browser) -> None:
-    size(page, 390, 844)
-    cut = "return [...document.querySelectorAll('h1, #model')].filter((e) => e.scrollWidth > e.clientWidth).length"
+def test_the_head_of_a_phone_has_room_for_the_models_name(page: Page) -> None:
+    page.size(390, 844)
     page.run("document.getElementById('model').textContent = 'SmolLM2-135M-Instruct'")
+    cut = "return [...document.querySelectorAll('h1, #model')].filter((e) => e.scrollWidth > e.clientWidth).length"
     assert page.run(cut) == 0
-    name = "return document.getElementById(arguments[0]).innerText"
-    for control in ("open-chats", "open-settings", "new"):
-        assert page.run("return document.getElementById(arguments[0]).offsetWidth", control) < 48
-    nodes = page.protocol("Accessibility.getFullAXTree")["nodes"]
-    named = {node.get("name", {}).get("value") for node in nodes if node.get("role", {}).get("value") == "button"}
-    assert {"Chats", "Settings", "New chat"} <= named, page.run(name, "new")
+    names = {node["name"]["value"] for node in page.tree() if node["role"]["value"] == "button"}
+    assert {"Chats", "Settings", "New chat"} <= names  # though they are signs
 
 
-@pytest.mark.slow
-def test_what_is_hidden_below_older_messages_leaves_no_gap_and_nothing_hanging(page: Browser) -> None:
-    usage = {"prompt_tokens": 37, "completion_tokens": 4, "total_tokens": 41}
-    says(page, ["one", {"event": {"choices": [], "usage": usage}}])
-    send_and_wait(page, "first")
-    send_and_wait(page, "second")
+def test_what_is_hidden_below_older_messages_leaves_no_gap_and_nothing_hanging(page: Page) -> None:
+    page.says(["one", usage(37, 4)])
+    page.send_and_wait("first")
+    page.send_and_wait("second")
     edges = "return [rows[1].body.getBoundingClientRect().top, rows[0].body.getBoundingClientRect().bottom]"
     top, bottom = page.run(edges)
     assert 0 < top - bottom <= 24
@@ -267,27 +224,23 @@ WRONG = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-def test_every_control_has_a_name_whatever_is_shown(page: Browser, width: int, height: int) -> None:
+def test_every_control_has_a_name_and_a_place_in_the_structure(page: Page, width: int, height: int) -> None:
     talk(page)
-    size(page, width, height)
-    interactive = {"button", "textbox", "searchbox", "spinbutton", "checkbox", "combobox", "link", "DisclosureTriangle"}
-    named = interactive | {"article", "region", "navigation", "main", "form", "image", "progressbar", "log", "group"}
-    nodes = [node for node in page.protocol("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
-    found = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes]
-    assert [pair for pair in found if pair[0] in interactive and not pair[1].strip()] == []
-    assert [pair for pair in found if pair[0] in named - {"group", "form"} and not pair[1].strip()] == []
-    assert {"main", "navigation", "region", "article", "button"} - {"navigation"} <= {role for role, _ in found}
+    page.size(width, height)
+    roles = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in page.tree()]
+    interactive = {"button", "textbox", "spinbutton", "checkbox", "combobox", "link", "DisclosureTriangle", "searchbox"}
+    named = interactive | {"article", "region", "navigation", "main", "image", "progressbar", "log"}
+    assert [role for role, name in roles if role in named and not name.strip()] == []
+    assert {"main", "region", "article", "button"} <= {role for role, _ in roles}
     assert page.run(WRONG) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "height"), [(1280, 800), (640, 400), (390, 844), (320, 568)])
-def test_nothing_is_wider_than_the_screen(page: Browser, width: int, height: int) -> None:
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (640, 400), (320, 568)])
+def test_nothing_is_wider_than_the_screen(page: Page, width: int, height: int) -> None:
     """640 by 400 is 1280 by 800 at 200 %."""
     talk(page)
-    size(page, width, height)
+    page.size(width, height)
     script = """
         const wide = [...document.querySelectorAll("body *")].filter((element) => {
             const box = element.getBoundingClientRect();
@@ -301,29 +254,10 @@ def test_nothing_is_wider_than_the_screen(page: Browser, width: int, height: int
     assert page.run("return log.clientHeight") >= height * 0.25
 
 
-def test_motion_is_left_out_for_those_who_ask_for_that(page: Browser) -> None:
-    says(page, [{"wait": 60000}])
-    send(page, "wait")
+def test_nothing_moves_for_users_who_prefer_reduced_motion(page: Page) -> None:
+    page.says([{"wait": 60000}])
+    page.send("wait")
     name = "return getComputedStyle(document.querySelector('.answer'), '::before').animationName"
     page.until(lambda: page.run(name) == "breathe")
-    page.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
+    page.prefers(prefers_reduced_motion="reduce")
     assert page.run(name) == "none"
-
-
-def test_the_focus_stays_where_somebody_writes(page: Browser) -> None:
-    says(page, ["one"])
-    send_and_wait(page, "first")
-    assert page.run("return document.activeElement.id") == "message"
-    press_button(page, "Regenerate")
-    page.until(lambda: done(page) and page.text(".arrows span") == "2/2")
-    assert page.run("return document.activeElement.id") == "message"
-    page.run("document.getElementById('send').focus()")
-    page.press(TAB)
-    page.press(TAB)
-    assert page.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
-
-
-def test_control_and_enter_sends_too(page: Browser) -> None:
-    says(page, ["one"])
-    page.type("#message", f"hello{CONTROL}{ENTER}{NO_MODIFIER}")
-    page.until(lambda: done(page) and text_of(page) == "one")

@@ -7,153 +7,88 @@ from typing import Any
 
 import pytest
 
-from tests.server.page.browser import ENTER, Browser
-from tests.server.page.visitor import (
-    done,
-    figures,
-    kept,
-    press_button,
-    roles,
-    says,
-    send_and_wait,
-    shown,
-    text_of,
-    titles,
-)
+from tests.server.page.browser import ENTER
+from tests.server.page.visitor import Page, call, usage
 
-READ_BACK = """
-    window.exported = null;
-    URL.createObjectURL = (blob) => { blob.text().then((text) => { window.exported = text; }); return "#"; };
-"""
+pytestmark = pytest.mark.slow
 
 
-def tree(page: Browser) -> list[Any]:
-    """The conversation that is shown, without the ids of its messages."""
-    script = """
-        const behind = (holder) => holder.children.map((id) => {
-            const {id: _, parent, children, shown, drafts, ...message} = current.messages[id];
-            return [message, behind(current.messages[id])];
-        });
-        return behind(current);
-    """
-    return page.run(script)
+def messages(page: Page) -> list[str]:
+    """All messages of the conversation that is shown, without what an import gives them anew."""
+    script = "return Object.values(current.messages).map(({id, parent, children, ...rest}) => rest)"
+    found: list[dict[str, Any]] = page.run(script)
+    plain = [{name: value for name, value in message.items() if value is not None} for message in found]
+    return sorted(json.dumps(message, sort_keys=True) for message in plain)
 
 
-def import_text(page: Browser, text: str) -> str:
-    script = """
-        const files = new DataTransfer();
-        files.items.add(new File([arguments[0]], "chats.json"));
-        document.getElementById("shelf-says").textContent = "";
-        file.files = files.files;
-        file.dispatchEvent(new Event("change"));
-    """
-    page.run(script, text)
-    page.until(lambda: page.text("#shelf-says"))
-    return page.text("#shelf-says")
-
-
-@pytest.mark.slow
-def test_conversations_go_to_a_file_and_come_back(page: Browser) -> None:
-    call = {"index": 0, "id": "c1", "function": {"name": "look", "arguments": "{}"}}
+def test_conversations_go_to_a_file_and_come_back(page: Page) -> None:
     cached = {"cached_tokens": 7, "cached_from": {"store": 4, "disk": 3}}
-    usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10, "prompt_tokens_details": cached}
-    one = [{"reasoning_content": "hm"}, "one", {"event": {"choices": [], "usage": usage}}]
-    says(page, one, [{"tool_calls": [call]}])
-    send_and_wait(page, "first")
-    press_button(page, "Edit", 0)
+    one = [{"reasoning_content": "hm"}, "one", usage(9, 1, prompt_tokens_details=cached)]
+    page.says(one, call(0, "look", "{}"))
+    page.send_and_wait("first")
+    page.press_button("Edit", 0)
     page.type(".edit textarea", "2" + ENTER)
-    page.until(lambda: page.run("return rows[0].message.text") == "first2" and done(page))
-    before = page.run(
-        "return [current.children.length, Object.values(current.messages).map(({id, parent, children, ...m}) => m)]"
-    )
-    page.run(READ_BACK)
-    page.click("#export-all")
-    page.until(lambda: page.run("return window.exported"))
-    text = page.run("return window.exported")
-    assert json.loads(text)["format"] == "polarlm-conversations"
+    page.until(lambda: page.run("return rows[0].message.text") == "first2" and page.done())
+    before = messages(page)
+    file = page.export()
+    assert file["format"] == "polarlm-conversations"
     page.click("[data-does=remove]")
-    page.until(lambda: kept(page) == [])
-    assert import_text(page, text) == "1 conversation imported."
-    assert titles(page) == ["first2"]
+    page.until(lambda: page.kept() == [])
+    assert page.import_text(json.dumps(file)) == "1 conversation imported."
+    assert page.titles() == ["first2"]
     page.click("button.chat")
-    after = page.run(
-        "return [current.children.length, Object.values(current.messages).map(({id, parent, children, ...m}) => m)]"
-    )
-    key = json.dumps
-    assert after[0] == before[0] == 2
-    plain = [
-        sorted(key({n: v for n, v in m.items() if v is not None}, sort_keys=True) for m in side)
-        for side in (before[1], after[1])
-    ]
-    assert plain[0] == plain[1]
+    assert messages(page) == before
+    assert page.run("return current.children.length") == 2
 
 
-@pytest.mark.slow
-def test_a_file_of_a_conversation_that_is_here_adds_what_it_has_more(page: Browser) -> None:
-    says(page, ["one"], ["two"], ["three"])
-    send_and_wait(page, "first")
-    send_and_wait(page, "second")
-    page.run(READ_BACK)
-    page.click("#export-all")
-    page.until(lambda: page.run("return window.exported"))
-    file = json.loads(page.run("return window.exported"))
+def test_a_file_of_a_conversation_that_is_here_adds_what_it_has_more(page: Page) -> None:
+    page.talk("one", "two")
+    file = page.export()
     said = "1 conversation was here already: what the file has more is added."
-    assert import_text(page, json.dumps(file)) == said
-    assert titles(page) == ["first"]
-    send_and_wait(page, "third")  # after the file was written
-    assert import_text(page, json.dumps(file)) == said
-    assert shown(page) == ["first", "one", "second", "two", "third", "three"]
+    page.says(["three"])
+    page.send_and_wait("third")  # after the file was written
+    assert page.import_text(json.dumps(file)) == said
+    assert page.titles() == ["first"]
+    assert page.texts() == ["first", "one", "second", "two", "third", "three"]
     for message in file["conversations"][0]["messages"].values():  # as if it had been continued elsewhere
         if message["text"] == "first":
             message["children"].append("00000000000000ff")
             more = {"role": "assistant", "text": "elsewhere", "children": [], "parent": message["id"]}
     file["conversations"][0]["messages"]["00000000000000ff"] = more
-    import_text(page, json.dumps(file))
-    assert shown(page) == ["first", "one", "second", "two", "third", "three"]
-    press_button(page, "Later version", 1)
-    assert shown(page) == ["first", "elsewhere"]
-    page.until(lambda: len(kept(page)) == 1 and "elsewhere" in json.dumps(kept(page)))
+    page.import_text(json.dumps(file))
+    assert page.texts() == ["first", "one", "second", "two", "third", "three"]
+    page.press_button("Later version", 1)
+    assert page.texts() == ["first", "elsewhere"]
+    page.until(lambda: len(page.kept()) == 1 and "elsewhere" in json.dumps(page.kept()))
 
 
-@pytest.mark.slow
-def test_a_file_that_turns_a_conversation_around_changes_nothing(page: Browser) -> None:
-    says(page, ["one"])
-    send_and_wait(page, "first")
-    page.run(READ_BACK)
-    page.click("#export-all")
-    page.until(lambda: page.run("return window.exported"))
-    file = json.loads(page.run("return window.exported"))
+def test_a_file_that_turns_a_conversation_around_changes_nothing(page: Page) -> None:
+    page.talk("one")
+    file = page.export()
     (chat,) = file["conversations"]
-    question, reply = (
-        next(m for m in chat["messages"].values() if m["role"] == role) for role in ("user", "assistant")
-    )
+    question, reply = sorted(chat["messages"].values(), key=lambda message: message["role"], reverse=True)
     chat["children"], reply["children"], question["children"] = [reply["id"]], [question["id"]], []
-    import_text(page, json.dumps(file))
-    assert shown(page) == ["first", "one"]
+    page.import_text(json.dumps(file))
+    assert page.texts() == ["first", "one"]
     assert page.run("return Object.values(current.messages).flatMap(({children}) => children).length") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
+def test_a_file_of_something_else_is_refused_in_a_sentence(page: Page) -> None:
+    assert page.import_text("{") == "This file is not JSON."
+    for text in (
         "null",
+        '{"format": "other", "conversations": []}',
         '{"format": "polarlm-conversations"}',
         '{"format": "polarlm-conversations", "conversations": [7]}',
         '{"format": "polarlm-conversations", "conversations": [{"messages": {}, "children": 1}]}',
-        '{"format": "other", "conversations": []}',
-    ],
-)
-def test_a_file_of_something_else_is_refused_in_a_sentence(page: Browser, text: str) -> None:
-    assert import_text(page, text) in ("This file is not JSON.", "This file has no conversations of this page in it.")
-    assert titles(page) == []
+    ):
+        assert page.import_text(text) == "This file has no conversations of this page in it."
+    assert page.titles() == []
 
 
-@pytest.mark.slow
-def test_a_file_cannot_bring_loops_or_values_of_other_kinds(page: Browser) -> None:
+def test_a_file_cannot_bring_loops_or_values_of_other_kinds(page: Page) -> None:
+    answer = {"role": "assistant", "text": "<b>hi</b>", "children": ["a", "c"], "calls": [None, {"name": 7}]}
+    counts = {"prompt": 9, "completion": 1, "cached": 3, "places": {"disk": 3, "ram": "<b>"}}
     hostile = {
         "title": {"a": 1},
         "shown": 99,
@@ -161,27 +96,16 @@ def test_a_file_cannot_bring_loops_or_values_of_other_kinds(page: Browser) -> No
         "settings": {"system": 5, "temperature": "x", "loop_check": False, "other": 1},
         "messages": {
             "a": {"role": "user", "text": ["<b>"], "children": ["b", "a", "d"], "shown": -1},
-            "b": {
-                "role": "assistant",
-                "text": "<b>hi</b>",
-                "children": ["a", "c"],
-                "calls": [None, {"name": 7}],
-                "usage": {"prompt": "x"},
-            },
-            "d": {
-                "role": "assistant",
-                "text": "again",
-                "ending": "stop",
-                "usage": {"prompt": 9, "completion": 1, "cached": 3, "places": {"disk": 3, "ram": "<b>"}},
-            },
+            "b": answer | {"usage": {"prompt": "x"}},
+            "d": {"role": "assistant", "text": "again", "ending": "stop", "usage": counts},
             "c": {"role": "system", "text": "no", "children": []},
         },
     }
     text = json.dumps({"format": "polarlm-conversations", "conversations": [hostile]})
-    assert import_text(page, text) == "1 conversation imported."
+    assert page.import_text(text) == "1 conversation imported."
     page.click("button.chat")
-    assert roles(page) == ["user", "assistant"]
-    assert text_of(page) == "<b>hi</b>"
-    press_button(page, "Later version", 1)
-    assert figures(page) == "3 of 9 prompt tokens from the cache (3 from disk) · 1 token"
+    assert page.roles() == ["user", "assistant"]
+    assert page.text_of() == "<b>hi</b>"
+    page.press_button("Later version", 1)
+    assert page.figures() == "3 of 9 prompt tokens from the cache (3 from disk) · 1 token"
     assert page.run("return current.settings") == {"system": "5", "temperature": "x", "loop_check": False}

@@ -4,130 +4,87 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.page.browser import Browser
-from tests.server.page.visitor import done, go_on, kept, press_button, says, send, send_and_wait, text_of
+from tests.server.page.browser import TAB
+from tests.server.page.visitor import Page
 
-UP = "\ue013"
-FOCUSED = "const at = document.activeElement; return at.id || at.getAttribute('aria-label') || at.textContent"
+pytestmark = pytest.mark.slow
+
+SLOW = ["half", {"held": True}, " an answer"]
 
 
-def two_chats(page: Browser) -> None:
+def two_chats(page: Page) -> None:
     """The second one is shown."""
-    says(page, ["one"])
-    send_and_wait(page, "first")
+    page.talk("one")
     page.click("#new")
-    send_and_wait(page, "second")
+    page.send_and_wait("second")
 
 
-def rename(page: Browser, name: str) -> None:
-    page.click("[data-does=rename]")
-    page.until(lambda: page.run("return document.activeElement.tagName") == "INPUT")
-    page.type("#list input", name)
+def test_the_focus_stays_where_somebody_writes(page: Page) -> None:
+    page.talk("one")
+    page.press_button("Regenerate")
+    page.until(lambda: page.done() and page.text(".arrows span") == "2/2")
+    assert page.focused() == "message"
+    page.run("document.getElementById('send').focus()")
+    page.press(TAB)
+    page.press(TAB)
+    assert page.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["#message", "#system"])
-def test_a_click_elsewhere_ends_renaming_and_the_focus_goes_there(page: Browser, where: str) -> None:
+@pytest.mark.parametrize("where", ["message", "system"])
+def test_a_click_elsewhere_ends_renaming_and_the_focus_goes_there(page: Page, where: str) -> None:
     two_chats(page)
-    rename(page, "renamed")
-    page.click(where)
-    assert page.run(FOCUSED) == where.removeprefix("#")
+    page.rename("renamed")
+    page.click(f"#{where}")
+    assert page.focused() == where
     assert page.text("[aria-current]") == "renamed"
 
 
-@pytest.mark.slow
-def test_a_click_on_another_conversation_opens_it_while_one_is_renamed(page: Browser) -> None:
+def test_a_click_on_another_conversation_opens_it_while_one_is_renamed(page: Page) -> None:
     two_chats(page)
-    rename(page, "renamed")
+    page.rename("renamed")
     place = page.run(
         """const {x, y} = document.querySelector('li:last-child .chat').getBoundingClientRect();
         return {x: x + 9, y: y + 9};"""
     )
     button = {"button": "left", "clickCount": 1}
     page.protocol("Input.dispatchMouseEvent", type="mousePressed", **place, **button)
-    page.until(lambda: "renamed" in [chat["title"] for chat in kept(page)])  # a finger stays down longer than that
+    page.until(lambda: "renamed" in [chat["title"] for chat in page.kept()])  # a finger stays down longer than that
     page.protocol("Input.dispatchMouseEvent", type="mouseReleased", **place, **button)
     page.until(lambda: page.text("[aria-current]") == "first")
-    assert page.run("return [...document.querySelectorAll('.chat')].map((made) => made.textContent)") == [
-        "renamed",
-        "first",
-    ]
+    assert page.titles() == ["renamed", "first"]
 
 
-@pytest.mark.slow
-def test_a_name_that_is_being_typed_stays_when_another_tab_changes_the_conversation(page: Browser) -> None:
+def test_a_name_that_is_being_typed_stays_when_another_tab_changes_the_conversation(page: Page) -> None:
     two_chats(page)
-    rename(page, "renamed")
-    script = """
-        const shelf = database.transaction(SHELF, "readwrite").objectStore(SHELF);
-        await granted(shelf.put({...structuredClone(current), title: "from another tab", named: Date.now()}));
-        new BroadcastChannel("polarlm").postMessage(current.id);
-    """
-    page.run(f"return (async () => {{ {script} }})()")
+    page.rename("renamed")
+    page.change_elsewhere("from another tab")
     page.until(lambda: page.run("return chats.get(current.id).title") == "from another tab")
     assert page.run("return document.activeElement.value") == "renamed"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["second", "first"])
-def test_the_focus_stays_in_the_list_of_conversations_when_an_answer_ends(page: Browser, which: str) -> None:
+@pytest.mark.parametrize("which", ["second", "first", "Copy message"])
+def test_the_focus_stays_on_a_button_when_an_answer_ends(page: Page, which: str) -> None:
+    """In the list of conversations, and below a message."""
     two_chats(page)
-    says(page, ["half", {"held": True}, " an answer"])
-    send(page, "on")
-    page.until(lambda: text_of(page) == "half")
-    page.run("[...document.querySelectorAll('.chat')].find((made) => made.textContent === arguments[0]).focus()", which)
-    go_on(page)
-    page.until(lambda: done(page))
-    assert page.run(FOCUSED) == which
+    page.begin(SLOW)
+    page.run(
+        """const buttons = [...document.querySelectorAll(".chat, .user:nth-last-child(2) .foot button")];
+        buttons.find((made) => nameOf(made) === arguments[0]).focus();""",
+        which,
+    )
+    page.go_on()
+    assert page.focused() == which
 
 
-@pytest.mark.slow
-def test_the_focus_stays_below_a_message_when_an_answer_ends(page: Browser) -> None:
-    says(page, ["half", {"held": True}, " an answer"])
-    send(page, "on")
-    page.until(lambda: text_of(page) == "half")
-    page.run("document.querySelector('.user .foot [aria-label]').focus()")
-    go_on(page)
-    page.until(lambda: done(page))
-    assert page.run(FOCUSED) == "Copy message"
-
-
-@pytest.mark.slow
-def test_the_focus_is_below_an_answer_that_was_saved(page: Browser) -> None:
-    says(page, ["one"])
-    send_and_wait(page, "first")
-    press_button(page, "Edit")
+def test_an_answer_that_is_edited_cannot_be_saved_while_another_one_comes(page: Page) -> None:
+    """It would take the place of all that follows it, the other answer too."""
+    page.says(["one"], SLOW)
+    page.send_and_wait("first")
+    page.press_button("Edit")
     page.type(".edit textarea", "!")
-    page.click(".edit .row button:nth-child(2)")
-    assert text_of(page) == "one!"
-    assert page.run(FOCUSED) == "Edit"
-
-
-@pytest.mark.slow
-def test_an_answer_that_is_edited_cannot_be_saved_while_another_one_comes(page: Browser) -> None:
-    """It would take the place of all that comes behind it, of the other one too."""
-    says(page, ["one"], ["half", {"held": True}, " an answer"])
-    send_and_wait(page, "first")
-    press_button(page, "Edit")
-    page.type(".edit textarea", "!")
-    send(page, "second")
-    page.until(lambda: text_of(page) == "half")
+    page.send("second")
+    page.until(lambda: page.text_of() == "half")
     page.run("document.querySelector('.edit .row button:nth-child(2)').click()")
-    go_on(page)
-    page.until(lambda: done(page))
-    assert text_of(page) == "half an answer"
+    page.go_on()
+    assert page.text_of() == "half an answer"
     assert page.run("return document.querySelector('.edit textarea').value") == "one!"
-
-
-@pytest.mark.slow
-def test_one_press_of_up_leaves_the_end_of_an_answer_that_comes(page: Browser) -> None:
-    says(page, [*["line\n\n"] * 60, *[piece for _ in range(40) for piece in ("more\n\n", {"wait": 20})]])
-    send(page, "go on")
-    page.until(lambda: text_of(page).count("more") > 3)
-    page.run("log.focus()")
-    page.press(UP)
-    page.until(lambda: done(page))
-    assert page.run("return log.scrollHeight - log.scrollTop - log.clientHeight") > 200
-    page.run("log.scrollTop = log.scrollHeight")
-    send_and_wait(page, "again")
-    assert page.run("return log.scrollHeight - log.scrollTop - log.clientHeight") < 2

@@ -12,9 +12,8 @@ import pytest
 from tests.call_templates import HERMES
 from tests.server.lines import eventually
 from tests.server.mcp.faults import mcp_file, over_http
-from tests.server.page.browser import ENTER, ESCAPE, TAB, Browser
-from tests.server.page.test_tools import call
-from tests.server.page.visitor import asked, done, press_button, roles, says, send, size, text_of
+from tests.server.page.browser import ENTER, ESCAPE, TAB
+from tests.server.page.visitor import Page, Piece, call
 from tests.server.process import Process
 from tests.tool_model import tool_model
 
@@ -35,7 +34,7 @@ def keeper(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def page(visit: Callable[[Process], Browser], keeper: Process) -> Iterator[Browser]:
+def page(visit: Callable[[Process], Page], keeper: Process) -> Iterator[Page]:
     page = visit(keeper)
     page.until(lambda: page.shown("#mcp"))
     page.run("document.getElementById('mcp').open = true")
@@ -44,118 +43,104 @@ def page(visit: Callable[[Process], Browser], keeper: Process) -> Iterator[Brows
     eventually(keeper.is_idle)
 
 
-def switch_on(page: Browser, place: int = 0) -> None:
+def switch_on(page: Page, place: int = 0) -> None:
     """Checks a server's box, and returns once it is ready or has failed."""
     page.click(f"#server-{place}")
     page.until(lambda: page.run(f"return ['ready', 'failed'].includes(mcpServers[{place}].state) && !connecting.size"))
 
 
-def asks(page: Browser) -> str:
+def begin(page: Page, *answers: list[Piece]) -> None:
+    """Switches the first server on, and sends a message that has these answers."""
+    page.says(*answers)
+    switch_on(page)
+    page.send("go")
+
+
+def asks(page: Page) -> str:
     """The question about a call; empty where there is none."""
     return page.text(".confirm .asks")
 
 
-def press(page: Browser, name: str) -> None:
-    """A button of the question, once it is there."""
-    script = """const all = [...document.querySelectorAll(".confirm button")];
-        const found = all.find((made) => made.textContent === arguments[0]);
-        found?.click();
-        return found !== undefined;"""
-    page.until(lambda: page.run(script, name))
-
-
-def results(page: Browser, which: int = -1) -> list[str]:
+def results(page: Page, which: int = -1) -> list[str]:
     """What a request has as results of tools."""
-    return [each["content"] for each in asked(page, which)["messages"] if each["role"] == "tool"]
+    return [each["content"] for each in page.asked(which)["messages"] if each["role"] == "tool"]
 
 
-def test_servers_are_off_and_a_switched_on_one_has_its_tools(page: Browser) -> None:
-    says(page, ["Hello."])
-    send(page, "hi")
-    page.until(lambda: text_of(page) == "Hello." and done(page))
-    assert "tools" not in asked(page)
+def test_servers_are_off_and_a_switched_on_one_has_its_tools(page: Page) -> None:
+    page.talk("Hello.")
+    assert "tools" not in page.asked()
     switch_on(page)
     switch_on(page, 1)
     assert page.text("#servers summary") == "13 of 13 tools"
     page.click("#servers summary")
     page.click("#server-0-0")
     page.until(lambda: page.text("#servers summary") == "12 of 13 tools")
-    send(page, "again")
-    page.until(lambda: page.run("return asked.length") == 2)
-    names = [tool["function"]["name"] for tool in asked(page)["tools"]]
+    page.send_and_wait("again")
+    names = [tool["function"]["name"] for tool in page.asked()["tools"]]
     assert ("tools_add" in names, "tools_fail" in names, "web_add" in names) == (False, True, True)
-    page.until(lambda: done(page))
     page.reload()
     page.until(lambda: page.run("return document.getElementById('server-0')?.checked"))
     assert page.text("#servers summary") == "12 of 13 tools"
     page.click("#new")
-    assert page.run("return [...servers.querySelectorAll('input:checked')].length") == 0
+    assert page.count("#servers input:checked") == 0
 
 
-def test_a_call_is_shown_and_runs_once_it_is_confirmed_by_the_keyboard_alone(page: Browser) -> None:
-    says(page, ["I add.", *ADD], ["It is ", "5."])
-    switch_on(page)
-    send(page, "2 + 3?")
+def test_a_call_is_shown_and_runs_once_it_is_confirmed_by_the_keyboard_alone(page: Page) -> None:
+    begin(page, ["I add.", *ADD], ["It is ", "5."])
     page.until(lambda: asks(page) == "Run add of tools?")
-    page.until(lambda: page.run("return document.activeElement.getAttribute('aria-label')") == "Run add of tools?")
+    page.until(lambda: page.focused() == "Run add of tools?")
     page.press(ENTER)  # a key that was meant for something else decides nothing
     page.press(" ")
     assert page.text("#status") == "It waits for your decision."
     page.press(TAB)
-    assert page.run("return document.activeElement.getAttribute('aria-label')") == "Arguments"
-    assert page.run("return document.activeElement.textContent") == '{\n  "a": 2,\n  "b": 3\n}'
+    assert page.focused() == "Arguments"
+    assert page.text(".confirm pre") == '{\n  "a": 2,\n  "b": 3\n}'
     page.press(TAB)
-    assert page.run("return document.activeElement.textContent") == "Run once"
+    assert page.focused() == "Run once"
     page.press(ENTER)
-    page.until(lambda: text_of(page) == "It is 5." and done(page))
-    assert roles(page) == ["user", "assistant", "tool", "assistant"]
+    page.until(lambda: page.text_of() == "It is 5." and page.done())
+    assert page.roles() == ["user", "assistant", "tool", "assistant"]
     assert results(page) == ["5"]
     assert page.text(".tool summary") == "Result of tools_add"
-    assert page.run("return document.activeElement.id") == "message"
+    assert page.focused() == "message"
 
 
-def test_a_refusal_and_errors_are_told_to_the_model(page: Browser) -> None:
+def test_a_refusal_and_errors_are_told_to_the_model(page: Page) -> None:
     broken = call(0, "tools_add", "{not json")
-    says(page, ADD, call(1, "tools_fail", "{}"), broken, call(3, "tools_crash", "{}"), ["Sorry."])
-    switch_on(page)
-    send(page, "go")
-    press(page, "Refuse")
+    begin(page, ADD, call(1, "tools_fail", "{}"), broken, call(3, "tools_crash", "{}"), ["Sorry."])
+    page.press_button("Refuse")
     page.until(lambda: asks(page) == "Run fail of tools?")
     assert results(page) == ["The user refused this call."]
-    press(page, "Run once")
+    page.press_button("Run once")
     page.until(lambda: asks(page) == "Run crash of tools?")  # what is no JSON needs no question
     assert results(page)[1] == "Error executing tool fail"
     assert results(page)[2].startswith("The arguments are not JSON: ")
-    press(page, "Run once")
-    page.until(lambda: text_of(page) == "Sorry." and done(page))
+    page.press_button("Run once")
+    page.until(lambda: page.text_of() == "Sorry." and page.done())
     assert "out of luck" in results(page)[3]
-    assert page.run("return document.querySelectorAll('.tool .failed').length") == 4
+    assert page.count(".tool .failed") == 4
     assert page.text(".tool .failed summary") == "Error of tools_add"
 
 
-def test_what_is_allowed_in_a_conversation_is_asked_again_after_many_calls_and_in_others(page: Browser) -> None:
-    says(page, ADD)
-    switch_on(page)
-    send(page, "for ever")
-    press(page, "Always in this conversation")
+def test_what_is_allowed_in_a_conversation_is_asked_again_after_many_calls_and_in_others(page: Page) -> None:
+    begin(page, ADD)
+    page.press_button("Always in this conversation")
     page.until(lambda: "20 calls have run without a question." in page.text(".confirm"))
     assert results(page) == ["5"] * 21
-    press(page, "Refuse")
+    page.press_button("Refuse")
     page.until(lambda: "20 calls have run" in page.text(".confirm"))
     page.click("#new")
     switch_on(page)
-    send(page, "again")
+    page.send("again")
     page.until(lambda: asks(page) != "")
     assert page.run("return rows.length") == 2
 
 
-def test_nothing_runs_because_a_page_is_opened(page: Browser) -> None:
+def test_nothing_runs_because_a_page_is_opened(page: Page) -> None:
     """A permission is for what this tab has just received: a file or another browser may bring calls, too."""
-    says(page, ADD, ["Five."])
-    switch_on(page)
-    send(page, "go")
-    press(page, "Always in this conversation")
-    page.until(lambda: text_of(page) == "Five." and done(page))
+    begin(page, ADD, ["Five."])
+    page.press_button("Always in this conversation")
+    page.until(lambda: page.text_of() == "Five." and page.done())
     page.run(
         """const call = {id: "b", name: "tools_add", arguments: '{"a": 1, "b": 1}', server: "tools", tool: "add"};
         addMessage(current, rows.at(-1).message, {role: "assistant", ...EMPTY, ending: "tool_calls", calls: [call]});
@@ -163,89 +148,70 @@ def test_nothing_runs_because_a_page_is_opened(page: Browser) -> None:
     )
     page.reload()
     page.until(lambda: asks(page) == "Run add of tools?")
-    assert (roles(page)[-1], page.run("return live")) == ("assistant", None)
-    says(page, ["Two."])
-    press(page, "Run once")
-    page.until(lambda: text_of(page) == "Two." and done(page))
+    assert (page.roles()[-1], page.run("return live")) == ("assistant", None)
+    page.says(["Two."])
+    page.press_button("Run once")
+    page.until(lambda: page.text_of() == "Two." and page.done())
 
 
-def test_the_question_comes_back_after_a_reload(page: Browser) -> None:
-    says(page, [*ADD, *call(1, "tools_add", '{"a": 1, "b": 1}')])
-    switch_on(page)
-    send(page, "go")
-    press(page, "Run once")
+def test_the_question_comes_back_after_a_reload(page: Page) -> None:
+    begin(page, [*ADD, *call(1, "tools_add", '{"a": 1, "b": 1}')])
+    page.press_button("Run once")
     page.until(lambda: asks(page) == "Run add of tools? (call 2 of 2)")
     page.reload()
     page.until(lambda: asks(page) == "Run add of tools? (call 2 of 2)")
-    says(page, ["Done."])
-    press(page, "Run once")
-    page.until(lambda: text_of(page) == "Done." and done(page))
+    page.says(["Done."])
+    page.press_button("Run once")
+    page.until(lambda: page.text_of() == "Done." and page.done())
     assert results(page) == ["5", "2"]
 
 
-def test_stop_ends_a_call_and_asks_again(page: Browser, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["stop", "leave"])
+def test_a_call_ends_when_it_is_stopped_or_the_conversation_is_left(page: Page, tmp_path: Path, how: str) -> None:
     begun, ended = tmp_path / "begun", tmp_path / "ended"
-    says(page, call(0, "tools_hang", f'{{"begun": "{begun}", "ended": "{ended}"}}'), ["Well."])
-    switch_on(page)
-    send(page, "go")
-    press(page, "Run once")
+    begin(page, call(0, "tools_hang", f'{{"begun": "{begun}", "ended": "{ended}"}}'), ["Well."])
+    page.press_button("Run once")
     eventually(begun.exists)
     page.until(lambda: page.text("#status") == "hang of tools is running …")
-    page.press(ESCAPE)
+    if how == "stop":
+        page.press(ESCAPE)
+    else:
+        page.click("#new")
+        page.click("button.chat")
     page.until(lambda: "It was started before" in page.text(".confirm"))
     eventually(ended.exists)
-    assert page.text("#status") == "Stopped."
-    page.type("#message", "never mind" + ENTER)
-    page.until(lambda: text_of(page) == "Well." and done(page))
+    page.send("never mind")
+    page.until(lambda: page.text_of() == "Well." and page.done())
     assert results(page) == ["The user did not run this call."]
 
 
-def test_leaving_a_conversation_ends_its_call(page: Browser, tmp_path: Path) -> None:
-    begun, ended = tmp_path / "begun", tmp_path / "ended"
-    says(page, call(0, "tools_hang", f'{{"begun": "{begun}", "ended": "{ended}"}}'))
-    switch_on(page)
-    send(page, "go")
-    press(page, "Run once")
-    eventually(begun.exists)
-    page.click("#new")
-    eventually(ended.exists)
-    page.click("button.chat")
-    page.until(lambda: "It was started before" in page.text(".confirm"))
-
-
-def test_another_tab_shows_what_became_of_a_call(page: Browser, keeper: Process) -> None:
-    says(page, ADD, ["Five."])
-    switch_on(page)
-    send(page, "go")
+def test_another_tab_shows_what_became_of_a_call(page: Page, keeper: Process) -> None:
+    begin(page, ADD, ["Five."])
     page.until(lambda: asks(page) == "Run add of tools?")
     with page.second() as other:
         other.open(f"{keeper.url}/{page.run('return location.hash')}")
         other.until(lambda: asks(other) == "Run add of tools?")
-        press(page, "Always in this conversation")
-        other.until(lambda: text_of(other) == "Five." and asks(other) == "")
+        page.press_button("Always in this conversation")
+        other.until(lambda: other.text_of() == "Five." and asks(other) == "")
         assert other.text(".tool summary") == "Result of tools_add"
         assert other.run("return allowed().size") == 0  # which holds for one tab
 
 
-def test_a_server_that_fails_is_said_and_the_answer_goes_on_without_it(page: Browser) -> None:
+def test_a_server_that_fails_is_said_and_the_answer_goes_on_without_it(page: Page) -> None:
     switch_on(page, 2)
     assert "absent is not available. There is no program" in page.text("#unconnected")
-    says(page, ["Hello."])
-    send(page, "hi")
-    page.until(lambda: text_of(page) == "Hello." and done(page))
-    assert "tools" not in asked(page)
+    page.talk("Hello.")
+    assert "tools" not in page.asked()
 
 
-def test_results_can_be_edited_and_exported_and_compacted(page: Browser) -> None:
-    says(page, ADD, ["Five."], ["Six."])
-    switch_on(page)
-    send(page, "go")
-    press(page, "Run once")
-    page.until(lambda: text_of(page) == "Five." and done(page))
-    press_button(page, "Edit", 2)
+def test_results_can_be_edited_and_exported_and_compacted(page: Page) -> None:
+    begin(page, ADD, ["Five."], ["Six."])
+    page.press_button("Run once")
+    page.until(lambda: page.text_of() == "Five." and page.done())
+    page.press_button("Edit", 2)
     page.type(".tool .results textarea", "1")
     page.click(".tool .results .main")
-    page.until(lambda: text_of(page) == "Six." and done(page))
+    page.until(lambda: page.text_of() == "Six." and page.done())
     assert results(page) == ["51"]
     read: dict[str, Any] = page.run("return readConversation(JSON.parse(JSON.stringify(current))).messages")
     calls = [made for message in read.values() for made in message.get("calls", [])]
@@ -254,7 +220,7 @@ def test_results_can_be_edited_and_exported_and_compacted(page: Browser) -> None
     ]
 
 
-def test_a_model_calls_a_tool_and_gets_its_result(visit: Callable[[Process], Browser], tmp_path: Path) -> None:
+def test_a_model_calls_a_tool_and_gets_its_result(visit: Callable[[Process], Page], tmp_path: Path) -> None:
     """By a real server, whose model knows nothing and has to call."""
     model = tool_model(tmp_path, HERMES)
     with Process(model, tmp_path, "--mcp-config", str(mcp_file(tmp_path))) as process:
@@ -263,27 +229,20 @@ def test_a_model_calls_a_tool_and_gets_its_result(visit: Callable[[Process], Bro
         page.run("mcp.open = more.open = true; tool_choice.value = 'required'; max_tokens.value = 200; remember()")
         switch_on(page)
         page.run("mcpOn.tools = mcpServers[0].tools.map(({name}) => name).filter((name) => name !== 'pid'); remember()")
-        send(page, "Which process are you?")
+        page.send("Which process are you?")
         page.until(lambda: asks(page) == "Run pid of tools?")
-        press(page, "Run once")
-        page.until(lambda: page.run("return rows.length") == 4 and done(page))
+        page.press_button("Run once")
+        page.until(lambda: page.run("return rows.length") == 4 and page.done())
         result = page.run("return rows[2].message.results[0]")
         assert result["name"] == "tools_pid"
         assert int(result["text"]) > 0
-        page.until(lambda: asks(page) == "Run pid of tools?")  # the model has read it, and has to call again
         page.open("about:blank")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_question_fits_the_screen(page: Browser, width: int) -> None:
-    says(page, call(0, "tools_add", '{"a": "%s"}' % ("long" * 400)))
-    switch_on(page)
-    size(page, width, 800)
-    send(page, "go")
+def test_the_question_fits_the_screen(page: Page) -> None:
+    begin(page, call(0, "tools_add", '{"a": "%s"}' % ("long" * 400)))
+    page.size(390, 800)
     page.until(lambda: asks(page) != "")
-    box = page.run(
-        "const b = document.querySelector('.confirm').getBoundingClientRect(); return [b.left, b.right, b.bottom]"
-    )
-    assert box[0] >= 0
-    assert box[1] <= width
-    assert page.run("return document.documentElement.scrollWidth") <= width
+    box = "const b = document.querySelector('.confirm').getBoundingClientRect(); return [b.left >= 0, b.right <= 390]"
+    assert page.run(box) == [True, True]
+    assert page.run("return document.documentElement.scrollWidth") <= 390

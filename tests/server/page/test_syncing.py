@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.page.browser import Browser
-from tests.server.page.visitor import done, kept, press_button, says, send_and_wait, shown, text_of, titles
+from tests.server.page.visitor import Page
 from tests.server.process import Process
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def keeper(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def page(visit: Callable[[Process], Browser], keeper: Process) -> Iterator[Browser]:
+def page(visit: Callable[[Process], Page], keeper: Process) -> Iterator[Page]:
     """The page of a server that keeps conversations, none yet."""
     for name in at_server(keeper):
         httpx.delete(f"{keeper.url}/conversations/{name}").raise_for_status()
@@ -40,7 +41,7 @@ def at_server(keeper: Process) -> dict[str, Any]:
 
 
 def texts(keeper: Process) -> list[str]:
-    """Of all messages that the server has."""
+    """The texts of all messages that the server has."""
     chats = at_server(keeper).values()
     return sorted(message.get("text", "") for chat in chats for message in chat["messages"].values())
 
@@ -52,33 +53,30 @@ def write(keeper: Process, name: str, head: dict[str, Any], messages: dict[str, 
     httpx.post(f"{keeper.url}/conversations/{name}", json=body).raise_for_status()
 
 
-def look(page: Browser) -> None:
+def look(page: Page) -> None:
     """Looks for news now, and not only in five seconds."""
     page.run("return sync()")
 
 
-@pytest.mark.slow
 def test_a_browser_that_has_nothing_gets_what_another_one_said(
-    page: Browser, keeper: Process, visit: Callable[[Process], Browser]
+    page: Page, keeper: Process, visit: Callable[[Process], Page]
 ) -> None:
     assert page.text("#where") == "Conversations are kept at this server, and in this browser."
-    says(page, ["one"])
-    send_and_wait(page, "first")
+    page.talk("one")
     page.until(lambda: texts(keeper) == ["first", "one"])
     visit(keeper)  # a new browser: nothing is kept in it
-    page.until(lambda: titles(page) == ["first"])
+    page.until(lambda: page.titles() == ["first"])
     page.click("button.chat")
-    assert shown(page) == ["first", "one"]
-    page.until(lambda: len(kept(page)) == 1)
-    says(page, ["two"])
-    send_and_wait(page, "second")
+    assert page.texts() == ["first", "one"]
+    page.until(lambda: len(page.kept()) == 1)
+    page.says(["two"])
+    page.send_and_wait("second")
     page.until(lambda: texts(keeper) == ["first", "one", "second", "two"])
 
 
-@pytest.mark.slow
-def test_changes_of_two_browsers_both_stay(page: Browser, keeper: Process) -> None:
-    says(page, ["one"], ["two"])
-    send_and_wait(page, "first")
+def test_changes_of_two_browsers_both_stay(page: Page, keeper: Process) -> None:
+    page.says(["one"], ["two"])
+    page.send_and_wait("first")
     page.until(lambda: texts(keeper) == ["first", "one"])
     page.run("return syncing")
     ((name, chat),) = at_server(keeper).items()
@@ -86,22 +84,21 @@ def test_changes_of_two_browsers_both_stay(page: Browser, keeper: Process) -> No
     new = {"id": "c" * 16, "parent": last, "children": [], "shown": 0, "role": "user", "text": "elsewhere"}
     other = chat["messages"][last] | {"children": ["c" * 16]}
     write(keeper, name, chat["head"], {last: other, "c" * 16: new})  # which this page has not seen yet
-    send_and_wait(page, "second")
+    page.send_and_wait("second")
     page.until(lambda: texts(keeper) == ["elsewhere", "first", "one", "second", "two"])
     page.until(lambda: page.run("return Object.values(current.messages).length") == 5)
     page.run("return syncing")
     children = at_server(keeper)[name]["messages"][last]["children"]
     assert len(children) == 2
-    assert shown(page) == ["first", "one", "second", "two"]
-    press_button(page, "Earlier version", 2)
-    assert shown(page)[-1] == "elsewhere"
+    assert page.texts() == ["first", "one", "second", "two"]
+    page.press_button("Earlier version", 2)
+    assert page.texts()[-1] == "elsewhere"
 
 
-@pytest.mark.slow
-def test_a_deletion_here_and_elsewhere(page: Browser, keeper: Process) -> None:
-    says(page, ["one"])
+def test_a_deletion_here_and_elsewhere(page: Page, keeper: Process) -> None:
+    page.says(["one"])
     for text in ("first", "second"):
-        send_and_wait(page, text)
+        page.send_and_wait(text)
         page.click("#new")
     page.until(lambda: len(at_server(keeper)) == 2)
     page.click("#list li:first-child .chat")
@@ -113,30 +110,28 @@ def test_a_deletion_here_and_elsewhere(page: Browser, keeper: Process) -> None:
     for name in at_server(keeper):
         httpx.delete(f"{keeper.url}/conversations/{name}").raise_for_status()
     look(page)
-    assert titles(page) == []
-    page.until(lambda: kept(page) == [])
+    assert page.titles() == []
+    page.until(lambda: page.kept() == [])
     assert "deleted in another tab or browser" in page.text("#unkept")
     page.reload()
     page.until(lambda: page.run("return keeps"))
     look(page)
-    assert (titles(page), at_server(keeper)) == ([], {})
+    assert (page.titles(), at_server(keeper)) == ([], {})
 
 
-@pytest.mark.slow
-def test_what_the_server_does_not_take_stays_in_the_browser_with_a_sentence(page: Browser, keeper: Process) -> None:
-    says(page, ["a" * 1_100_000])
-    send_and_wait(page, "first")
+def test_what_the_server_does_not_take_stays_in_the_browser_with_a_sentence(page: Page, keeper: Process) -> None:
+    page.says(["a" * 1_100_000])
+    page.send_and_wait("first")
     page.until(lambda: "larger than 1048576 bytes" in page.text("#unkept"))
-    page.until(lambda: len(kept(page)) == 1)
-    says(page, ["short"])
+    page.until(lambda: len(page.kept()) == 1)
+    page.says(["short"])
     page.click("#new")
-    send_and_wait(page, "second")
+    page.send_and_wait("second")
     page.until(lambda: "short" in texts(keeper))
-    assert (done(page), text_of(page)) == (True, "short")
+    assert (page.done(), page.text_of()) == (True, "short")
 
 
-@pytest.mark.slow
-def test_what_is_said_while_the_server_is_away_is_sent_when_it_is_back(page: Browser, keeper: Process) -> None:
+def test_what_is_said_while_the_server_is_away_is_sent_when_it_is_back(page: Page, keeper: Process) -> None:
     page.run(
         """
         window.away = true;
@@ -147,8 +142,7 @@ def test_what_is_said_while_the_server_is_away_is_sent_when_it_is_back(page: Bro
         };
         """
     )
-    says(page, ["one"])
-    send_and_wait(page, "first")
+    page.talk("one")
     page.until(lambda: "The server cannot be reached" in page.text("#unkept"))
     assert texts(keeper) == []
     page.run("window.away = false")
@@ -157,13 +151,12 @@ def test_what_is_said_while_the_server_is_away_is_sent_when_it_is_back(page: Bro
     assert page.text("#unkept") == ""
 
 
-@pytest.mark.slow
-def test_a_conversation_from_elsewhere_is_checked_as_a_file_is(page: Browser, keeper: Process) -> None:
+def test_a_conversation_from_elsewhere_is_checked_as_a_file_is(page: Page, keeper: Process) -> None:
     wrong = {"role": "user", "text": 5, "children": "x"}
     fine = {"id": "d" * 16, "parent": None, "children": [], "shown": 9, "role": "user", "text": "<b>fine</b>"}
     head = {"title": ["x"], "settings": {"system": {}}, "children": ["d" * 16, "e" * 16, "f" * 16], "shown": -1}
     write(keeper, "b" * 16, head, {"d" * 16: fine, "e" * 16: wrong})
     look(page)
-    assert titles(page) == ["<b>fine</b>"]
+    assert page.titles() == ["<b>fine</b>"]
     page.click("button.chat")
-    assert shown(page) == ["<b>fine</b>"]
+    assert page.texts() == ["<b>fine</b>"]

@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
-from tests.server.page.browser import Browser
-from tests.server.page.visitor import (
-    answer,
-    asked,
-    choose,
-    done,
-    go_on,
-    press_button,
-    roles,
-    says,
-    send,
-    send_and_wait,
-    size,
-    text_of,
-)
+from tests.server.page.visitor import Page, call
+
+pytestmark = pytest.mark.slow
 
 TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-
-
-def call(index: int, name: str, *arguments: str) -> list[dict[str, Any]]:
-    """The deltas of a call."""
-    first = {"index": index, "id": f"call-{index}", "function": {"name": name, "arguments": ""}}
-    more = [{"index": index, "function": {"arguments": piece}} for piece in arguments]
-    return [{"tool_calls": [delta]} for delta in (first, *more)]
 
 
 # -- tools -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_call_is_folded_and_goes_on_with_a_result(page: Browser) -> None:
-    says(page, call(0, "get_weather", '{"city"', ':"Oslo"}'), ["It ", "rains."])
-    choose(page, tools=json.dumps([TOOL]))
-    send_and_wait(page, "weather?")
-    assert asked(page)["tools"] == [{"type": "function", "function": TOOL}]
+def test_a_call_is_folded_and_goes_on_with_a_result(page: Page) -> None:
+    page.says(call(0, "get_weather", '{"city"', ':"Oslo"}'), ["It ", "rains."])
+    page.choose(tools=json.dumps([TOOL]))
+    page.send_and_wait("weather?")
+    assert page.asked()["tools"] == [{"type": "function", "function": TOOL}]
     assert page.text(".call summary") == "Called get_weather"
     assert not page.run("return document.querySelector('.call').open")
     page.click(".call summary")
@@ -49,10 +28,10 @@ def test_a_call_is_folded_and_goes_on_with_a_result(page: Browser) -> None:
     assert page.text("#status") == "It waits for results."
     page.type(".results textarea", "12 degrees, rain")
     page.click(".results .main")
-    page.until(lambda: text_of(page) == "It rains." and done(page))
-    assert roles(page) == ["user", "assistant", "tool", "assistant"]
+    page.until(lambda: page.text_of() == "It rains." and page.done())
+    assert page.roles() == ["user", "assistant", "tool", "assistant"]
     function = {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
-    assert asked(page)["messages"][1:] == [
+    assert page.asked()["messages"][1:] == [
         {
             "role": "assistant",
             "content": None,
@@ -63,121 +42,102 @@ def test_a_call_is_folded_and_goes_on_with_a_result(page: Browser) -> None:
     assert page.text(".tool summary") == "Result of get_weather"
     assert page.text(".tool pre") == "12 degrees, rain"
     assert not page.shown(".results")
-    assert page.run("return document.activeElement.id") == "message"
+    assert page.focused() == "message"
 
 
-@pytest.mark.slow
-def test_several_calls_have_a_field_each_and_results_can_be_edited(page: Browser) -> None:
-    says(page, ["I look.", *call(0, "one", "{}"), *call(1, "two", "{}")], ["first"], ["second"])
-    send_and_wait(page, "go")
-    assert answer(page) == "I look."
-    assert page.run("return document.querySelectorAll('.results textarea').length") == 2
+def test_several_calls_have_a_field_each_and_results_can_be_edited(page: Page) -> None:
+    page.says(["I look.", *call(0, "one", "{}"), *call(1, "two", "{}")], ["first"], ["second"])
+    page.send_and_wait("go")
+    assert page.answer() == "I look."
+    assert page.count(".results textarea") == 2
     page.click(".results .main")
-    page.until(lambda: text_of(page) == "first" and done(page))
-    assert [message["content"] for message in asked(page)["messages"][2:]] == ["", ""]
-    press_button(page, "Edit", 2)
+    page.until(lambda: page.text_of() == "first" and page.done())
+    assert page.contents()[2:] == ["", ""]
+    page.press_button("Edit", 2)
     page.type(".tool .results textarea", "7")
     page.click(".tool .results .main")
-    page.until(lambda: text_of(page) == "second" and done(page))
-    assert [message["content"] for message in asked(page)["messages"][2:]] == ["7", ""]
+    page.until(lambda: page.text_of() == "second" and page.done())
+    assert page.contents()[2:] == ["7", ""]
     assert page.text(".tool .arrows span") == "2/2"
     page.reload()
-    page.until(lambda: text_of(page) == "second")
+    page.until(lambda: page.text_of() == "second")
     folds = page.run("return [...document.querySelectorAll('.fold summary')].map((made) => made.textContent)")
     assert folds == ["Called one", "Called two", "Result of one", "Result of two"]
 
 
-@pytest.mark.slow
-def test_a_call_under_way_says_so(page: Browser) -> None:
-    says(page, [*call(0, "look", '{"a": ['), {"wait": 60000}])
-    send(page, "go")
+def test_a_call_under_way_says_so(page: Page) -> None:
+    page.says([*call(0, "look", '{"a": ['), {"wait": 60000}])
+    page.send("go")
     page.until(lambda: page.text(".call summary") == "Calling look …")
     assert not page.shown(".results")
     page.click("#stop")
-    page.until(lambda: done(page))
+    page.until(page.done)
     assert page.text(".call summary") == "Called look"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "wrong"), [("[{", "not JSON"), ("{}", "a JSON array")])
-def test_tools_that_are_none_are_not_sent(page: Browser, text: str, wrong: str) -> None:
-    choose(page, tools=text)
-    assert wrong in page.text("#tools-wrong")
-    says(page, ["one"])
-    send(page, "go")
-    assert page.run("return [asked.length, message.value, document.activeElement.id]") == [0, "go", "tools"]
+@pytest.mark.parametrize(
+    ("field", "text", "wrong"),
+    [("tools", "[{", "not JSON"), ("tools", "{}", "a JSON array"), ("schema", "[]", "a JSON object")],
+)
+def test_what_is_no_tools_or_no_schema_is_not_sent(page: Page, field: str, text: str, wrong: str) -> None:
+    page.choose(**{field: text})
+    assert wrong in page.text(f"#{field}-wrong")
+    page.says(["one"])
+    page.send("go")
+    assert page.run("return [asked.length, message.value, document.activeElement.id]") == [0, "go", field]
 
 
-@pytest.mark.slow
-def test_the_servers_complaint_is_shown_at_the_field(page: Browser) -> None:
-    """By the real server."""
-    choose(page, tools='[{"name": "no name!"}]')
-    send(page, "go")
-    page.until(lambda: page.text(".message .notice") and done(page))
-    assert "tools" in page.text("#tools-wrong")
-    assert page.run("return tools.getAttribute('aria-invalid')") == "true"
-    page.type("#tools", " ")
-    assert page.text("#tools-wrong") == ""
+@pytest.mark.parametrize(("field", "text"), [("tools", '[{"name": "no name!"}]'), ("schema", '{"type": "nothing"}')])
+def test_the_servers_complaint_is_shown_at_the_field(page: Page, field: str, text: str) -> None:
+    """The real server's, on a small screen too."""
+    page.choose(**{field: text})
+    page.size(390, 844)
+    page.send("go")
+    page.until(lambda: page.text(".message .notice") and page.done())
+    assert page.text(f"#{field}-wrong") == page.text(".message .notice") != ""
+    assert page.run("return document.getElementById(arguments[0]).ariaInvalid", field) == "true"
+    page.size(1280, 800)
+    page.type(f"#{field}", " ")
+    assert page.text(f"#{field}-wrong") == ""
 
 
 # -- schemas ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_an_answer_is_of_the_schema(page: Browser) -> None:
+def test_an_answer_is_of_the_schema(page: Page) -> None:
     """By the real server."""
-    choose(page, schema='{"type": "boolean"}', max_tokens=60)
-    send_and_wait(page, "true?")
-    assert json.loads(text_of(page)) in (True, False)
-
-
-@pytest.mark.slow
-def test_a_schema_that_nothing_fulfils_is_said_at_the_field_on_a_small_screen_too(page: Browser) -> None:
-    """By the real server."""
-    choose(page, schema='{"type": "nothing"}')
-    size(page, 390, 844)
-    send(page, "go")
-    page.until(lambda: page.text(".message .notice") and done(page))
-    assert page.text("#schema-wrong") == page.text(".message .notice") != ""
-
-
-@pytest.mark.slow
-def test_a_schema_is_an_object(page: Browser) -> None:
-    choose(page, schema="[]")
-    assert "a JSON object" in page.text("#schema-wrong")
+    page.choose(schema='{"type": "boolean"}', max_tokens=60)
+    page.send_and_wait("true?")
+    assert json.loads(page.text_of()) in (True, False)
 
 
 # -- reasoning -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_reasoning_is_folded_with_its_time(page: Browser) -> None:
+def test_reasoning_is_folded_with_its_time(page: Page) -> None:
     thought = [{"reasoning_content": "Let me "}, {"reasoning_content": "think."}, {"wait": 300}, {"held": True}]
-    says(page, [*thought, "Yes", {"wait": 300}, "."], ["No."])
-    send(page, "sure?")
+    page.says([*thought, "Yes", {"wait": 300}, "."], ["No."])
+    page.send("sure?")
     page.until(lambda: page.text(".thinking summary").startswith("Thinking …"))
-    go_on(page)
-    page.until(lambda: done(page))
+    page.go_on()
     seconds = float(page.text(".thinking summary").removeprefix("Thought for ").removesuffix(" s"))
     assert seconds >= 0.3
     assert not page.run("return document.querySelector('.thinking').open")
-    assert (page.text(".thoughts"), answer(page)) == ("Let me think.", "Yes.")
-    send_and_wait(page, "really?")
-    message = {"role": "assistant", "content": "Yes.", "reasoning_content": "Let me think."}
-    assert asked(page)["messages"][1] == message
+    assert (page.text(".thoughts"), page.answer()) == ("Let me think.", "Yes.")
+    page.send_and_wait("really?")
+    assert page.asked()["messages"][1]["reasoning_content"] == "Let me think."
     page.reload()
     page.until(lambda: page.text(".thoughts") == "Let me think.")
     assert page.text(".thinking summary") == f"Thought for {seconds} s"
 
 
-@pytest.mark.slow
-def test_an_answer_that_was_stopped_while_it_thought_begins_anew(page: Browser) -> None:
-    says(page, [{"reasoning_content": "Let me "}, {"wait": 60000}], ["Yes."])
-    send(page, "sure?")
+def test_an_answer_that_was_stopped_while_it_thought_begins_anew(page: Page) -> None:
+    page.says([{"reasoning_content": "Let me "}, {"wait": 60000}], ["Yes."])
+    page.send("sure?")
     page.until(lambda: page.text(".thoughts"))
     page.click("#stop")
-    page.until(lambda: done(page))
-    press_button(page, "Retry")
-    page.until(lambda: text_of(page) == "Yes." and done(page))
+    page.until(page.done)
+    page.press_button("Retry")
+    page.until(lambda: page.text_of() == "Yes." and page.done())
     assert not page.shown(".thinking")
-    assert [message["role"] for message in asked(page)["messages"]] == ["user"]
+    assert [message["role"] for message in page.asked()["messages"]] == ["user"]
