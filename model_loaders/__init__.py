@@ -64,7 +64,7 @@ class Model:
     generation: GenerationDefaults
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
     pooling: str | None = None  # how states become a vector, if the files say so: "mean", "cls" or "last"
-    prompts: Prompts = NO_PROMPTS  # of texts whose vectors are asked for
+    prompts: Prompts = NO_PROMPTS  # what precedes texts to embed
 
     @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:

@@ -82,18 +82,18 @@ def read_adapter(path: Path, config: ModelConfig, *, is_gguf: bool) -> Adapter:
     with ExitStack() as files:
         if path.is_dir():
             stored, scale_of = _open_folder(path, files)
-            found = _collected(path, stored, _PEFT, targets.of_module)
+            collected = _collected(path, stored, _PEFT, targets.of_module)
         else:
             stored, scale_of, interleaved = _open_gguf(path, config, files)
-            found = _collected(path, stored, _GGUF, lambda module: targets.of_gguf(module, interleaved))
+            collected = _collected(path, stored, _GGUF, lambda module: targets.of_gguf(module, interleaved))
         changes: dict[str, Factors] = {}
-        for module, pair, wanted in found:
+        for module, pair, wanted in collected:
             a, b = (_values(stored, label) for label in pair)
             _check_rank(path, module, a, b)
             b *= np.float32(scale_of(module, len(a)))
             for target in wanted:
                 changes[target.spec.name] = target.factors(path, module, a, b)
-        dtypes = {stored.stored_dtype(label) for _, pair, _ in found for label in pair}
+        dtypes = {stored.stored_dtype(label) for _, pair, _ in collected for label in pair}
     if not changes:
         raise LoadError(f"{path} holds no low-rank factors, so it is not a LoRA adapter; give another one.")
     digest = hashlib.sha256()
@@ -155,24 +155,24 @@ class _Targets:
         """The tensors that a module of peft stands for. Raises LoadError if there is none."""
         names = [table_name(self._config, f"{prefix}{module}.weight") for prefix in ("", "model.")]
         for name in names:
-            found = [
+            entries = [
                 entry
                 for entry in self._specs.values()
                 if name in (entry[0].name, entry[0].copy_of, entry[0].taken and entry[0].taken.source)
             ]
-            if found:
-                return [self._target(module, *entry, None, from_gguf=False) for entry in found]
+            if entries:
+                return [self._target(module, *entry, None, from_gguf=False) for entry in entries]
         raise self._not_changed(module, names)
 
     def of_gguf(self, module: str, interleaved: bool) -> list[_Target]:
         """The tensors that a tensor of a GGUF file stands for, without ".weight". Raises LoadError if there is none."""
         name = f"{module}.weight"
-        found = [entry for entry in self._specs.values() if entry[0].gguf == name and not entry[0].copy_of]
-        copies = [one for one in self._specs.values() if one[0].copy_of in {entry[0].name for entry in found}]
-        if found:
-            is_whole = len(found) == 1
+        entries = [entry for entry in self._specs.values() if entry[0].gguf == name and not entry[0].copy_of]
+        copies = [one for one in self._specs.values() if one[0].copy_of in {entry[0].name for entry in entries}]
+        if entries:
+            is_whole = len(entries) == 1
             return [
-                self._target(module, *one, interleaved, from_gguf=True, is_whole=is_whole) for one in found + copies
+                self._target(module, *one, interleaved, from_gguf=True, is_whole=is_whole) for one in entries + copies
             ]
         raise self._not_changed(module, [name])
 

@@ -60,15 +60,13 @@ class Attention(Mixer):
     rotary_dim: int | None = None  # channels of a head that RoPE rotates; None: D
     # Attend to this many last tokens (itself included); None: all. If not causal, to those up to window // 2 away.
     window: int | None = None
-    scale: float | None = None  # of q·k; None: D^-½
+    scale: float | None = None  # factor of q·k; None: D^-½
     softcap: float | None = None  # c: scores s become c · tanh(s / c)
     sink_scores: bool = False  # each query head has one more score, a weight, whose value is 0
     qk_norm: QKNorm = None
     v_norm: bool = False  # RMSNorm of each value, without weights
     values_are_keys: bool = False  # values are keys before RoPE and norm: there is no projection of values
-    shares_kv: bool = (
-        False  # K/V are those of the last layer before it that has its own, of this window and these heads
-    )
+    shares_kv: bool = False  # reads the K/V of the nearest earlier layer with this window and these heads
     output_gate: bool = False  # the result is multiplied by σ of a projection of the input
     qkv_bias: bool = False
     out_bias: bool = False
@@ -96,7 +94,7 @@ class ShortConv(Mixer):
 
     channels: int  # E
     width: int  # tokens that the convolution sees, the newest included
-    bias: bool = False  # of the projections and of the convolution
+    bias: bool = False  # in the projections and the convolution
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Mamba2(Recurrent):
     Its key heads are called groups, its key dim the state size; its keys, queries and values are B, C and x.
     """
 
-    norm_eps: float = 1e-5  # of its results
+    norm_eps: float = 1e-5  # for the norm of its results
     conv_bias: bool = True
 
 
@@ -160,11 +158,11 @@ class Experts:
     top_k: int
     size: int  # F of one expert
     activation: Activation = "silu"
-    bias: bool = False  # of the experts' matrices
+    bias: bool = False  # in the experts' matrices
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = False  # the weights of a token are divided by their sum
-    scale: float = 1.0  # of the weights
-    router_bias: bool = False  # of the router's logits
+    scale: float = 1.0  # factor of the weights
+    router_bias: bool = False  # added to the router's logits
     choice_bias: bool = False  # a number for each expert is added to the scores that it is chosen by, not to its weight
     shared: GatedMLP | None = None  # computed for every token, and added
     shared_gate: bool = False  # the shared network's result is multiplied by σ of a product with the input
@@ -209,12 +207,12 @@ class ModelConfig:
     vocab_size: int  # V: rows of the embedding
     max_context: int  # tokens
     norm_eps: float
-    post_norm_eps: float | None = None  # of norms after a mixer or network; None: norm_eps
+    post_norm_eps: float | None = None  # for norms after a mixer or network; None: norm_eps
     tied_head: bool = False  # the output head is the embedding
-    embedding_scale: float = 1.0  # of embeddings, not of the head
+    embedding_scale: float = 1.0  # factor of embeddings, not of the head
     rounded_scale: bool = False  # `embedding_scale` is rounded to the type of the embeddings in the file
     embedding_norm: bool = False  # RMSNorm of embeddings, without weights
-    logit_scale: float = 1.0  # of logits, before their soft cap
+    logit_scale: float = 1.0  # factor of logits, before their soft cap
     layer_embedding: int = 0  # P: numbers of the input that each layer has of each token; 0: none
     logit_softcap: float | None = None  # c: logits l become c · tanh(l / c)
     positions: int = 0  # rows of a table of positions, which are added to embeddings; 0: there is none

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from itertools import combinations, cycle, islice, product
 from typing import Any
 
@@ -15,21 +14,33 @@ Test = Callable[..., None]
 
 
 def in_turn(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
-    """As `pytest.mark.parametrize`, but a test of one case, which runs with the given ones in turn: for many that are
-    fast. A failure prints the values that it occurs with, and those that a test skips are left out."""
+    """As `pytest.mark.parametrize`, but one test, which runs with all cases in turn: for many cases that are fast.
+
+    A failure prints the values of its case. A case that the test skips is left out; a test that skips every case fails,
+    since it would say nothing. Without cases (a list of levels that this machine lacks) the test is skipped.
+    """
     keys, values = names.split(), list(cases)
 
     def decorate(test: Test) -> Test:
+        signature = inspect.signature(test)
+        others = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+
         @functools.wraps(test)
         def run_all(*args: Any, **kwargs: Any) -> None:
+            if not values:
+                pytest.skip(f"there is no case of {names} here")
+            kwargs |= zip((parameter.name for parameter in others), args, strict=False)  # Hypothesis gives positions
+            skipped = []
             for case in values:
                 chosen = dict(zip(keys, case if len(keys) > 1 else (case,), strict=True))
                 print(*(getattr(value, "name", value) for value in chosen.values()))
-                with suppress(pytest.skip.Exception):
-                    test(*args, **kwargs, **chosen)
+                try:
+                    test(**kwargs, **chosen)
+                except pytest.skip.Exception as reason:
+                    skipped.append(str(reason))
+            if len(skipped) == len(values):
+                pytest.fail(f"every case is skipped: {skipped[0]}")
 
-        signature = inspect.signature(test)
-        others = [parameter for name, parameter in signature.parameters.items() if name not in keys]
         run_all.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
         return run_all
 

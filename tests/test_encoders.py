@@ -18,7 +18,7 @@ from polarlm.model_loaders import LoadError, load
 from tests.encoders import CLS, SEP, UNIGRAM, make_folder, make_gguf, pieces, pooled, reference, tokenizer_json
 
 TEXT = "The rain falls on a sea."
-CLOSE = 2e-5  # of a vector of length 1, of weights in float32: see tests/model/test_encoder.py
+CLOSE = 2e-5  # for vectors of length 1 and weights in float32: see tests/model/test_encoder.py
 
 
 @pytest.fixture(scope="module")

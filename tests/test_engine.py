@@ -10,15 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.model import score
 from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
 from tests.shared_data import shared
-from tests.tiny import CONTEXT, EOS, assert_idle, blocks_left, forget, make_model, runs_nothing
+from tests.tiny import CONTEXT, EOS, assert_idle, blocks_left, forget, runs_nothing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13]
@@ -69,7 +67,7 @@ def test_text_begins_with_bos_if_the_model_has_one(tiny: Engine, monkeypatch) ->
 
 
 def test_steps_continue_the_prefill(tiny: Engine) -> None:
-    """Greedy tokens are those of teacher forcing."""
+    """Greedy tokens agree with teacher forcing."""
     answer = tiny.generate(PROMPT, with_max(60))
     logits = tiny.score([*PROMPT, *answer.token_ids], logits=True).logits[len(PROMPT) - 1 : -1]
     top = np.sort(logits)[:, -2:]
@@ -94,28 +92,6 @@ def test_an_eos_token_ends_the_answer_and_is_not_part_of_it(tiny: Engine) -> Non
     ignored = tiny.generate(PROMPT, SamplingParams(**{**params.__dict__, "ignore_eos": True}))
     assert (ignored.text, ignored.token_ids, ignored.finish_reason) == ("", (EOS[1],) * 4, "length")
     assert len(free.token_ids) == 4
-
-
-@pytest.mark.slow
-@given(st.integers(0, 30), st.integers(1, 8))
-@settings(max_examples=20)
-def test_the_answer_ends_before_a_stop_string_even_across_tokens(tiny_engine, start: int, length: int) -> None:
-    whole = tiny_engine.generate(PROMPT, with_max(40)).text
-    stop = whole[start : start + length]
-    if "\ufffd" in stop:
-        return
-    chunks = list(
-        tiny_engine.stream(PROMPT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=(stop,)))
-    )
-    assert "".join(chunk.text for chunk in chunks) == whole[: whole.index(stop)]
-    assert chunks[-1].finish_reason == "stop"
-
-
-@pytest.fixture(scope="module")
-def tiny_engine(tiny_path: Path):
-    """One engine for all examples of a property, without kept sequences, so that no example depends on another."""
-    with Engine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0) as engine:
-        yield engine
 
 
 def test_text_held_back_for_a_stop_string_comes_at_the_end(tiny: Engine) -> None:
@@ -322,15 +298,6 @@ def test_dropping_a_stream_closes_it(tiny: Engine) -> None:
     assert tiny.cache_stats().tokens == len(PROMPT)
 
 
-@pytest.mark.slow
-def test_breaking_out_of_a_loop_closes_the_stream(tiny: Engine) -> None:
-    for chunk in tiny.stream(PROMPT, GREEDY):
-        if chunk.token_ids:
-            break
-    gc.collect()
-    assert runs_nothing(tiny)
-
-
 def test_a_prefill_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> None:
     monkeypatch.setattr(CpuOps, "prefill_rows", 4)
     chunks = tiny.stream([*PROMPT] * 6, GREEDY, progress=True)
@@ -363,7 +330,7 @@ def fail_at(monkeypatch, target: Engine, call: int, error: BaseException) -> Non
 PER_TOKEN = 2 * 4 + 1  # products of a forward pass: four in each layer, and the head
 
 
-@pytest.mark.parametrize("call", [1, 4, 6, PER_TOKEN, PER_TOKEN + 1, PER_TOKEN + 6, 3 * PER_TOKEN, 9 * PER_TOKEN + 5])
+@pytest.mark.parametrize("call", [1, PER_TOKEN, PER_TOKEN + 6, 9 * PER_TOKEN + 5])
 def test_an_error_fails_only_its_own_request(tiny: Engine, monkeypatch, call: int) -> None:
     expected = tiny.generate(PROMPT, GREEDY)
     forget(tiny)
@@ -445,11 +412,3 @@ def test_the_garbage_collector_may_close_a_stream_in_the_middle_of_a_step(tiny: 
     worker.join(60)
     assert not worker.is_alive()
     assert len(closed[1].token_ids) == 24
-
-
-@pytest.mark.parametrize("fixture", ["mistral_window_sharded", "qwen2_mixed_windows", "qwen3_qk_norm_tied"])
-def test_other_families_generate_to_the_end_of_their_context(tmp_path: Path, fixture: str) -> None:
-    with Engine.load(make_model(tmp_path, fixture), device="cpu", block_size=8, ctx_size=120) as other:
-        answer = other.generate(PROMPT, with_max(-1))
-        assert len(PROMPT) + len(answer.token_ids) == 120
-        assert_idle(other)

@@ -66,14 +66,8 @@ def test_the_kv_store_of_the_context_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert fits_beside(EngineConfig(), WHOLE, ops)(None, 1000)
 
 
-NAMES = [
-    "user/tiny:q4_k_m",
-    "hf:user/tiny:q4_k_m",
-]
-
-
 def test_the_flag_names_a_model_without_the_prefix() -> None:
-    for name in NAMES:
+    for name in ("user/tiny:q4_k_m", "hf:user/tiny:q4_k_m"):
         for flag in ("-hf", "--hf-repo"):
             config, *_ = chat_flags([flag, name])
             assert settle(None, config, {}).weights == "hf:user/tiny:q4_k_m"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from polarlm.engine import AsyncEngine, EngineError, PromptOptions, SamplingParams
-from polarlm.engine.outputs import Completion, fold
+from polarlm.engine import EngineError, SamplingParams
+from polarlm.engine.outputs import fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.hybrids import MODELS, Load, N, alone, answer, ids_of, loading
 from tests.requests.drafters import Known, Unpaced, drafting
-from tests.requests.test_forks import in_child
 from tests.sampling.constrained import InTurn
-from tests.tiny import VOCABULARY, assert_idle, preempt
+from tests.tiny import VOCABULARY, assert_idle
 
 HYBRIDS = ["qwen3_next_shared_keys", "qwen3_5_tied", "granite_hybrid_tied", "lfm2_biases", "nemotron_h_dense"]
 
@@ -117,40 +114,6 @@ def test_sessions_of_another_state_type_are_refused(load: Load, tmp_path: Path) 
         load(state_type="8bit").load_session(tmp_path / "session")
 
 
-def test_a_damaged_session_is_refused_in_a_sentence(load: Load, tmp_path: Path) -> None:
-    """Wherever a bit has flipped, also in a snapshot; the engine goes on."""
-    engine, ids, file = load(), ids_of(4 * N), tmp_path / "session"
-    answer(engine, ids, tokens=1)
-    engine.save_session(file, prompt=ids)
-    whole = file.read_bytes()
-    for place in range(0, len(whole), len(whole) // 50):
-        content = bytearray(whole)
-        content[place] ^= 0x20
-        file.write_bytes(content)
-        with pytest.raises(EngineError, match=r"damaged|not a session|version") as caught:
-            engine.load_session(file)
-        assert caught.value.code == "session"
-    file.write_bytes(whole)
-    engine.load_session(file)
-    following = [*ids, *ids_of(3, seed=1)]
-    assert answer(engine, following).token_ids == alone(load, following)
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize("kind", ["its answer is replaced", "it ends with a block"])
-def test_another_process_takes_it_from_a_disk(load: Load, tmp_path: Path, kind: str) -> None:
-    settings = {"cache_disk": "50M", "cache_disk_folder": str(tmp_path / "disk")}
-    engine, ids = load(**settings), ids_of(5 * N + 6)
-    tokens = N - 5 if kind == "it ends with a block" else 20
-    whole = [*ids, *answer(engine, ids, tokens).token_ids[:-1]]
-    engine.close()
-    prompt = [*(ids if kind == "its answer is replaced" else whole), *ids_of(9, seed=1)]
-    found = answer(load(**settings), prompt)
-    assert found.usage.cached_tokens == (5 * N if kind == "its answer is replaced" else len(whole))
-    assert found.usage.cached_from == {"disk": found.usage.cached_tokens}
-    assert found.token_ids == alone(load, prompt)
-
-
 def test_drafts_leave_no_trace(load: Load) -> None:
     ids = ids_of(3 * N + 7)
     plain = answer(load(), ids, tokens=60)
@@ -162,27 +125,6 @@ def test_drafts_leave_no_trace(load: Load) -> None:
     assert drafted.token_ids == plain.token_ids
     following = [*ids, *plain.token_ids[:-1], *ids_of(4, seed=1)]
     assert answer(engine, following).token_ids == alone(load, following)
-
-
-def test_preemption_in_any_step_changes_no_answer(load: Load) -> None:
-    engine, ids = load(), ids_of(2 * N + 9)
-    wanted = alone(load, ids, tokens=30)
-    for steps in (3, 8, 12):
-        params = SamplingParams(max_tokens=30, temperature=1, seed=1, ignore_eos=True)
-        stream = engine.stream(ids, params, PromptOptions(cache_prompt=False))
-        found = [next(stream) for _ in range(steps)]
-        preempt(engine)
-        found += stream
-        assert tuple(token for chunk in found for token in chunk.token_ids) == wanted
-    assert_idle(engine)
-
-
-def test_scores_are_those_of_steps(load: Load) -> None:
-    engine, ids = load(), ids_of(3 * N + 4)
-    scored = engine.score(ids, logits=True).logits
-    again = engine.score(ids[: N + 3], logits=True).logits
-    np.testing.assert_allclose(again, scored[: len(again)], atol=0.02)
-    assert_idle(engine)
 
 
 def test_memory_for_snapshots_is_bounded(load: Load) -> None:
@@ -240,54 +182,8 @@ def test_forced_tokens_change_the_state_as_steps_do(load: Load) -> None:
     assert again.token_ids == alone(load, following)
 
 
-def test_a_request_that_is_cancelled_changes_no_other(load: Load) -> None:
-    engine, ids = load(), ids_of(2 * N + 9)
-    stream = engine.stream(ids, SamplingParams(max_tokens=100, ignore_eos=True))
-    for _ in range(4):
-        next(stream)
-    stream.close()
-    following = [*ids, *ids_of(4, seed=1)]
-    assert answer(engine, following).token_ids == alone(load, following)
-    assert_idle(engine)
-
-
-def test_only_who_may_reuse_a_prefix_finds_it(load: Load) -> None:
-    engine, ids = load(), ids_of(4 * N)
-    wanted = alone(load, [*ids, 7])
-    answer(engine, ids, tokens=1, options=PromptOptions(cache_salt="mine"))
-    for options, cached in (
-        (PromptOptions(), 0),
-        (PromptOptions(cache_salt="mine", cache_prompt=False), 0),
-        (PromptOptions(cache_salt="mine"), 4 * N),
-    ):
-        found = answer(engine, [*ids, 7], options=options)
-        assert (found.usage.cached_tokens, found.token_ids) == (cached, wanted)
-
-
-def test_coroutines_together_get_the_answers_that_each_gets_alone(load: Load) -> None:
-    """Prompts of mixed lengths, whose steps are shared."""
-    prompts = [ids_of(length, seed=length) for length in (3, N, 2 * N + 5, 5 * N - 1)]
-    wanted = [alone(load, prompt) for prompt in prompts]
-
-    async def together() -> list[Completion]:
-        params = SamplingParams(max_tokens=24, temperature=1, seed=1, ignore_eos=True)
-        async with AsyncEngine(load(parallel=4)) as engine:
-            return await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
-
-    assert [found.token_ids for found in asyncio.run(together())] == wanted
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_goes_on_from_the_state_that_it_has(load: Load) -> None:
-    engine, ids = load(), ids_of(3 * N + 2)
-    following = [*ids, *ids_of(4, seed=1)]
-    answer(engine, ids, tokens=1)
-    child = in_child(lambda: answer(engine, following).token_ids)
-    assert child == answer(engine, following).token_ids == alone(load, following)
-
-
 def test_what_reads_a_prompt_neither_finds_nor_leaves_a_state(load: Load) -> None:
-    """Its embedding and the log-probabilities of its tokens are those of an engine that has computed nothing before."""
+    """Its embedding and its tokens' log-probabilities are the same as in an engine that has computed nothing before."""
     engine, ids = load(), ids_of(3 * N + 4)
     read = SamplingParams(max_tokens=0, prompt_logprobs=3)
     fresh = load()

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
 from polarlm.engine.backends.kv import KVLocation
@@ -110,16 +108,6 @@ def test_the_same_prompt_again_prefills_a_block_at_most(engine: Engine, fresh: E
     assert_as_alone(again, prompt, fresh)
 
 
-def test_branches_share_their_common_prefix(engine: Engine, fresh: Engine) -> None:
-    stem = ids(1, 5 * N)
-    engine.generate(stem, GREEDY)
-    for seed in (2, 3):
-        branch = [*stem, *ids(seed, 9)]
-        answer = engine.generate(branch, GREEDY)
-        assert answer.usage.cached_tokens >= 4 * N
-        assert_as_alone(answer, branch, fresh)
-
-
 def test_running_requests_share_the_blocks_of_a_system_prompt(engine: Engine, fresh: Engine) -> None:
     system = ids(1, 5 * N + 3)
     prompts = [[*system, *ids(seed, 9)] for seed in (2, 3, 4)]
@@ -133,26 +121,6 @@ def test_running_requests_share_the_blocks_of_a_system_prompt(engine: Engine, fr
         assert answer.usage.cached_tokens == (0 if prompt is prompts[0] else 5 * N)
         alone = fresh.generate(prompt, GREEDY).token_ids[-len(answer.token_ids) :]
         assert_agrees(answer.token_ids, alone, prompt, fresh)
-
-
-def test_a_branch_does_not_change_the_sequence_that_it_shares(engine: Engine, fresh: Engine) -> None:
-    stem = ids(1, 43)
-    first = engine.generate(stem, GREEDY)
-    engine.generate([*stem, *ids(2, 30)], GREEDY)
-    further = [*stem, *first.token_ids, *ids(3, 4)]
-    answer = engine.generate(further, GREEDY)
-    assert answer.usage.cached_tokens == len(stem) + len(first.token_ids) - 1
-    assert_as_alone(answer, further, fresh)
-
-
-def test_current_blocks_are_overwritten_before_first_ones_and_old_ones_before_new_ones(tiny_path: Path) -> None:
-    with load(tiny_path, kept_sequences=1, parallel=1, ctx_size=2 * N) as engine:  # five full-precision blocks
-        prompts = [ids(seed, N + 4) for seed in range(6)]
-        for prompt in prompts:
-            engine.generate(prompt, SamplingParams(max_tokens=0))
-        newest, *others = [_cached(engine, prompt) for prompt in reversed(prompts)]
-        assert newest == N + 3
-        assert others == [N, N, 0, 0, 0]
 
 
 def _cached(engine: Engine, prompt: list[int]) -> int:
@@ -180,50 +148,6 @@ def test_cache_stats_are_those_of_the_newest_sequence(tiny: Engine) -> None:
     stats = tiny.cache_stats()
     assert (stats.tokens, stats.context) == (20, 256)
     assert stats.f16_bytes == 24 * 2 * 2 * 2 * 8 * 2  # tokens of three blocks, K and V, layers, heads, channels, bytes
-
-
-events = st.lists(
-    st.tuples(
-        st.sampled_from(["turn", "again", "branch", "new", "cancel", "score"]),
-        st.integers(0, 10),  # of which conversation
-        st.integers(1, 30),  # tokens
-    ),
-    min_size=2,
-    max_size=10,
-)
-
-
-@pytest.fixture(scope="module", params=["llama_gqa_linear", "mistral_window_sharded", "qwen2_mixed_windows"])
-def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
-    """An engine with a prefix cache and one without, for a model without windows, with one, and with different ones."""
-    path = make_model(tmp_path_factory.mktemp("model"), request.param)
-    with load(path, kept_sequences=2, ctx_size=160) as engine, load(path, kept_sequences=0, ctx_size=160) as fresh:
-        yield engine, fresh
-
-
-@pytest.mark.slow
-@given(events)
-@settings(max_examples=20)
-def test_conversations_in_any_order_leak_no_block_and_get_the_answers_that_they_get_alone(pair, events) -> None:
-    engine, fresh = pair
-    conversations = [ids(0, 20)]
-    for seed, (event, which, count) in enumerate(events):
-        past = conversations[which % len(conversations)]
-        prompt = {"again": past, "branch": past[: max(1, len(past) - count)], "new": []}.get(event, past)
-        prompt = ([*prompt] if event == "again" else [*prompt, *ids(seed, count)])[: engine.context - 1]
-        if event == "score":
-            engine.score(prompt)
-        elif event == "cancel":
-            chunks = engine.stream(prompt, GREEDY)
-            for _ in range(count % 4):
-                next(chunks, None)
-            chunks.close()
-        else:
-            answer = engine.generate(prompt, GREEDY)
-            assert_as_alone(answer, prompt, fresh)
-            conversations.append([*prompt, *answer.token_ids])
-        assert not any(map(any, held(engine)))
-    assert_idle(engine)
 
 
 @pytest.mark.parametrize("place", ["sink", "quantized", "current"])

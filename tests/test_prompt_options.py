@@ -142,23 +142,6 @@ def test_a_salt_separates_the_ids_of_answers(tiny: Engine) -> None:
     assert lengths[0] != lengths[1]
 
 
-def test_a_session_of_one_salt_is_loaded_for_it_alone(tiny: Engine, tmp_path: Path) -> None:
-    ours, file = PromptOptions(cache_salt="ours"), tmp_path / "talk"
-    tiny.generate(PROMPT, GREEDY, ours)
-    assert tiny.save_session(file) > 40  # the most recent
-    assert tiny.save_session(file, prompt=PROMPT, options=ours) == len(PROMPT)
-    with pytest.raises(EngineError, match="nothing to save"):
-        tiny.save_session(file, prompt=PROMPT)
-    forget(tiny)
-    for salt in ("", "theirs"):
-        with pytest.raises(EngineError, match="saved with a cache_salt") as caught:
-            tiny.load_session(file, cache_salt=salt)
-        assert caught.value.code == "session"
-    tiny.load_session(file, cache_salt="ours")
-    assert cached(tiny.generate(PROMPT, GREEDY, PromptOptions(cache_salt="theirs"))) == 0
-    assert cached(tiny.generate(PROMPT, GREEDY, ours)) == 32
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("parse_special", 1), ("cache_prompt", None), ("cache_salt", 5), ("cache_salt", b"x" * 1000)]
 )

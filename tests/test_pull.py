@@ -80,6 +80,7 @@ def test_what_cannot_be_fetched_is_a_sentence(hub: Hub, capsys: pytest.CaptureFi
 def test_a_process_that_is_stopped_is_gone_on_with_by_another(
     hub: Hub, small_ggufs: dict[str, bytes], tmp_path: Path
 ) -> None:
+    """Two processes are started, which import all of the loader."""
     name = "tiny-Q8_0.gguf"
     hub.repositories["user/tiny"] = Repository(small_ggufs)
     hub.trouble.hold[name] = threading.Event()

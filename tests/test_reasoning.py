@@ -12,13 +12,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from polarlm.engine import Engine, SamplingParams
-from polarlm.engine.chat.console import Console
-from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import load
 from polarlm.model_loaders.chat.reasoning import Tags, find_tags
 from tests.rendering import rendered
-from tests.server.http_server import serving
 from tests.tiny import VOCABULARY, assert_idle, make_model
 
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
@@ -94,29 +91,6 @@ def test_engine(engine: Engine, params: SamplingParams) -> None:
     assert prompt_ids(known, engine.model) == ids_of(engine, messages)
     usage = engine.chat(messages, params).usage
     assert_continues(engine, answer.text, usage.prompt_tokens, usage.cached_tokens)
-
-
-def test_chat(engine: Engine, params: SamplingParams) -> None:
-    session = ChatSession(engine, params, Console())
-    answer = session.send(QUESTION)
-    usage = session.send(AGAIN).usage
-    assert_continues(engine, answer.text, usage.prompt_tokens, usage.cached_tokens)
-
-
-@pytest.mark.parametrize("engine", ["qwq"], indirect=True)
-def test_server(engine: Engine, params: SamplingParams) -> None:
-    asked = {"model": "any", "temperature": 1, "seed": 1, "max_tokens": 24}
-    asked["logit_bias"] = {str(token): value for token, value in params.logit_bias.items()}
-    messages = [user(QUESTION)]
-    with serving(engine) as server:
-        first = server.post("/v1/chat/completions", {**asked, "messages": messages}).json()
-        message = first["choices"][0]["message"]
-        answer = message["content"]
-        messages += [{"role": "assistant", "content": answer}, user(AGAIN)]
-        usage = server.post("/v1/chat/completions", {**asked, "messages": messages}).json()["usage"]
-    reasoning = message.get("reasoning_content")  # a prompt of Qwen3's does not open it
-    inside = answer if reasoning is None else f"{reasoning}</think>{answer}"
-    assert_continues(engine, inside, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
 
 PAIRS = [

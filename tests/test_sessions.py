@@ -15,9 +15,7 @@ import pytest
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, codecs
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.transfer import FIELDS
-from polarlm.engine.loading import encoding, kept_arrays
 from polarlm.engine.loading.encoding import Encoding
-from polarlm.engine.quantization.conditioning import Scale
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import files, identity, objects, sessions
@@ -371,14 +369,6 @@ def test_every_flipped_bit_is_detected(engine: Engine, saved: Path, file: Path) 
         assert_refused(engine, file, "session")
 
 
-def test_every_shorter_file_is_refused(engine: Engine, saved: Path, file: Path) -> None:
-    content = saved.read_bytes()
-    lengths = np.random.default_rng(1).integers(0, len(content), 80).tolist()
-    for length in (0, 1, 7, 8, 9, len(content) - 1, *lengths):
-        file.write_bytes(content[:length])
-        assert_refused(engine, file, "damaged")
-
-
 def test_other_files_are_refused(engine: Engine, tiny_path: Path, file: Path) -> None:
     file.write_text("no session at all\n" * 100)
     assert_refused(engine, file, "not a session")
@@ -399,27 +389,6 @@ def test_a_session_of_other_settings_is_refused(tiny_path: Path, saved: Path, ot
     settings, words = OTHERS[other]
     with load(tiny_path, **settings) as engine:
         assert_refused(engine, saved, *words)
-
-
-def test_a_session_without_scales_or_with_others_is_refused(
-    tiny_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As versions before scales wrote it, or with values divided by twice as much."""
-    made = encoding.scale
-    monkeypatch.setattr(kept_arrays, "read", lambda kind, key: None)
-
-    def doubled(*of):
-        keys, values = made(*of)
-        return Scale(keys, 2 * values)
-
-    for other in (lambda *given: None, doubled):
-        monkeypatch.setattr(encoding, "scale", other)
-        with load(tiny_path) as engine:
-            talk(engine)
-            engine.save_session(file)
-        monkeypatch.setattr(encoding, "scale", made)
-        with load(tiny_path) as engine:
-            assert_refused(engine, file, "conditioned in another way", "another version")
 
 
 def test_a_session_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
@@ -584,12 +553,3 @@ def test_loading_does_not_preempt_running_requests(tiny_path: Path, saved: Path)
 def test_an_engine_without_kept_sequences_loads_no_session(tiny_path: Path, saved: Path) -> None:
     with load(tiny_path, kept_sequences=0) as engine:
         refused(lambda: engine.load_session(saved), "kept_sequences")
-
-
-def test_a_closed_engine_neither_saves_nor_loads(tiny_path: Path, saved: Path, file: Path) -> None:
-    with load(tiny_path) as engine:
-        talk(engine)
-    for move in (lambda: engine.save_session(file), lambda: engine.load_session(saved)):
-        with pytest.raises(EngineError) as raised:
-            move()
-        assert raised.value.code == "closed"

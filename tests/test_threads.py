@@ -79,13 +79,6 @@ def test_streams_read_alternately_in_one_thread(shared_engine: Engine) -> None:
         assert same(fold(chunk for chunk in own if chunk is not None), expected)
 
 
-def test_a_stream_that_is_no_longer_read_does_not_stop_the_others(shared_engine: Engine) -> None:
-    paused = shared_engine.stream([5], SamplingParams(ignore_eos=True))
-    next(paused)
-    assert fold(shared_engine.stream(*job(1))).token_ids
-    paused.close()
-
-
 def test_closed_streams_do_not_change_the_others(shared_engine: Engine) -> None:
     alone = answers_alone(shared_engine)
 

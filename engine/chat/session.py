@@ -198,7 +198,7 @@ class _Shown:
         self._reader = None if channels is None else ChannelReader(channels)
         self._inline = None if channels is None else Inline(channels)
         self.text = ""  # so far
-        self._final = ""  # of an answer of messages in channels: the text without reasoning so far
+        self._final = ""  # for answers in channels: the text without reasoning so far
 
     def push(self, text: str, *, last: bool) -> str:
         """What `text` adds to the text that is shown; `last`: whether the answer ends."""

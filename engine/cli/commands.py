@@ -34,7 +34,7 @@ def use_utf8() -> None:
 
 def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
     """Run `work` on a command line and return the exit code: 0; 2, with a sentence, for bad input; 130 after Ctrl-C;
-    that of `lost_output`.
+    the code of `lost_output`.
 
     argv: without the program's name; None means the process's own.
     """
@@ -103,5 +103,5 @@ def _discard_output() -> None:
     """Redirects both outputs to the null device, so that the interpreter's last flush meets no closed pipe."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(io.UnsupportedOperation):  # of one that is no file
+        with suppress(io.UnsupportedOperation):  # an output that is no file
             os.dup2(nothing, stream.fileno())

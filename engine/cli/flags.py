@@ -347,7 +347,7 @@ def _read_bias(text: str) -> tuple[int, float]:
 
 
 def _read_named(text: str) -> tuple[str, str]:
-    """`name=path` → (name, path); the name of a path alone is that of its folder or file, without a scale."""
+    """`name=path` → (name, path); a path alone is named after its folder or file, without a scale."""
     name, equals, path = text.partition("=")
     if equals:
         return name, path

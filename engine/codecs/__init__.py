@@ -158,7 +158,7 @@ def _modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def also(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Know the types of more modules for a while: those of a measurement, which no engine has."""
+    """Know the types of more modules for a while: types of a measurement, which no engine has."""
     more = {name: module for module in modules for name in module.NAMES}
     _modules().update(more)
     try:

@@ -9,13 +9,13 @@ Bits per value: 8 + 16/32 = 8.5 and 4 + 16/32 = 4.5.
 Decode, per value: a subtraction, a conversion and a multiplication; for q4_0 also a mask or a shift.
 
 **Streams.** N tokens of one KV head, G = D/32 groups; ggml's own block is the scale and then the codes of one group,
-those of q8_0 less 128.
+the codes of q8_0 less 128.
 
     scale  (N, G)      float16  d
     codes  (N, G, 32)  8 or 4 bits
 
 Values beyond ±65376 saturate; ggml's scale would become infinity. A scale that is 0 in half precision decodes to zeros
-for any codes. If 1/d exceeds a float32, the codes are those of 0.
+for any codes. If 1/d exceeds a float32, all codes stand for 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PolarQuant with codebooks learned from each prompt and layer, for measurements only.
 
-The fields and the bits per value are those of `polarquant`. Its centres are found by k-means on the angles of the first
+It has the fields and bits per value of `polarquant`. Its centres are found by k-means on the angles of the first
 blocks that the codec encodes: sixteen on [0, 2π) for level 1, four on [0, π/2] for each higher level. So only the
 instance that encoded a block can decode it: no prefix is shared, no session is saved, and each layer needs an instance
 for keys and one for values.

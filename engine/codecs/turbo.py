@@ -4,7 +4,7 @@
 
 Source: Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", 2025, Algorithm 1
 (least mean squared error: rotate, then one Lloyd–Max quantizer for all coordinates). As in its common implementations,
-the rotation is sign flip → Walsh–Hadamard → sign flip instead of a dense matrix, and the levels are those of N(0, 1/D).
+the rotation is sign flip → Walsh–Hadamard → sign flip instead of a dense matrix, and the levels fit N(0, 1/D).
 Levels: Max, "Quantizing for minimum distortion", 1960, by Lloyd's algorithm on the density; scripts/lloyd.py of
 commit 0db755bb computes them.
 Bits per value: b + 16/D, for `turbo2`, `turbo3` and `turbo4` with b = 2, 3, 4. Mean squared error on Gaussian vectors

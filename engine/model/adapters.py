@@ -65,8 +65,8 @@ class Adapters:
             raise EngineError(f"lora is {name!r}, but there is no adapter of this name; there are {there}")
         if not name or scale == 0:
             return None, ""
-        number, own = [*self.by_name].index(name), self.by_name[name]
-        return RowAdapter(number, own.scale * scale), own.key(scale)
+        number, adapter = [*self.by_name].index(name), self.by_name[name]
+        return RowAdapter(number, adapter.scale * scale), adapter.key(scale)
 
     def knows(self, adapter: str) -> bool:
         """Whether an adapter in a salt is one of these."""
@@ -137,16 +137,16 @@ def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Seq
     rank = _rank(adapters, names)
     if not rank:
         return None
-    columns = next(len(own.a[0]) for one in adapters for name in names if (own := one.adapter.changes.get(name)))
+    columns = next(len(change.a[0]) for one in adapters for name in names if (change := one.adapter.changes.get(name)))
     a = np.zeros((len(adapters), rank, columns), np.float32)
     b = np.zeros((len(adapters), sum(rows), rank), np.float32)
     for number, one in enumerate(adapters):
         first, begin = 0, 0
         for name, count in zip(names, rows, strict=True):
-            if (own := one.adapter.changes.get(name)) is not None:
-                a[number, begin : begin + own.rank] = own.a
-                b[number, first : first + count, begin : begin + own.rank] = own.b
-                begin += own.rank
+            if (change := one.adapter.changes.get(name)) is not None:
+                a[number, begin : begin + change.rank] = change.a
+                b[number, first : first + count, begin : begin + change.rank] = change.b
+                begin += change.rank
             first += count
     format = _format(adapters)
     parts = (ops.load_experts([[_Values(one, format)] for one in each]) for each in (a, b))

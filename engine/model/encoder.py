@@ -65,7 +65,7 @@ class Encoder(Transformer):
         rows = places + self.config.first_position
         for table, at in ((inputs.positions, rows), (inputs.token_types, types)):
             if table is not None:
-                with np.errstate(invalid="ignore", over="ignore"):  # of damaged weights, found at the end
+                with np.errstate(invalid="ignore", over="ignore"):  # damaged weights are found at the end
                     x += ops.embed(table, ops.to_device(rows_of(table, at)))
         ops.of_encoders.layer_norm(x, (inputs.norm, inputs.norm_bias, self.config.norm_eps))
         return x

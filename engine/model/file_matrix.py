@@ -75,18 +75,18 @@ def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None)
     """
     if wanted is not None:
         return nearest(wanted, stored, columns)
-    own, q8_0 = find(stored), get("q8_0")
-    if own is not None and (own.values == 1 or ops.kept_as(own) is own):
-        return own
-    return q8_0 if ops.kept_as(q8_0) is q8_0 else own or get("f32")
+    file_format, q8_0 = find(stored), get("q8_0")
+    if file_format is not None and (file_format.values == 1 or ops.kept_as(file_format) is file_format):
+        return file_format
+    return q8_0 if ops.kept_as(q8_0) is q8_0 else file_format or get("f32")
 
 
 def nearest(wanted: WeightFormat, stored: str, columns: int) -> WeightFormat:
     """Return `wanted` if rows are whole blocks of it, else the file's own format; f16 if that is float32 or unknown."""
     if fits(columns, wanted):
         return wanted
-    own = find(stored)
-    return get("f16") if own is None or own.name == "f32" else own
+    file_format = find(stored)
+    return get("f16") if file_format is None or file_format.name == "f32" else file_format
 
 
 def fits(columns: int, format: WeightFormat) -> bool:

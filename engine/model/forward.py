@@ -40,7 +40,7 @@ class ModelWeights:
     bytes: int
     layer_inputs: TokenInputs | None = None
     expert_cache: ExpertCache | None = None  # None: all experts are in memory
-    host_bytes: int = 0  # of experts in the memory of a GPU's host
+    host_bytes: int = 0  # bytes of experts in the memory of a GPU's host
     encoder_inputs: EncoderInputs | None = None  # None for a model that adds nothing to its embeddings
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
     pair_head: tuple[Linear, Linear] | None = None  # (E, E) and (1, E), see `ModelConfig.scores_pairs`
@@ -112,7 +112,7 @@ class Transformer:
         A generator, so that other work can run between units: it yields the number of rows after each unit and returns
         the hidden states of the last `outputs` rows (None: of all), (outputs, E). A unit is `prefill_rows` rows of one
         layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It seals all
-        layers; the caller commits. If there are several spans, they must be those of a step.
+        layers; the caller commits. Several spans must belong to one step.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and one layer's K/V. Raises EngineError for an id without a row.
         """
@@ -170,7 +170,7 @@ class Transformer:
     def step(self, spans: Sequence[Span], ids: Sequence[int], sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
         """Compute the rows of a step, and return the token that follows each, or the error why none can be sampled.
 
-        ids, sampler_inputs: those of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller
+        ids, sampler_inputs: one for each row of all `spans`, in order. spans: from `KVStore.open_step`; the caller
         commits them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
         chosen, logits = self._run("step", spans, rows_of(self.weights.embedding, ids), sampler_inputs)
@@ -181,11 +181,11 @@ class Transformer:
     ) -> Fetch:
         """Run a `step` with one row per sequence without waiting for its tokens. Requires ops with `fetch_later`.
 
-        ids: those of the rows, or the fetch of the previous step, which had the same sequences in the same order.
+        ids: the rows' tokens, or the fetch of the previous step, which had the same sequences in the same order.
         """
         assert self.ops.fetch_later is not None
-        given = ids.ids if isinstance(ids, Fetch) else rows_of(self.weights.embedding, ids)
-        chosen, _ = self._run("step", spans, given, sampler_inputs)
+        rows = ids.ids if isinstance(ids, Fetch) else rows_of(self.weights.embedding, ids)
+        chosen, _ = self._run("step", spans, rows, sampler_inputs)
         return self.ops.fetch_later(chosen, sampler_inputs)
 
     def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
@@ -227,7 +227,7 @@ class Transformer:
         logits (T, V) of the last stage.
 
         tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers, and if a row has an
-        adapter those of `row_adapters`.
+        adapter the numbers from `row_adapters`.
         """
         first_spans, inputs = 2 * len(self._ropes), None
         if stage == 0:
@@ -268,13 +268,13 @@ def rows_of(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
 
     Kernels read whatever lies there, so numbers that come from outside pass here on their way to `Ops.embed`.
     """
-    given = np.asarray(numbers)
-    beyond = given[(given < 0) | (given >= table.shape[0])]
+    ids = np.asarray(numbers)
+    beyond = ids[(ids < 0) | (ids >= table.shape[0])]
     if beyond.size:
         raise EngineError(
             f"The model has no row {beyond[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
         )
-    return given.astype(np.int32)
+    return ids.astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Prefill:
         """Compute all layers for x (T, E), the embedded rows of `spans`, in place, and seal them. Returns x, or what it
         has become on the device of the last layer.
 
-        inputs: those of all layers (T, L·P), if any.
+        inputs: the inputs of all layers (T, L·P), if any.
 
         Yields the number of rows after each unit; see `Transformer.forward_units`. The last layer leaves rows before
         `first_output` as they are.

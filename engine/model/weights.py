@@ -25,7 +25,7 @@ from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
 
-EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # of a layer: the matrices of its experts
+EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
 
 
 class _Reader:
@@ -121,18 +121,18 @@ def load_weights(
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
-    progress: called with the number of bytes of the file that are done since its last call. numbers: those of the
+    progress: called with the number of bytes of the file that are done since its last call. numbers: the numbers of the
     layers to load; None: all. kept: as in `Ops.load`. cache: as in `Ops.cache_experts`; None loads all experts.
-    on_host: the experts of this many layers, the first ones, stay on `Ops.host`. adapters: those that requests choose
-    among, by their numbers.
+    on_host: the experts of this many layers, the first ones, stay on `Ops.host`. adapters: the adapters that requests
+    choose from, by their numbers.
     """
     readers: dict[Ops, _Reader] = {}  # one for each card
 
     def reader(layer: int) -> _Reader:
-        own = ops.of_layer(layer)
-        if own not in readers:
-            readers[own] = _Reader(own, source, progress, weight_type, kept, cache, adapters)
-        return readers[own]
+        layer_ops = ops.of_layer(layer)
+        if layer_ops not in readers:
+            readers[layer_ops] = _Reader(layer_ops, source, progress, weight_type, kept, cache, adapters)
+        return readers[layer_ops]
 
     read, last = reader(0), len(config.layers) - 1
     of_host = None if ops.host is None else _Reader(ops.host, source, progress, weight_type, None, None, ())
@@ -145,12 +145,12 @@ def load_weights(
         of_layer = reader(number)
         of_experts = of_host if of_host is not None and number < on_host else of_layer
         count = layer.ffn.count if isinstance(layer.ffn, Experts) else 0
-        own = _LayerReader(of_layer, of_experts, table.layers[number], count)
+        layer_reader = _LayerReader(of_layer, of_experts, table.layers[number], count)
         whole = (
-            MIXERS[type(layer.mixer)].Weights.read(own),
-            None if layer.ffn is None else FFNS[type(layer.ffn)].Weights.read(own),
-            own.vector("layer_scale"),
-            LayerEmbeddingWeights.read(own),
+            MIXERS[type(layer.mixer)].Weights.read(layer_reader),
+            None if layer.ffn is None else FFNS[type(layer.ffn)].Weights.read(layer_reader),
+            layer_reader.vector("layer_scale"),
+            LayerEmbeddingWeights.read(layer_reader),
         )
         layers.append(LayerWeights(*whole))
     of_last = reader(last)
@@ -171,7 +171,7 @@ def load_weights(
             read.linear(top["score_dense"], top["score_dense_bias"]),
             read.linear(top["score"], top["score_bias"]),
         )
-    ops.wait()  # on a GPU launches may overlap, and those of steps read weights before they wait for the launch before
+    ops.wait()  # on a GPU a step's launch may overlap the one before and read weights before it waits for it
     nbytes = sum(one.bytes for one in readers.values())
     return ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, dense, pair_head)
 
@@ -232,7 +232,7 @@ def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | Non
 def bytes_of_layers(
     ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None
 ) -> tuple[int, list[int], int]:
-    """Return the bytes of `weight_bytes` by place: those of tensors before the first layer, of each layer, and of the
+    """Return the bytes of `weight_bytes` by place: tensors before the first layer, each layer, and the
     head, a copy of the embedding if it is tied."""
     table = tensors(config)
 

@@ -8,7 +8,7 @@ Without quantization none of them changes attention. They change the vectors tha
 * Smoothing. For any positive s, q·k = (s∘q)·(k/s): channels with a large variance of keys and a small one of queries
   are scaled down, so that the codec does not spend its precision on them (as in Xiao et al., "SmoothQuant", 2023, §4).
 * Scaling. Codes have a limited range, so keys and values of each KV head are divided by a power of two near their rms.
-  Queries are multiplied by that of their keys, the attention output by that of its values. Only exponents change.
+  Queries are multiplied by their keys' power, the attention output by its values' power. Only exponents change.
 * Rotation. For orthogonal W, (qW)·(kW) = q·k. Each codec has its W (`Codec.rotation`). Queries are rotated by the W of
   the keys; values have their own, and the attention output is rotated back by it once.
 """

@@ -48,7 +48,7 @@ from polarlm.engine.quantization.conditioning import centre, read_mean
 from polarlm.engine.quantization.metric import Metric
 
 NORM_FACTORS = 1.0, 0.92, 1.08, 0.85, 1.16  # norms to round with, over the rms; of equal costs the first one counts
-PATH_NORM_FACTORS = NORM_FACTORS[:3]  # of a path search, which takes longer
+PATH_NORM_FACTORS = NORM_FACTORS[:3]  # a path search takes longer
 
 TILT_RANGE = 0.8, 1.25  # limits of a tilted norm, over the norm of least squares
 
@@ -115,7 +115,7 @@ def decode_centred(codec: Codec, fields: dict[str, np.ndarray], mean: dict[str, 
 
 
 def _by_round(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
-    """Rearrange x (K, B, N, D) to (K, G, T, R, D): T rounds of R tokens, each of which needs the errors before it.
+    """Rearrange x (K, B, N, D) to (K, G, T, R, D): T rounds of R tokens; each round needs the errors before it.
 
     With feedback along tokens (G, R) is (1, N/T · B). Without it (G, T, R) is (B, 1, N): the matrix products of a block
     have the same shape for any B.
@@ -200,7 +200,7 @@ def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Met
 def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarray) -> _Rounded:
     """`_rounded` value by value or pair by pair, one token per round, with error feedback between them and tokens.
 
-    Pair j of token t needs the errors of earlier pairs, and those of pair j of earlier tokens. So all pairs with the
+    Pair j of token t needs the errors of earlier pairs, and errors of pair j of earlier tokens. So all pairs with the
     same t + j form a wavefront and are rounded together, in T + P − 1 steps. The token axis is reversed inside, so that
     slices select a wavefront.
     """
@@ -232,7 +232,7 @@ def _round(rounding: Rounding, x: np.ndarray, metric: Metric, factors: np.ndarra
         if before:
             aim = aim + pair_feedback[:, :, front.pairs, :, :before] @ target_errors[:, :, front.tokens, :before]
         scaled = (aim * inverse[:, :, front.tokens, None]).swapaxes(3, 4)
-        code, points = rounding.nearest(np.ascontiguousarray(scaled.reshape(-1, width)))  # of one block it is a view
+        code, points = rounding.nearest(np.ascontiguousarray(scaled.reshape(-1, width)))  # one block is a view
         codes[:, :, front.cells] = code.reshape(scaled.shape[:-1])
         decoded = points.reshape(scaled.shape).swapaxes(3, 4) * norms[:, :, front.tokens, None]
         error_cells[:, :, front.cells] = x_cells[:, :, front.cells] - decoded
@@ -247,7 +247,7 @@ class _Wavefront(NamedTuple):
 
     pairs: slice
     tokens: slice
-    cells: slice  # of the flat axis token · P + pair
+    cells: slice  # places on the flat axis token · P + pair
 
 
 def _wavefronts(tokens: int, pairs: int) -> Iterator[_Wavefront]:

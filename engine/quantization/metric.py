@@ -43,7 +43,7 @@ def key_metric(
     scale (K, D); rotation (D, D) or None; rounding: the codec's.
     """
     orthogonal = np.eye(scale.shape[1]) if rotation is None else rotation.astype(np.float64)
-    transform = scale[:, :, None] * orthogonal  # of queries: q @ transform
+    transform = scale[:, :, None] * orthogonal  # queries become q @ transform
     second = transform.swapaxes(1, 2) @ query_second.astype(np.float64) @ transform
     mean = (query_mean.astype(np.float64)[:, None] @ transform)[:, 0]
     feedback, weights = _block_ldl(_with_ridge(second), rounding.width)
@@ -83,7 +83,7 @@ def value_metric(
 
 
 def by_layer(metric: Metric, layers: int) -> list[Metric]:
-    """Return the metrics of several layers with as many heads each, from that of the heads of all of them."""
+    """Return the metrics of several layers with as many heads each, from the metric of the heads of all layers."""
 
     def part(field: np.ndarray | None, layer: int) -> Any:
         return None if field is None else np.split(field, layers)[layer]

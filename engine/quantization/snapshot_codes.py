@@ -62,7 +62,7 @@ class Channels:
     def fields(self, keys: int, values: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         return {"codes": ((keys, values), np.dtype(np.int8)), "scales": ((values,), _F32)}
 
-    @np.errstate(invalid="ignore", over="ignore")  # of damaged weights, which the check of logits finds
+    @np.errstate(invalid="ignore", over="ignore")  # damaged weights are found by the check of logits
     def encode(self, matrices: np.ndarray) -> dict[str, np.ndarray]:
         scales = np.abs(matrices).max(axis=-2) / np.float32(LARGEST)
         factors = np.divide(1, scales, out=np.zeros_like(scales), where=scales > LEAST)

@@ -2,8 +2,8 @@
 
 A step computes the rows of the newest token and of the drafted ones. Each row samples the token after it as if all
 drafted tokens before it were right, and rows are accepted up to the first that samples a token other than the drafted
-one. The answer equals that of steps of one token: each row attends to the same keys and values and uses the same random
-number as it would there.
+one. The answer is the same as with steps of one token: each row attends to the same keys and values and uses the same
+random number as it would there.
 
 Whether a draft pays depends on how long a step of more rows takes, which `StepSeconds` measures, and on p, the
 probability that a drafted token is right if all those before it are. On average, p + p² + … + p^d tokens of a draft of
@@ -81,10 +81,10 @@ class PromptLookup:
         self.read(ids)
         if self._found is None:
             return ()
-        given = ids[self._found : self._found + most]
-        while len(given) < most:
-            given = [*given, *given][:most]
-        return given
+        following = ids[self._found : self._found + most]
+        while len(following) < most:
+            following = [*following, *following][:most]
+        return following
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         """Whether the newest n-gram occurred before. If not, a repetition begins with the next token or later."""
@@ -173,14 +173,14 @@ class Drafts:
             return ()
         likely = self._right / self._tried
         wanted = self._best(room, batch, likely) or self._lengths[0]
-        given = self._drafter.draft(ids, wanted)
-        length = next((length for length in reversed(self._lengths) if length <= len(given)), 0)
+        drafted = self._drafter.draft(ids, wanted)
+        length = next((length for length in reversed(self._lengths) if length <= len(drafted)), 0)
         if not length:
             return ()
         self._before.rows, self._before.tokens = batch.rows, batch.tokens
         batch.rows += length
         batch.tokens += _expected(length, likely)
-        return given[:length]
+        return drafted[:length]
 
     def verified(self, ids: Sequence[int], drafted: int, accepted: int) -> None:
         """Record that the first `accepted` of the last draft's `drafted` tokens were right. ids: those after it."""

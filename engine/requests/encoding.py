@@ -9,7 +9,7 @@ from polarlm.engine.requests.prompts import second_of
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.runner import Runner
 
-_ROWS = 1024  # of a unit of work, unless one text has more
+_ROWS = 1024  # tokens in a unit of work, unless one text has more
 
 
 class EncoderRunner(Runner):

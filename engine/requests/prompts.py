@@ -131,7 +131,7 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str,
 def _begun_ids(message: Mapping[str, Any], model: model_loaders.Model, check: Callable[[str], None]) -> list[int]:
     """Return the ids of the beginning of an answer: the ids it was generated as, or else the ids of its text.
 
-    Its text is tokenized as that of an answer, with the leading space that some tokenizers add, and behind the header
+    Its text is tokenized as an answer's text, with the leading space that some tokenizers add, and behind the header
     of a message if answers have headers.
     """
     tokenizer, channels = model.tokenizer, model.template.channels

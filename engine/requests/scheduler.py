@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 _RECENT = 8  # latest steps, whose median is taken
-_PREFILL_SHARE = 0.5  # of the time, while both have work
+_PREFILL_SHARE = 0.5  # prefill's share of the time, while both have work
 _CATCH_UP = 1.5  # prefill's budget between two steps, in multiples of its share
 
 

@@ -26,7 +26,7 @@ class ChannelReader:
     """Splits an answer while it is generated. The parts do not depend on how the text is cut into chunks.
 
     Messages of one kind are separated by an empty line. A message without a header is text, and so is one to a
-    recipient that is no function of the request, unless its channel is that of reasoning.
+    recipient that is no function of the request, unless its channel is the one for reasoning.
     """
 
     def __init__(self, channels: Channels, *, to: str = "", names: Collection[str] = (), begun: bool = False) -> None:
@@ -35,7 +35,7 @@ class ChannelReader:
         self._state: Callable[[], list[Part] | None] = self._message if begun else self._header
         self._kind: Kind = "text"
         self._held = ""
-        self._last: Kind | None = None  # of the last part
+        self._last: Kind | None = None  # kind of the last part
         self._is_new = False  # whether the message has no text so far
 
     @property

@@ -1,7 +1,7 @@
 """Constrained decoding: the interface of an object that decides which tokens may come next.
 
 The engine has no grammar of its own. A constraint wraps a library's matcher. Its bit masks have the layout of
-`SamplerInput.allowed`, which is that of xgrammar and llguidance: bit v % 32 of word v // 32 is 1 if token v is allowed.
+`SamplerInput.allowed`, as in xgrammar and llguidance: bit v % 32 of word v // 32 is 1 if token v is allowed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 from polarlm.engine.sampling.repeats import Repeats
 from polarlm.engine.sampling.sample import Penalties, Sampling
 
-ANSWER_ALONE = -2  # of `dry_penalty_last_n`
+ANSWER_ALONE = -2  # value of `dry_penalty_last_n`
 _MOST = 1e37  # the largest penalty: logits stay finite in float32
 
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_DEPTH = 64  # of nested parentheses
+MOST_DEPTH = 64  # levels of nested parentheses
 MOST_REPEATS = 2000  # as in llama.cpp
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _HEX = set("0123456789ABCDEFabcdef")
@@ -49,7 +49,7 @@ class _Rule:
     """The right side of a rule: Lark's text, split at names of rules."""
 
     parts: list[str] = field(default_factory=list)
-    needs: list[set[str]] = field(default_factory=list)  # of each alternative: the rules that it requires
+    needs: list[set[str]] = field(default_factory=list)  # the rules that each alternative requires
     is_terminal: bool = False
 
     @property
@@ -88,35 +88,35 @@ class _Reader:
                     raise GbnfError(f"the rule {name} refers to {other}, which is not defined")
                 users[other].append(name)
             left[name] = len(rule.names)
-        found = [name for name, count in left.items() if not count]
-        while found:
-            name = found.pop()
+        ready = [name for name, count in left.items() if not count]
+        while ready:
+            name = ready.pop()
             self._rules[name].is_terminal = True
             for user in users[name]:
                 left[user] -= 1
                 if not left[user]:
-                    found.append(user)
+                    ready.append(user)
 
     def _check_ends(self) -> None:
         """Raises GbnfError if no text of root is finite, as in `root ::= "a" root`."""
         users: dict[str, list[list[Any]]] = {name: [] for name in self._rules}
-        found = []
+        ready = []
         for name, rule in self._rules.items():
             for needs in rule.needs:
                 left: list[Any] = [name, len(needs)]  # how many required rules are not known to end
                 for other in needs:
                     users[other].append(left)
-                found += [] if needs else [name]
+                ready += [] if needs else [name]
         ends: set[str] = set()
-        while found:
-            name = found.pop()
+        while ready:
+            name = ready.pop()
             if name in ends:
                 continue
             ends.add(name)
             for left in users[name]:
                 left[1] -= 1
                 if not left[1]:
-                    found.append(left[0])
+                    ready.append(left[0])
         if "root" not in ends:
             raise GbnfError("no text of it ends: each alternative of root leads back to the rule that it is part of")
 
@@ -226,23 +226,23 @@ class _Reader:
                 return sign == "+"
         if self._text[self._at : self._at + 1] != "{":
             return True
-        found = _REPEATS.match(self._text, self._at)
-        if found is None:
+        match = _REPEATS.match(self._text, self._at)
+        if match is None:
             raise self._error("this should be of the form {2}, {2,} or {2,3}")
-        least, comma, most = found.groups()
+        least, comma, most = match.groups()
         most = most if comma else least
         if int(least) > MOST_REPEATS or (most is not None and not int(least) <= int(most) <= MOST_REPEATS):
             raise self._error(f"an item repeats 0 to {MOST_REPEATS} times, the smaller number first")
-        self._at = found.end()
+        self._at = match.end()
         self._write(f"{{{least},{most or ''}}}")
         return int(least) > 0
 
     def _name(self) -> str:
-        found = _NAME.match(self._text, self._at)
-        if found is None:
+        match = _NAME.match(self._text, self._at)
+        if match is None:
             raise self._error("a rule's name should be here")
-        self._at = found.end()
-        return found[0]
+        self._at = match.end()
+        return match[0]
 
     # -- text --------------------------------------------------------------------------------------------------
 
@@ -251,14 +251,14 @@ class _Reader:
 
     def _take(self, text: str) -> bool:
         """Whether `text` is next; if so, it is skipped."""
-        found = self._text.startswith(text, self._at)
-        self._at += len(text) * found
-        return found
+        is_next = self._text.startswith(text, self._at)
+        self._at += len(text) * is_next
+        return is_next
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
-        found = pattern.match(self._text, self._at)
-        assert found is not None
-        self._at = found.end()
+        match = pattern.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
 
     def _error(self, problem: str) -> GbnfError:
         line = self._text.count("\n", 0, self._at) + 1

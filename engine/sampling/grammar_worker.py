@@ -24,7 +24,9 @@ import llguidance
 MEMORY_BYTES = 1 << 30  # address space of this process
 STACK_BYTES = 1 << 20  # the parent's threads have more
 OUT_OF_MEMORY = 3  # exit code
-FUEL = 500_000  # of the compiler of regular expressions; its documentation says some 50,000 per millisecond
+FUEL = (
+    500_000  # units of work for the compiler of regular expressions; its documentation says some 50,000 per millisecond
+)
 
 
 def matcher(tokenizer: Any, grammar: str) -> Any:

@@ -1,6 +1,6 @@
 """Constraints from JSON schemas, grammars and regular expressions, which llguidance (the extra `json`) compiles.
 
-llguidance: https://github.com/guidance-ai/llguidance. Its masks are those of `engine.sampling.constraints`.
+llguidance: https://github.com/guidance-ai/llguidance. Its masks have the layout of `engine.sampling.constraints`.
 """
 
 from __future__ import annotations
@@ -98,69 +98,69 @@ class Grammars:
         gone: returns True once nobody waits for the request; then nothing is compiled for it. after: the tag that
         closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none.
         """
-        given = _given(params, after)
-        if given is None:
+        key = _given(params, after)
+        if key is None:
             return own
         if own is not None:
-            raise EngineError(f"constraint and {given[0]} both constrain the answer; leave one of them out")
-        known = self._known(given) or self._compilations.result(given, gone or (lambda: False))
+            raise EngineError(f"constraint and {key[0]} both constrain the answer; leave one of them out")
+        known = self._known(key) or self._compilations.result(key, gone or (lambda: False))
         return _Matched(known.matcher.deep_copy())
 
-    def _known(self, given: Key) -> _Compiled | None:
+    def _known(self, key: Key) -> _Compiled | None:
         """The kept constraint of a key, if there is one. Raises EngineError if the key was refused recently."""
         with self._lock:
-            if (found := self._compiled.get(given)) is not None:
-                self._compiled.move_to_end(given)
-            reason = self._refused.get(name := _hash(given))
+            if (found := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
+            reason = self._refused.get(name := _hash(key))
             if reason is not None:
                 self._refused.move_to_end(name)
-                raise _unusable(given[0], reason)
+                raise _unusable(key[0], reason)
             return found
 
-    def _keep(self, given: Key, compiled: _Compiled) -> None:
+    def _keep(self, key: Key, compiled: _Compiled) -> None:
         with self._lock:
             kept = self._compiled
-            kept[given] = compiled
+            kept[key] = compiled
             while len(kept) > 1 and (len(kept) > _KEPT or sum(one.seconds for one in kept.values()) > _KEPT_SECONDS):
                 kept.popitem(last=False)
 
-    def _refuse(self, given: Key, reason: str) -> EngineError:
+    def _refuse(self, key: Key, reason: str) -> EngineError:
         with self._lock:
-            self._refused[_hash(given)] = reason = _in_words(reason)
+            self._refused[_hash(key)] = reason = _in_words(reason)
             while len(self._refused) > _KEPT_REFUSED:
                 self._refused.popitem(last=False)
-        return _unusable(given[0], reason)
+        return _unusable(key[0], reason)
 
-    def _compile(self, given: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
+    def _compile(self, key: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
         """Compile a constraint, after a worker process has compiled it within the limits.
 
         Raises NeedsLonger if `seconds` are too few and a longer turn can follow, or EngineError.
         """
-        if (known := self._known(given)) is not None:  # compiled since the request looked
+        if (known := self._known(key)) is not None:  # compiled since the request looked
             return known
         from polarlm.engine.sampling.grammar_worker import matcher
 
         try:
-            field, text, after = given
+            field, text, after = key
             source = _source(field, text)
             source = _after(after, source, self._tokenizer.control_tokens()) if after else source
             answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds}, gone)
         except ValueError as error:
-            raise self._refuse(given, str(error)) from None
+            raise self._refuse(key, str(error)) from None
         except ProcessFailed as error:  # not remembered: the same grammar may succeed another time
-            raise _unusable(given[0], str(error)) from None
+            raise _unusable(key[0], str(error)) from None
         if answer == TOO_LONG and seconds != TURNS[-1]:
             raise NeedsLonger
         if answer:
-            raise self._refuse(given, why_ended(answer) if isinstance(answer, int) else answer)
+            raise self._refuse(key, why_ended(answer) if isinstance(answer, int) else answer)
         began = time.perf_counter()
         matched = matcher(self._library_tokenizer, source)
         if matched.is_error():
-            raise self._refuse(given, matched.get_error())
+            raise self._refuse(key, matched.get_error())
         for warning in matched.get_grammar_warnings():
             _LOG.warning("a constraint holds in part: %r", _in_words(warning))
         compiled = _Compiled(matched, time.perf_counter() - began)
-        self._keep(given, compiled)
+        self._keep(key, compiled)
         return compiled
 
     @cached_property
@@ -240,8 +240,8 @@ class _Matched:
             raise EngineError(f"The answer cannot be constrained any further: {reason}")
 
 
-def _hash(given: Key) -> bytes:
-    return hashlib.sha256("\0".join(given).encode("utf-8", "surrogatepass")).digest()
+def _hash(key: Key) -> bytes:
+    return hashlib.sha256("\0".join(key).encode("utf-8", "surrogatepass")).digest()
 
 
 def _given(params: SamplingParams, after: str) -> Key | None:
@@ -249,20 +249,22 @@ def _given(params: SamplingParams, after: str) -> Key | None:
 
     Raises EngineError if a schema is not JSON, or the text is too long.
     """
-    given = _field_and_text(params)
-    if given is not None and len(given[1]) > MOST_TEXT:
-        raise ConstraintError(f"{given[0]} has {len(given[1]):,} characters, but at most {MOST_TEXT:,} are taken")
-    if given is None:
+    field_and_text = _field_and_text(params)
+    if field_and_text is not None and len(field_and_text[1]) > MOST_TEXT:
+        raise ConstraintError(
+            f"{field_and_text[0]} has {len(field_and_text[1]):,} characters, but at most {MOST_TEXT:,} are taken"
+        )
+    if field_and_text is None:
         return None
     _library()
-    return (*given, after)
+    return (*field_and_text, after)
 
 
 def _field_and_text(params: SamplingParams) -> tuple[str, str] | None:
     schema = params.schema
     if schema is None:
-        given = {"grammar": params.grammar, "regex": params.regex}
-        return next(((field, text) for field, text in given.items() if text is not None), None)
+        texts = {"grammar": params.grammar, "regex": params.regex}
+        return next(((field, text) for field, text in texts.items() if text is not None), None)
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(schema)

@@ -87,7 +87,7 @@ class Penalties(NamedTuple):
 class SamplerInput:
     """The inputs of drawing one token, besides the logits.
 
-    A token whose bit in `allowed` is 0 is never chosen, whatever its bias. Log-probabilities are always those of the
+    A token whose bit in `allowed` is 0 is never chosen, whatever its bias. Log-probabilities are always taken from the
     model's own distribution, as in llama.cpp: a mask or a ban does not change them, so they can be compared between
     requests with and without a constraint.
     """

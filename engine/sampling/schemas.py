@@ -26,7 +26,7 @@ _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
 def prepared_for_text(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`prepared` for an answer's text, whose white space is that of printed JSON. Raises ValueError."""
+    """`prepared` for an answer's text, with the white space of printed JSON. Raises ValueError."""
     return prepared(schema, {"whitespace_pattern": _SPACE})
 
 
@@ -55,15 +55,15 @@ def _copy(value: Any) -> Any:
     top: list[Any] = [None]
     left: list[tuple[Any, Any, Any]] = [(value, top, 0)]
     while left:
-        given, place, key = left.pop()
-        if isinstance(given, Mapping):
-            place[key] = dict.fromkeys(given)
-            left.extend((inner, place[key], name) for name, inner in given.items())
-        elif isinstance(given, list):
-            place[key] = [None] * len(given)
-            left.extend((inner, place[key], index) for index, inner in enumerate(given))
+        value, place, key = left.pop()
+        if isinstance(value, Mapping):
+            place[key] = dict.fromkeys(value)
+            left.extend((inner, place[key], name) for name, inner in value.items())
+        elif isinstance(value, list):
+            place[key] = [None] * len(value)
+            left.extend((inner, place[key], index) for index, inner in enumerate(value))
         else:
-            place[key] = given
+            place[key] = value
     return top[0]
 
 

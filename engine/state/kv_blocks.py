@@ -30,8 +30,6 @@ class OneKind(NamedTuple):
 class KVBlocks(TableGroup):
     """A `LayerState`: the block tables of a group, and the caches of its layers."""
 
-    can_cut = True
-
     def __init__(
         self,
         ops: Ops,

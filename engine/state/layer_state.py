@@ -34,8 +34,6 @@ class LayerState(Protocol):
     full: BlockAllocator
     is_sparse: bool
     """Whether a quantized block stands for all tokens before its end, and only some complete blocks have one."""
-    can_cut: bool
-    """Whether the first tokens of a full-precision block can be used without those that follow them."""
 
     def new_table(self) -> BlockTable:
         """Return the table of an empty sequence."""
@@ -48,7 +46,7 @@ class LayerState(Protocol):
         """
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve blocks for the `count` rows of a step, any number of which may be kept. Otherwise like `open`.
+        """Reserve blocks for the `count` rows of a step. Any number of rows may be kept. Otherwise like `open`.
 
         A sparse state takes no more rows than fit into the current block.
         """

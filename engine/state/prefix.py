@@ -264,9 +264,8 @@ class PrefixCache:
     def _best_match(self, before: bytes, ids: Sequence[int]) -> tuple[_Full | None, int]:
         """Return the full-precision block after `before` that has the longest prefix of `ids`, and its length, < N."""
         entries = self._full.get(before, ()) if self._enabled else ()
-        n, cuts = self._store.shape.block_size, all(group.can_cut for group in self._store.groups)
-        whole = [entry for entry in entries if cuts or _common(entry.ids, ids[: n - 1]) == len(entry.ids)]
-        usable = [entry for entry in whole if None not in entry.slots]
+        n = self._store.shape.block_size
+        usable = [entry for entry in entries if None not in entry.slots]
         best = max(usable, key=lambda entry: _common(entry.ids, ids), default=None)
         # N tokens would be a complete block, which is shared or outside the window.
         return best, 0 if best is None else min(_common(best.ids, ids), n - 1)

@@ -72,7 +72,7 @@ class SequenceKV:
 class Span:
     """`count` new tokens of a sequence, from position `start`.
 
-    growth: the reserved blocks, for each group; empty after commit or abort. is_step: whether the rows are those of a
+    growth: the reserved blocks, for each group; empty after commit or abort. is_step: whether the rows belong to a
     step. round_trip: whether attention reads the span's K/V encoded and decoded, as `KVStore.round_trip` leaves them.
     """
 

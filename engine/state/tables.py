@@ -72,7 +72,7 @@ class TableGroup:
         """Return None: the blocks of a sequence's tokens continue it."""
 
     def grow(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve blocks for a prompt's `count` tokens from position `start`, all of which will be kept.
+        """Reserve blocks for a prompt's `count` tokens from position `start`. All tokens will be kept.
 
         If it raises OutOfBlocks, nothing has changed.
         """
@@ -88,7 +88,7 @@ class TableGroup:
         return self._reserve(range(max(1, first, oldest // n), complete), kept, own)
 
     def grow_in_place(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve blocks for the `count` rows of a step from position `start`, any number of which may be kept.
+        """Reserve blocks for the `count` rows of a step from position `start`. Any number of rows may be kept.
 
         They are slots for all blocks that the rows touch, and quantized blocks for those that the rows may fill. If it
         raises OutOfBlocks, nothing has changed.

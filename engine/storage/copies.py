@@ -28,7 +28,7 @@ def within(blocks: Blocks, groups: int) -> Blocks:
 
 
 def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:
-    """Return copies of quantized blocks, all of which are in the same groups, one or more."""
+    """Return copies of quantized blocks, which must all be in the same groups."""
     taken: list[Object] = []
     for are_finer, run in groupby(blocks, partial(_is_finer, store)):
         taken += _take_alike(store, payloads, list(run), are_finer)
@@ -58,28 +58,28 @@ def _take_alike(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], ar
 
 def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[int]) -> Object:
     """Return a copy of the full-precision block with the tokens `ids`."""
-    given: dict[tuple[int, str], np.ndarray] = {}
+    arrays: dict[tuple[int, str], np.ndarray] = {}
     for group, (slot,) in _by_group(store, [slots]):
-        given |= group.read_full(slot, len(ids))
+        arrays |= group.read_full(slot, len(ids))
     parts, size = payloads.of_full(len(ids), groups_of(slots))
     rows = np.zeros((1, size), np.uint8)
     for part in parts:
-        part.of_rows(rows)[0] = given[part.layer, part.name]
+        part.of_rows(rows)[0] = arrays[part.layer, part.name]
     return Object({"kind": "full", "groups": groups_of(slots), "ids": [int(i) for i in ids]}, rows[0])
 
 
-def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], given: Sequence[Object]) -> None:
+def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], objects: Sequence[Object]) -> None:
     """Write objects with equal headers to quantized blocks, or one object to full-precision slots, except to None.
 
     Raises ValueError if an object does not fit.
     """
-    parts = payloads.parts_of(given[0])
+    parts = payloads.parts_of(objects[0])
     for group, ids in _by_group(store, blocks):
-        arrays = {(part.layer, part.name): part.of_objects(given) for part in parts if part.layer in group.layers}
-        if given[0].is_full:
+        arrays = {(part.layer, part.name): part.of_objects(objects) for part in parts if part.layer in group.layers}
+        if objects[0].is_full:
             (slot,) = ids
             group.write_full(slot, {key: array[0] for key, array in arrays.items()})
-        elif given[0].is_finer and isinstance(group, FinerBlocks):
+        elif objects[0].is_finer and isinstance(group, FinerBlocks):
             group.write_finer(ids, arrays)
         else:
             group.write_blocks(ids, arrays)

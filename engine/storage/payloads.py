@@ -133,40 +133,40 @@ class Payloads:
 
     # -- checks ------------------------------------------------------------------------------------------------
 
-    def check_block(self, found: Object) -> None:
-        """Raises DamagedObject unless `found` is a quantized block of this shape whose numbers are all finite."""
-        if found.is_finer and self.finer is not self:
-            self.finer.check_block(Object({**found.header, "kind": "block"}, found.payload))
+    def check_block(self, block: Object) -> None:
+        """Raises DamagedObject unless `block` is a quantized block of this shape whose numbers are all finite."""
+        if block.is_finer and self.finer is not self:
+            self.finer.check_block(Object({**block.header, "kind": "block"}, block.payload))
             return
-        groups, stored_as = self._groups_of(found, "block"), str(found.header.get("stored_as"))
+        groups, stored_as = self._groups_of(block, "block"), str(block.header.get("stored_as"))
         try:
             _, size = self.of_blocks(stored_as, groups)
         except ValueError as error:
             raise DamagedObject(str(error)) from None
-        _check_size(found, size)
+        _check_size(block, size)
         bits, infinite = self._exponents(stored_as, groups)
-        if (found.payload.view(np.uint16) & bits == infinite).any():
+        if (block.payload.view(np.uint16) & bits == infinite).any():
             raise DamagedObject(_NOT_FINITE)
 
-    def check_full(self, found: Object) -> tuple[int, ...]:
-        """Return the token ids of `found`, a full-precision block. Raises DamagedObject as `check_block` does."""
-        groups, ids = self._groups_of(found, "full"), found.ids
+    def check_full(self, block: Object) -> tuple[int, ...]:
+        """Return the token ids of `block`, a full-precision block. Raises DamagedObject as `check_block` does."""
+        groups, ids = self._groups_of(block, "full"), block.ids
         if not 0 < len(ids) <= self.shape.block_size:
             raise DamagedObject("it has no tokens, or too many")
         parts, size = self.of_full(len(ids), groups)
-        _check_size(found, size)
-        if not all(np.isfinite(part.of_objects([found])).all() for part in parts):
+        _check_size(block, size)
+        if not all(np.isfinite(part.of_objects([block])).all() for part in parts):
             raise DamagedObject(_NOT_FINITE)
         return ids
 
-    def _groups_of(self, found: Object, kind: str) -> int:
+    def _groups_of(self, block: Object, kind: str) -> int:
         """Return the groups of an object. Raises DamagedObject if it is not of this kind."""
-        groups = found.header.get("groups")
-        if found.header.get("kind") != kind or type(groups) is not int or not 0 < groups <= self.every_group:
+        groups = block.header.get("groups")
+        if block.header.get("kind") != kind or type(groups) is not int or not 0 < groups <= self.every_group:
             raise DamagedObject("it is another object")
         return groups
 
 
-def _check_size(found: Object, size: int) -> None:
-    if len(found.payload) != size:
+def _check_size(block: Object, size: int) -> None:
+    if len(block.payload) != size:
         raise DamagedObject("it has another size")

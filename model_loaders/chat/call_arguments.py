@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-_MOST_DEPTH = 64  # of nested arguments
+_MOST_DEPTH = 64  # levels of nested arguments
 
 
 def json_object(text: str) -> dict[str, Any] | None:

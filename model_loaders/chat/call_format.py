@@ -36,7 +36,7 @@ class CallFormat:
     between: str = "\n"
     end: str = ""
     shown_closing: tuple[str, ...] = ("}\n</tool_call>",)  # two parts around an id
-    separators: tuple[str, str] = (", ", ": ")  # of the arguments
+    separators: tuple[str, str] = (", ", ": ")  # between arguments, and after a name
     quote: str = ""  # before and after a string in the arguments; empty if they are JSON (see `call_arguments.quoted`)
     several: bool = True  # whether an answer may have several calls
     native: bool = False  # whether the template accepts tools and calls; else they become text of messages

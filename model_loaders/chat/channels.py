@@ -17,7 +17,7 @@ class Channels:
     """The text around the messages of an answer: `<|start|>assistant<|channel|>analysis<|message|>` … `<|end|>`."""
 
     start: str  # before the role
-    role: str  # of an answer's messages; the prompt ends with `start` and `role`
+    role: str  # the role in an answer's messages; the prompt ends with `start` and `role`
     channel: str  # before the name of a channel
     message: str  # between a header and its text
     end: str

@@ -21,7 +21,7 @@ Messages = list[dict[str, Any]]
 
 _SYSTEM = ("system", "developer")
 _REPEATS = re.compile(r"(.{1,8}?)\1{3,}", re.DOTALL)
-_MOST_SHAPES = 256  # of conversations for which the changes are kept
+_MOST_SHAPES = 256  # conversation shapes whose changes are kept
 _LOST = "this model's chat template leaves out the text of a message"
 
 

@@ -29,8 +29,8 @@ import jinja2.parser
 import jinja2.sandbox
 
 MEMORY_BYTES = 512 << 20  # address space of this process; an idle one takes about a twentieth of it
-CPU_SECONDS = 2.0  # of one line
-TEXT_CHARACTERS = 8 << 20  # of one rendering
+CPU_SECONDS = 2.0  # for one line
+TEXT_CHARACTERS = 8 << 20  # in one rendering
 OUT_OF_MEMORY = 3  # exit code
 _FACTOR_LIMIT = 1 << 24  # characters, elements or bits that one multiplication may produce
 

@@ -10,7 +10,7 @@ from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_N
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
 
-GGUF_KEYS = {  # of `GgufLayout`
+GGUF_KEYS = {  # for `GgufLayout`
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",

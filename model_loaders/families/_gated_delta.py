@@ -21,7 +21,7 @@ from polarlm.model_loaders.files.tensor_table import Names, RowParts, TensorSpec
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
 _MAX_HEADS, _MAX_DIM, _MAX_WIDTH = 65536, 4096, 16
-GGUF_KEYS = {  # of `GgufLayout`
+GGUF_KEYS = {  # for `GgufLayout`
     "full_attention_interval": "full_attention_interval",
     "rotary_dim": "rope.dimension_count",
     "linear_conv_kernel_dim": "ssm.conv_kernel",

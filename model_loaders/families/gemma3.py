@@ -22,7 +22,7 @@ MODEL_TYPES = ("gemma3", "gemma3_text")
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel")
 PREFIXES = {
     **{"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."},
-    **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # of Gemma3TextModel
+    **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # names in Gemma3TextModel
 }
 _DEFAULTS = {  # published configurations omit values that equal the 4B model's
     "vocab_size": 262_208,

@@ -165,7 +165,7 @@ def tensors(config: ModelConfig) -> TensorTable:
         ("layer_projection", "per_layer_model_projection", "per_layer_model_proj", (rows, e)),
         ("layer_projection_norm", "per_layer_projection_norm", "per_layer_proj_norm", (size,)),
     ):
-        factor = 2**-0.5 if slot == "layer_projection_norm" else 1.0  # of the sum of both inputs
+        factor = 2**-0.5 if slot == "layer_projection_norm" else 1.0  # scales the sum of both inputs
         of_top[slot] = (TensorSpec(f"model.{theirs}.weight", f"{ggml}.weight", shape, factor=factor),)
     return replace(table, top={**table.top, **of_top})
 

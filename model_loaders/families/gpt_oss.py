@@ -43,7 +43,7 @@ _NAMES = {
     **EXPERTS,
     "router": (("mlp.router", "ffn_gate_inp"),),
 }
-_CONSTANTS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the activation
+_CONSTANTS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # constants of the activation
 _GATE_UP = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
 _DOWN = ("mlp.experts.{}.down_proj",)
 

@@ -29,10 +29,10 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
-_MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # of older and of newer files
+_MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in older and in newer files
 _KEYS = Keys("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_conv_bias")
 _NORM = ("input_layernorm", "attn_norm")
-_HALVES = "shared_mlp.input_linear"  # of gate and up
+_HALVES = "shared_mlp.input_linear"  # gate and up in one tensor
 _SHARED = (_HALVES, "ffn_gate"), (_HALVES, "ffn_up")
 _NAMES = {
     "attention_norm": (_NORM,),

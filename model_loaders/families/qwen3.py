@@ -7,7 +7,7 @@ from polarlm.model_loaders.fields import Fields
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model")
 GGUF = GgufLayout("qwen3")
-PREFIXES = {one: f"model.{one}" for one in ("embed_tokens.", "layers.", "norm.")}  # of Qwen3-Embedding's files
+PREFIXES = {one: f"model.{one}" for one in ("embed_tokens.", "layers.", "norm.")}  # prefixes in Qwen3-Embedding's files
 tensors = plain_tensors
 
 

@@ -24,7 +24,7 @@ class FileBytes:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()  # of the file's position, where reading depends on it
+        self._lock = threading.Lock()  # guards the file's position, where reading depends on it
         self._whole: tuple[int, np.ndarray] | None = None
         try:
             self._file = path.open("rb", buffering=0)

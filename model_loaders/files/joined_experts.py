@@ -17,7 +17,7 @@ from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensors import PLAIN, StoredTensor
 
 _LOW = np.uint64(0x0F0F0F0F0F0F0F0F)  # the lower half of each byte
-SUFFIXES = ("", "_bias", "_blocks", "_scales")  # of the tensors of all experts
+SUFFIXES = ("", "_bias", "_blocks", "_scales")  # suffixes of tensors that hold all experts
 _BLOCK, _CODES = 32, 16  # values of a block of MXFP4, and bytes of their codes
 
 

@@ -22,7 +22,7 @@ _KEYS = {
 }
 _NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # values of the key pooling_mode, in newer files
 _ARITHMETIC = ("Transformer", "Pooling", "Dense", "Normalize")  # modules whose results can be computed
-_MOST_NUMBERS = 2**20  # of a vector that a module takes or gives
+_MOST_NUMBERS = 2**20  # in a vector that a module takes or gives
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _WHOLE_NAMES = (
     *("delta_decay", "delta_dt_bias", "mamba_decay", "mamba_dt_bias", "mamba_skip"),
 )
 _CONVOLUTIONS = ("conv", "delta_conv", "mamba_conv")
-_FLAT = ("mamba_decay", "mamba_skip", "mamba_out_norm")  # of GGUF files, which have them in two dimensions
+_FLAT = ("mamba_decay", "mamba_skip", "mamba_out_norm")  # two-dimensional in GGUF files
 _WITHOUT_OFFSET = ("delta_out_norm",)  # norms whose weights are stored as they are
 
 

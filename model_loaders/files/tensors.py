@@ -31,7 +31,7 @@ class StoredTensor:
     file_rows: np.ndarray | None = None  # int64 (rows,): each row's number in the file; None: they are the same
     factor: float = 1.0  # a number to multiply every value by
     added: float = 0.0  # a number to add to every value afterwards
-    negated_exp: bool = False  # of every value x, −exp(x) is taken
+    negated_exp: bool = False  # every value x becomes −exp(x)
 
     @property
     def columns(self) -> int:

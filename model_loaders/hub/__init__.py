@@ -42,7 +42,7 @@ Fits = Callable[[ModelConfig | None, int], bool]
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _WORTH_SAYING = 1 << 20  # bytes; smaller downloads, such as configurations, are not announced
-_HEAD_BYTES = 1 << 18  # of a GGUF file: enough for its sizes, which precede its vocabulary
+_HEAD_BYTES = 1 << 18  # the beginning of a GGUF file has its sizes, before its vocabulary
 
 
 def fetch(

@@ -20,7 +20,7 @@ BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the confi
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
-    "modules.json",  # of an embedding model, as all that follow
+    "modules.json",  # this and all that follow belong to embedding models
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
     *(f"{folder}_Dense/{name}" for folder in (2, 3) for name in (CONFIG, SINGLE)),
@@ -81,9 +81,9 @@ def quantizations(files: Iterable[HubFile]) -> list[Quantization]:
     """The models among `files`, the best first, without image projectors, importance matrices and incomplete models."""
     groups: dict[tuple[str, int], list[HubFile]] = {}
     for file in files:
-        found = _GGUF.fullmatch(file.path)
-        if found is not None and not _NO_MODEL.search(file.name):
-            groups.setdefault((found["stem"], int(found["parts"] or 1)), []).append(file)
+        match = _GGUF.fullmatch(file.path)
+        if match is not None and not _NO_MODEL.search(file.name):
+            groups.setdefault((match["stem"], int(match["parts"] or 1)), []).append(file)
     made = [
         Quantization(_label(stem), tuple(sorted(group, key=lambda file: file.path)))
         for (stem, parts), group in groups.items()
@@ -98,15 +98,15 @@ def quantization_of(file_name: str) -> str:
     >>> quantization_of("SmolLM2-1.7B-Instruct-Q4_K_M.gguf"), quantization_of("model.gguf")
     ('Q4_K_M', 'model.gguf')
     """
-    found = _GGUF.fullmatch(file_name)
-    stem = found["stem"] if found else file_name
+    match = _GGUF.fullmatch(file_name)
+    stem = match["stem"] if match else file_name
     return file_name if (label := _label(stem)) == stem else label
 
 
 def _label(stem: str) -> str:
     name = stem.rpartition("/")[2]
-    found = _LABEL.search(name)
-    return found[1] if found else name
+    match = _LABEL.search(name)
+    return match[1] if match else name
 
 
 def _rank(model: Quantization) -> tuple[int, int, str]:
@@ -136,25 +136,25 @@ def choose_gguf(
     listed = ", ".join(f"{model.label} ({size_text(model.size)})" for model in models)
     if name.quantization is not None:
         wanted = name.quantization.lower()
-        found = [m for m in models if wanted in (m.label.lower(), *(file.name.lower() for file in m.files))]
-        if not found:
+        matches = [m for m in models if wanted in (m.label.lower(), *(file.name.lower() for file in m.files))]
+        if not matches:
             raise LoadError(f"{name.repo} has no {name.quantization}; there are {listed}.")
     else:
-        found = [model for model in models if fits(model.size)]
-        found = [model for model in found if all(map(is_here, model.files))] or found
-        if not found:
+        matches = [model for model in models if fits(model.size)]
+        matches = [model for model in matches if all(map(is_here, model.files))] or matches
+        if not matches:
             raise LoadError(
                 f"Of {name.repo}, no file fits in memory here together with its KV store; there are {listed}. Choose a "
                 f"smaller model or context, or name a file to load it all the same: {name.repo}:{models[-1].label}."
             )
-        found = [model for model in models if model.label == found[0].label]
-    if len(found) > 1:
-        names = ", ".join(file.name for model in found for file in model.files)
+        matches = [model for model in models if model.label == matches[0].label]
+    if len(matches) > 1:
+        names = ", ".join(file.name for model in matches for file in model.files)
         raise LoadError(
-            f"{name.repo} has several files of {found[0].label}: name one of them, as in "
-            f"{name.repo}:{found[0].files[0].name}; there are {names}."
+            f"{name.repo} has several files of {matches[0].label}: name one of them, as in "
+            f"{name.repo}:{matches[0].files[0].name}; there are {names}."
         )
-    return found[0]
+    return matches[0]
 
 
 def size_text(size: int) -> str:

@@ -17,7 +17,7 @@ class HubName:
 
     repo: str  # "user/repo"
     revision: str | None = None  # a branch, a tag or a commit
-    quantization: str | None = None  # of a GGUF file, or the file's name
+    quantization: str | None = None  # a GGUF file's quantization, or its name
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""

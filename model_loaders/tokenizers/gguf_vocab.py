@@ -99,7 +99,7 @@ class _Vocabulary:
         ends |= {self.named[name] for name in _NAMED_ENDS if name in self.named}
         ends |= {i for name, i in self.listed.items() if name in known_names.CODE_ENDS and self.types[i] in _ADDED}
         end = self.named.get("eos") if self.metadata.get("tokenizer.ggml.add_eos_token", closes) is True else None
-        pair = None if end is None else Pair((end, end), second_type=False)  # of XLM-R, whose separator is the end
+        pair = None if end is None else Pair((end, end), second_type=False)  # as XLM-R, whose separator is the end
         bos = self.named.get("bos", self.control.get("<bos>"))
         return SpecialIds(bos if wants else None, frozenset(ends), end, pair)
 

@@ -37,8 +37,8 @@ class AnswerParser:
         *,
         thinks: bool = False,
     ) -> None:
-        """format: that of calls; None if there are none. names: the functions that may be called. control: as for
-        `CallFormat.marker`. tags: those around reasoning. thinks: whether the prompt ends with the opening tag.
+        """format: how calls are written; None if there are none. names: the functions that may be called. control: as
+        for `CallFormat.marker`. tags: the tags around reasoning. thinks: whether the prompt ends with the opening tag.
         """
         self._format, self._names, self._tags = format, frozenset(names), tags
         self._marker = "" if format is None else format.marker(control)

@@ -43,7 +43,7 @@ def grammar(
     """The grammar of an answer that may, must or must not call `functions`.
 
     control: name → id of control tokens. several: whether there may be more than one call. tags: those around
-    reasoning, with which an answer may begin. schema: that of an answer without calls, prepared for %json.
+    reasoning, with which an answer may begin. schema: of the text of an answer without calls, prepared for %json.
     """
     return _Grammar(format, functions, control, calls, several and format.several, tags, schema).text()
 

@@ -27,7 +27,7 @@ def channel_grammar(
     control: name → id of control tokens. Models name the function before the channel, as their template does, or after
     it. schema: of the text, prepared for %json.
     """
-    channel = format.middle[0].removeprefix(channels.channel).split(maxsplit=1)[0]  # of calls
+    channel = format.middle[0].removeprefix(channels.channel).split(maxsplit=1)[0]  # the channel of calls
     last = {"may": "(call | said)", "must": "call", "none": "said"}[calls]
     said = [literal(channels.header(name), control) for name in (channels.reasoning, channel, channels.final)]
     lines = [

@@ -24,12 +24,13 @@ class ChannelParser:
         begun: bool = False,
         inline: bool = False,
     ) -> None:
-        """format: that of calls; None if there are none. names: the functions that may be called. begun: whether the
-        prompt ends with the header of the text. inline: whether reasoning is text, with its header and its end.
+        """format: how calls are written; None if there are none. names: the functions that may be called.
+        begun: whether the prompt ends with the header of the text. inline: whether reasoning is text, with its header
+        and its end.
         """
         self._inline = Inline(channels) if inline else None
         self._reader = ChannelReader(channels, to="" if format is None else format.opening, names=names, begun=begun)
-        self._arguments = ""  # of the last call
+        self._arguments = ""  # arguments of the last call
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call, or before a message's text
 

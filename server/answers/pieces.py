@@ -25,8 +25,8 @@ class Progress:
     """How much of a prompt has been computed."""
 
     total: int  # tokens of the prompt
-    cached: int  # those that were found in the cache
-    processed: int  # those found in the cache or computed so far
+    cached: int  # tokens that were found in the cache
+    processed: int  # tokens found in the cache or computed so far
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()  # in answers to raw prompts
     prompt_ids: tuple[int, ...] = ()  # in the first piece, if the prompt's log-probabilities are requested
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first piece: those of all tokens except the first
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first piece, for all tokens except the first
     finish_reason: str | None = None  # in the last piece: "stop", "length" or "tool_calls"
     usage: Usage | None = None  # in the last piece
     stopped_by: str | None = None  # in the last piece: the client's stop string that ended the answer

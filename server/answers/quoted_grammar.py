@@ -22,7 +22,7 @@ _HELD = (
     *("type", "enum", "const", "anyOf", "oneOf", "$ref"),
     *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
 )
-_NAME = r"/[^\s:,{}\[\]<>\"]+/"  # of a field that the schema does not list
+_NAME = r"/[^\s:,{}\[\]<>\"]+/"  # name of a field that the schema does not list
 
 
 def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool, escaped: str) -> list[str]:
@@ -53,7 +53,7 @@ class QuotedRules:
         self._references: dict[str, str] = {}
 
     def lines(self, schema: Mapping[str, Any]) -> list[str]:
-        """The rule of this name, and those that it uses. Raises ValueError for a schema that cannot hold."""
+        """The rule of this name, and the rules that it uses. Raises ValueError for a schema that cannot hold."""
         self._root = schema
         return [f"{self._name}: {self._value(schema)}", *self._lines]
 

@@ -13,8 +13,8 @@ from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.server.reading.infill import infill_of
 
 OLLAMA = "0.14.3"
-"""The version of Ollama whose API this server has. Clients refuse older ones: Copilot in VS Code those before 0.6.4,
-since these do not tell what a model can do, and Codex those before 0.13.4, which lack Responses."""
+"""The version of Ollama whose API this server has. Clients refuse older versions: Copilot in VS Code needs
+0.6.4, which tells what a model can do, and Codex needs 0.13.4, which has Responses."""
 
 
 def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is_folder: bool) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,9 +20,10 @@ from polarlm.server.answers.answering import answer
 from polarlm.server.answers.pieces import Answer, Piece, fold
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.streams import COMMENT, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
-from polarlm.server.http.warnings import warn
+from polarlm.server.http.streams import COMMENT, DATA, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
+from polarlm.server.http.warnings import unknown_fields, warn
 from polarlm.server.reading.adapters import with_adapter
+from polarlm.server.reading.fields import FIELDS
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
@@ -43,34 +45,39 @@ def about(driver: Driver) -> About:
     return About(engine.model, config.parse_special, not config.hide_cached_tokens, engine.context)
 
 
-class Writer(Protocol):
-    """Makes the JSON objects of one response."""
+class Writer(ABC):
+    """Makes the JSON objects of one response. Errors have OpenAI's shape unless a writer has its own."""
 
+    @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Any:
         """The body of a response that is not streamed: a JSON value."""
 
+    @abstractmethod
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterable[Event]:
         """The events of a piece of answer `index`. first: whether it is the answer's first piece."""
 
     def ending(self, usages: Sequence[Usage]) -> Iterable[Event]:
         """The events after the end of the last answer; usages: one for each answer."""
+        return ()
 
     def failure(self, error: ApiError) -> Event:
         """The last event of a stream that an error ends."""
+        return error.body()
 
 
-class Endpoint(Protocol):
+class Endpoint(ABC):
     """How one endpoint reads its requests, and how it writes the answers."""
 
-    @property
-    def framing(self) -> Framing:
-        """How the events of a streamed answer are framed."""
+    framing: Framing = DATA  # how the events of a streamed answer are written
+    known: Collection[str] = FIELDS  # fields that are read, or have no effect by intent; all others get a warning
 
+    @abstractmethod
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
         """The request in the body of an HTTP request. Raises BadRequest."""
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         """Sentences about fields of a validated body that have no effect, although the client may expect one."""
+        return unknown_fields(body, self.known)
 
 
 class Generation:

@@ -59,13 +59,13 @@ def _is_neutral(name: str, value: Any, body: Body) -> bool:
 
 
 def complaint(body: Body) -> tuple[str, str] | None:
-    """The first refused field of those that are `given`, and a sentence that names it; else None."""
+    """The first refused field of a body of `given` fields, and a sentence that names it; else None."""
     found = (FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "refused")
     return next(((field.name, f"{field.name}: {field.says}") for field in found), None)
 
 
 def warnings(body: Body) -> list[tuple[str, str]]:
-    """The fields of those that are `given` that are not done as they ask, each with a sentence that names it."""
+    """The `given` fields that are not done as they ask, each with a sentence that names it."""
     ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "ignored"]
     told = [(field.name, f"{field.name} is ignored: {field.says}") for field in ignored]
     for name, most in CAPS.items():
@@ -75,7 +75,7 @@ def warnings(body: Body) -> list[tuple[str, str]]:
 
 
 def capped(name: str, value: Any) -> Any:
-    """`value`, or in the place of a larger or negative number the most that a field of CAPS can be."""
+    """`value`, limited to the maximum of a field of CAPS; a negative number means the maximum too."""
     most = CAPS.get(name)
     return most if most is not None and _is_number(value) and not 0 <= value <= most else value
 
@@ -117,7 +117,7 @@ RULES: Mapping[str, Rule] = {
     ),
 }
 CAPS = {"repeat_last_n": PENALTY_WINDOW, "speculative.n_max": MOST_DRAFTED}
-"""Fields for which the most that there is here stands in the place of more, and of a negative number."""
+"""Fields with a maximum, which also replaces larger and negative numbers."""
 
 _MEANT_EMPTY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "prompt", "input", "content"), ("", [], {})),

@@ -3,8 +3,8 @@
 Agents send their history with every turn, so a part of it that this server cannot use must not end the conversation: it
 is put otherwise, or left out with a warning. Only what the user asks now is refused for the media in it.
 
-How a part is put does not depend on later ones, so that a prompt begins with that of the turn before. The one exception
-is a result, which goes to its call unless an answer was begun without it.
+How a part is put does not depend on later ones, so that a prompt begins with the prompt of the turn before. The one
+exception is a result, which goes to its call unless an answer was begun without it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Call:
     id: str
     name: str
     has_id: bool  # whether the client gave it one
-    results: list[Message | None]  # those of its message's calls, in the order of the calls
+    results: list[Message | None]  # results of its message's calls, in the order of the calls
     place: int  # in `results`
 
 

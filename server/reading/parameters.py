@@ -30,9 +30,9 @@ class ParsedRequest:
     params: SamplingParams
     stream: bool
     n: int  # answers to each prompt
-    include_usage: bool  # that of stream_options
+    include_usage: bool  # include_usage of stream_options
     progress: bool = False  # whether pieces report how much of the prompt has been computed
-    sign_seconds: float | None = None  # of silence before a sign of life in a stream; 0: none; None: the server's
+    sign_seconds: float | None = None  # silence before a sign of life in a stream; 0: none; None: the server's
     more_prompts: tuple[Prompt, ...] = ()  # prompts with the same options; in APIs that accept several in a request
     tools: Tools | None = None
     constrained_by: str | None = None  # the field that constrains the answer

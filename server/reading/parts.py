@@ -22,7 +22,7 @@ _TEXTS = {  # members that have text, or objects with text
     *("title", "url", "filename", "context", "text", "refusal", "content", "source", "summary", "message"),
     *("output", "outputs", "results", "logs", "stdout", "stderr", "error", "error_code"),
 }
-_MOST_DEPTH = 8  # of the texts in a part
+_MOST_DEPTH = 8  # nesting of the texts in a part
 _MOST_NAMED, _LONGEST = 5, 38  # names in a sentence, and characters of each
 
 

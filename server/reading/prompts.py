@@ -95,7 +95,7 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bo
 
 
 def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
-    """Variables of the model's template: those in `value`, and those that an effort of reasoning implies."""
+    """Variables of the model's template: the ones in `value`, and the ones that an effort of reasoning implies."""
     field = "chat_template_kwargs"
     asked = {} if effort is None else _reasoning(text("reasoning_effort", effort))
     if value is None:

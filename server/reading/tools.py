@@ -13,7 +13,7 @@ from polarlm.server.reading.values import BadRequest, flag, text, wrong
 
 MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON
-MOST_DEPTH = 64  # of a tool's JSON
+MOST_DEPTH = 64  # nesting of a tool's JSON
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _FUNCTION = '{"type": "function", "function": {"name": "…"}}'
 _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "required": "must", "none": "none"}
@@ -24,7 +24,7 @@ class Tools:
     """The functions of a request."""
 
     given: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
-    callable: tuple[dict[str, Any], ...]  # those that this answer may call
+    callable: tuple[dict[str, Any], ...]  # the functions that this answer may call
     calls: Literal["may", "must", "none"]
     several: bool  # whether there may be more than one call
 

@@ -368,6 +368,7 @@ def test_input_is_utf8_whatever_the_locale_says():
 
 @pytest.mark.slow
 def test_a_prompt_is_utf8_whatever_the_locale_says():
+    """Two processes are started."""
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"}
     words = ["-p", "größe", "-sys", "für", "-r", "ß?", "-st"]
     done = run_fake(*(word.encode() for word in words), env=plain)

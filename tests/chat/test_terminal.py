@@ -1,4 +1,4 @@
-"""The chat at a terminal: what a person sees and can press."""
+"""The chat at a terminal: what a person sees and can press. The slow tests start a process or two each."""
 
 import fcntl
 import json
@@ -92,19 +92,6 @@ def open_chat(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_prompt_waits_and_ctrl_d_leaves(open_chat):
-    chat = open_chat()
-    chat.until("fake: a context of 128 tokens fits")
-    chat.until("> ")
-    chat.type("hello" + ENTER)
-    chat.until("you said: hello")
-    chat.until("> ")
-    chat.type(CTRL_D)
-    assert chat.end() == 0
-    assert "Traceback" not in chat.shown
-
-
-@pytest.mark.slow
 def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     chat = open_chat()
     chat.until("> ")
@@ -141,17 +128,6 @@ def test_a_long_prompt_shows_how_far_it_is_and_can_be_stopped(open_chat):
 
 
 @pytest.mark.slow
-def test_ctrl_c_after_a_stopped_answer_leaves(open_chat):
-    chat = open_chat("-p", "slow")
-    chat.until("slow slow")
-    chat.type(CTRL_C)
-    chat.until("The answer was stopped.")
-    chat.until("> ")
-    chat.type(CTRL_C)
-    assert chat.end() == 0
-
-
-@pytest.mark.slow
 def test_ctrl_c_at_the_empty_prompt_leaves_the_second_time(open_chat):
     chat = open_chat()
     chat.until("> ")
@@ -172,17 +148,13 @@ def test_ctrl_c_clears_what_was_typed(open_chat):
     chat.until("you said: instead")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "typed",
-    ["one\\" + ENTER + "two", "one" + ALT_ENTER + "two", "\x1b[200~one\ntwo\x1b[201~"],
-    ids=["backslash", "alt-enter", "paste"],
-)
-def test_a_message_may_have_several_lines(open_chat, typed):
+def test_a_message_may_have_several_lines(open_chat):
+    """With a backslash at the end of a line, with Alt-Enter, and pasted."""
     chat = open_chat()
-    chat.until("> ")
-    chat.type(typed + ENTER)
-    chat.until("you said: one\r\ntwo\r\n")
+    for typed in ("one\\" + ENTER + "two", "one" + ALT_ENTER + "two", "\x1b[200~one\ntwo\x1b[201~"):
+        chat.until("> ")
+        chat.type(typed + ENTER)
+        chat.until("you said: one\r\ntwo\r\n")
 
 
 @pytest.mark.slow
@@ -244,70 +216,33 @@ def test_without_a_home_folder_messages_come_back_in_the_same_chat(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_commands_answer_at_the_terminal(open_chat):
-    chat = open_chat()
-    chat.until("> ")
-    chat.type("/nonsense" + ENTER)
-    chat.until("There is no command /nonsense")
-    chat.until("> ")
-    chat.type("error" + ENTER)
-    chat.until("the prompt has 200 tokens")
-    chat.until("/clear forgets")
-    chat.until("> ")
-    chat.type("/help" + ENTER)
-    chat.until("/regen")
-    chat.until("> ")
-    chat.type("/exit" + ENTER)
-    assert chat.end() == 0  # a person saw the error of that turn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "what"), [("/save", "saving"), ("/load", "loading")])
-def test_a_slow_file_shows_how_far_it_is_and_ctrl_c_keeps_the_session(open_chat, tmp_path, command, what):
+def test_a_slow_file_shows_how_far_it_is_and_ctrl_c_keeps_the_session(open_chat, tmp_path):
     chat = open_chat()
     chat.until("> ")
     chat.type("hello" + ENTER)
     chat.until("you said: hello")
-    chat.until("> ")
-    chat.type(f"{command} {tmp_path / 'slow'}" + ENTER)
-    chat.until(f"{what} ")
-    chat.until("% |")
-    chat.type(CTRL_C)
-    chat.until("Stopped; the conversation and the file are as they were.")
-    assert not (tmp_path / "slow").exists()
+    for command, what in (("/save", "saving"), ("/load", "loading")):
+        chat.until("> ")
+        chat.type(f"{command} {tmp_path / 'slow'}" + ENTER)
+        chat.until(f"{what} ")
+        chat.until("% |")
+        chat.type(CTRL_C)
+        chat.until("Stopped; the conversation and the file are as they were.")
+        assert not (tmp_path / "slow").exists()
     chat.until("> ")
     chat.type("/regen" + ENTER)
     chat.until("you said: hello")
 
 
-def test_control_characters_of_a_saved_conversation_do_not_reach_the_terminal(open_chat, tmp_path):
+def test_control_characters_do_not_reach_the_terminal(open_chat, tmp_path):
+    """An answer has them, or a saved conversation."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a\x1b]0;title\x07b"}]
     (tmp_path / "talk").write_text(json.dumps({"messages": messages}))
-    chat = open_chat()
+    chat = open_chat("-p", "c\x1b]0;title\x07d")
+    chat.until("you said: c␛]0;title␇d")
     chat.until("> ")
     chat.type(f"/load {tmp_path / 'talk'}" + ENTER)
     chat.until("a␛]0;title␇b")
-
-
-@pytest.mark.slow
-def test_control_characters_of_the_model_do_not_reach_the_terminal(open_chat):
-    chat = open_chat("-st", "-p", "a\x1b]0;title\x07b")
-    chat.until("you said: a␛]0;title␇b")
-    assert chat.end() == 0
-
-
-@pytest.mark.slow
-def test_raw_completion_shows_its_prompt(open_chat):
-    chat = open_chat("-no-cnv", "-p", "Once ")
-    chat.until("Once you said: Once ")
-    assert chat.end() == 0
-
-
-@pytest.mark.slow
-def test_raw_completion_at_a_terminal_needs_a_prompt(open_chat):
-    chat = open_chat("-no-cnv")
-    chat.until("error: -no-cnv/--no-conversation needs a prompt")
-    assert chat.end() == 2
 
 
 def test_ctrl_c_in_a_single_turn_is_an_interrupt(open_chat):

@@ -6,8 +6,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
@@ -37,7 +35,7 @@ def assert_agrees(bits: int, x: np.ndarray) -> None:
 
 @every_table
 def test_random_pairs(bits):
-    x = np.random.default_rng(bits).standard_normal((250_000, 2), np.float32)
+    x = np.random.default_rng(bits).standard_normal((50_000, 2), np.float32)
     assert_agrees(bits, x)
 
 
@@ -70,14 +68,3 @@ def test_the_first_of_equally_near_points_wins():
     square = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]], np.float32)
     x = np.array([[0, 0], [0, 3], [-3, 0], [0, -3], [3, 0], [-0.0, -0.0], [0, 100], [-1e30, 0]], np.float32)
     assert NearestPoint(square)(x)[0].tolist() == [0, 0, 1, 2, 0, 0, 0, 1]
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=20)
-@given(count=st.integers(1, 40), spread=st.sampled_from([0.0, 0.01, 0.3, 1.0]), seed=st.integers(0, 2**32 - 1))
-def test_any_table(count, spread, seed):
-    """Points may coincide, be fewer than the cells, and lie in a row or a column."""
-    random = np.random.default_rng(seed)
-    points = np.clip(np.round(random.standard_normal((count, 2)) * spread, 1), -2.5, 2.5).astype(np.float32)
-    x = np.concatenate([random.standard_normal((2000, 2), np.float32) * 2, points, -points, np.round(points)])
-    assert np.array_equal(NearestPoint(points)(x)[0], by_comparison(points, x))

@@ -11,11 +11,9 @@ RADIUS_BITS = {"polarpair-m4n4": 4, "polarpair-m4n2": 2}
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
 VARIANTS = [name + option for name in RADIUS_BITS for option in ("", "+g16", "+minmax-radius", "+minmax+g32")]
 every_name = pytest.mark.parametrize(("name", "n"), RADIUS_BITS.items())
-every_variant = pytest.mark.parametrize("name", VARIANTS)
+every_variant = in_turn("name", VARIANTS)
 
 EPS = np.finfo(np.float32).eps
-# The mean length of the contexts that the paper counts bits at, "12.2K", and its head dim.
-T, D = round(12.2 * 1024), 128
 
 
 def stored(codec, codes):
@@ -30,20 +28,7 @@ def polar(x):
     return np.hypot(a, b), np.arctan2(b, a)
 
 
-def test_the_papers_bits_of_m4n4():
-    """Table 3: 4 + 8/T + 16·s/T with one scale for the whole text and s = 128 tokens in full precision."""
-    bits = codecs.bits_per_value(codecs.get("polarpair-m4n4"), T, D)
-    assert bits == 4 + 8 / T
-    assert round(bits + 16 * 128 / T, 2) == 4.16
-
-
-def test_the_papers_bits_of_m4n2():
-    """Table 5: groups of 64, residual length 64, of which half is filled on average. Two numbers per group fit."""
-    bits = codecs.bits_per_value(codecs.get("polarpair-m4n2+minmax-radius"), 64, D)
-    assert round(bits + 16 * 64 / 2 / T, 2) == 3.29
-
-
-@pytest.mark.parametrize(("name", "head_dim"), each(RADIUS_BITS, HEAD_DIMS))
+@in_turn("name head_dim", each(RADIUS_BITS, HEAD_DIMS))
 def test_codes_match_the_paper(name, head_dim):
     """§3.2 with θ = atan2 + π, in float64, from the stored scale."""
     n = RADIUS_BITS[name]
@@ -98,35 +83,6 @@ def test_decode_is_the_formula(name):
     exact = np.stack([radius * np.cos(angle), radius * np.sin(angle)], -1).reshape(64, 64)
     # Six roundings of the radius and the product, and of an angle of up to 2π before its cosine.
     assert np.allclose(codecs.get(name).decode(codes), exact, rtol=0, atol=(6 + 2 * np.pi * 3) * EPS * radius.max())
-
-
-@every_name
-def test_error_on_gaussian_pairs_is_that_of_uniform_cells(name, n):
-    """The angle is off by up to π/16 either way, evenly, and independently of the radius, which is Rayleigh:
-    E|e|² = E[r² + r̂² − 2·r·r̂·sin(π/16)/(π/16)], r̂ being r to the nearest multiple of the scale."""
-    x = gaussian(8, 4096, 16)
-    codes = codecs.get(name).encode(x)
-    squared = np.square(codecs.get(name).decode(codes) - x).sum(-1)
-    step = codes["radius_step"].astype(np.float64).reshape(-1, 1)
-    r = 8 * (np.arange(100_000) + 0.5) / 100_000
-    density = r * np.exp(-(r**2) / 2)
-    decoded = np.clip(np.rint(r / step), 0, 2**n - 1) * step
-    pair = (density * (r**2 + decoded**2 - 2 * r * decoded * np.sinc(1 / 16))).sum(1) / density.sum()
-    assert squared.mean() / 16 == pytest.approx(pair.mean() / 2, rel=0.03)
-
-
-def test_minmax_is_better_on_narrow_ranges_of_angles():
-    """Slow channels of RoPE rotate little within a block: cells over their range beat cells over the circle.
-
-    Unless the fan lies across the direction 0, where angles begin and end.
-    """
-    x = gaussian(64, 64) * np.float32(0.1) + np.float32(4)
-
-    def error(name):
-        return np.square(codecs.get(name).decode(codecs.get(name).encode(x)) - x).mean()
-
-    assert error("polarpair-m4n4+minmax") < 0.1 * error("polarpair-m4n4")
-    assert error("polarpair-m4n4+minmax-radius") < error("polarpair-m4n4")
 
 
 def test_keys_only():

@@ -11,10 +11,11 @@ from hypothesis.extra import numpy as hnp
 from polarlm.engine import codecs
 from polarlm.engine.codecs.polarquant import CENTRES
 from tests.codecs.data import gaussian, streams
+from tests.pairs import in_turn
 
 CODEC = codecs.get("polarquant")
 LEVELS = {head_dim: 4 if head_dim % 16 == 0 else 3 for head_dim in (8, 16, 24, 48, 64, 80, 96, 128, 256)}
-every_head_dim = pytest.mark.parametrize(("head_dim", "levels"), LEVELS.items())
+every_head_dim = in_turn("head_dim levels", LEVELS.items())
 
 
 def polar_transform(x, levels):
@@ -90,14 +91,6 @@ def test_decode_is_the_inverse_transform_of_the_centres(head_dim, levels):
     assert np.allclose(CODEC.decode(codes), radii, rtol=4 * np.finfo(np.float32).eps, atol=1e-12)
 
 
-def test_norms_of_groups_are_kept():
-    """The radius is the true norm, so its error is the rounding to half precision and of float32 sums only."""
-    x = gaussian(64, 128) * np.logspace(-2, 3, 64, dtype=np.float32)[:, None]
-    groups = x.reshape(64, 8, 16), CODEC.decode(CODEC.encode(x)).reshape(64, 8, 16)
-    before, after = (np.linalg.norm(group.astype(np.float64), axis=-1) for group in groups)
-    assert np.allclose(after, before, rtol=2**-11 + 16 * np.finfo(np.float32).eps)
-
-
 def expectation(level, function):
     """E of function(θ, decoded θ) under the density of Lemma 2, by quadrature on 400,000 midpoints."""
     high = 2 * np.pi if level == 1 else np.pi / 2
@@ -105,16 +98,6 @@ def expectation(level, function):
     weight = np.sin(2 * angles) ** (2 ** (level - 1) - 1) if level > 1 else np.ones_like(angles)
     decoded = np.array(CENTRES[level])[nearest(angles, level)[0]]
     return np.sum(weight * function(angles, decoded)) / weight.sum()
-
-
-@pytest.mark.parametrize("level", [1, 2, 3, 4])
-def test_angle_errors_on_gaussian_vectors_match_lemma_2(level):
-    x = gaussian(8192, 128)
-    exact = polar_transform(x, 4)[0][level - 1]
-    stored = stored_angles(CODEC.encode(x), 4)[level - 1]
-    squared = np.square(exact - np.array(CENTRES[level])[stored])
-    theory = expectation(level, lambda angle, decoded: np.square(angle - decoded))
-    assert abs(squared.mean() - theory) < 4 * squared.std() / np.sqrt(squared.size)
 
 
 @pytest.mark.parametrize(("head_dim", "levels"), [(128, 4), (24, 3)])

@@ -7,18 +7,12 @@ import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.codecs.ring import RINGS, points_of
-from scripts.design_rings import Plane
 from tests.codecs.data import gaussian, stored_norms
 from tests.pairs import in_turn
 
 NAMES = {"ring3": 6, "ring3.5": 7, "ring4": 8, "ring5": 10}
 every_ring = pytest.mark.parametrize(("name", "bits"), NAMES.items())
 every_design = pytest.mark.parametrize("bits", RINGS)
-
-
-@pytest.fixture(scope="module")
-def plane() -> Plane:
-    return Plane(1500, 99)
 
 
 @every_design
@@ -36,35 +30,6 @@ def test_points_of_ring5_are_images_of_those_in_a_quadrant():
     assert (quadrants[0, 0] > 0).all()
     signs = [[(x, y) for x in (1, -1)] for y in (1, -1)]
     np.testing.assert_array_equal(quadrants, quadrants[0, 0] * np.float32(signs)[:, :, None])
-
-
-@every_design
-def test_radii_are_a_fixed_point_of_lloyds_algorithm(bits, plane):
-    """A step on another grid than the design's moves no radius by more than a thousandth, which the grids resolve."""
-    phases, radii = zip(*RINGS[bits], strict=True)
-    _, moved = plane.settle(phases, np.array(radii), 1, symmetric=bits == 10)
-    assert moved == pytest.approx(np.array(radii), abs=1e-3)
-
-
-def test_no_exchange_between_neighbouring_rings_lowers_the_error_of_ring3(plane):
-    phases, radii = (list(column) for column in zip(*RINGS[6], strict=True))
-    best, _ = plane.settle(phases, np.array(radii), 10)
-    for ring in range(len(phases) - 1):
-        for giver, taker in ((ring, ring + 1), (ring + 1, ring)):
-            trial = list(phases)
-            trial[giver] -= 1
-            trial[taker] += 1
-            if trial[giver]:
-                assert plane.settle(trial, np.array(radii), 10)[0] > best
-
-
-@every_design
-def test_error_on_gaussian_pairs_matches_the_density(bits, plane):
-    phases, radii = zip(*RINGS[bits], strict=True)
-    theory, _ = plane.settle(phases, np.array(radii), 1, symmetric=bits == 10)
-    x = gaussian(100_000, 2)
-    squared = np.square(x - codecs.get(list(NAMES)[list(RINGS).index(bits)]).rounding.nearest(x)[1]).mean(1)
-    assert abs(squared.mean() - theory) < 4 * squared.std() / np.sqrt(len(x))
 
 
 @pytest.mark.parametrize(
@@ -91,15 +56,6 @@ def test_decode_is_the_stored_norm_times_the_nearest_points(name, bits, option):
     stored = stored_norms(codec, norms)
     assert np.array_equal(codec.decode(fields), points.reshape(x.shape) * stored[..., None])
     assert np.array_equal(codec.decode(fields), points_of(bits)[codes].reshape(x.shape) * stored[..., None])
-
-
-@every_ring
-def test_a_pair_is_two_neighbouring_channels(name, bits):
-    codec = codecs.get(name)
-    x = gaussian(8, 16)
-    codes, _ = codec.rounding.nearest(x.reshape(-1, 2))
-    fields = codec.rounding.assemble(codes.reshape(8, 8), np.ones(8, np.float32))
-    assert np.square(codec.decode(fields) - x).mean() < 0.05
 
 
 @every_ring

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
+from tests.pairs import in_turn
 
 HEAD_DIMS = [8, 16, 24, 48, 64, 80, 96, 128, 256]
 
@@ -19,7 +20,7 @@ def test_orthogonal(rotation):
         assert np.abs(w.astype(np.float64) @ w.T - np.eye(head_dim)).max() < tolerance, head_dim
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@in_turn("head_dim", HEAD_DIMS)
 def test_hadamard_spreads_a_coordinate_evenly_over_the_largest_power_of_two(head_dim):
     w = signed_hadamard(head_dim)
     order = max(n for n in (8, 16, 32, 64, 128, 256) if head_dim % n == 0)
@@ -28,7 +29,7 @@ def test_hadamard_spreads_a_coordinate_evenly_over_the_largest_power_of_two(head
     assert np.abs(w[w != 0]) == pytest.approx(order**-0.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@in_turn("head_dim", HEAD_DIMS)
 def test_twice_signed_hadamard_has_signs_on_both_sides(head_dim):
     """A block divided by the signs of its first row and of its first column is the Hadamard matrix."""
     order = head_dim & -head_dim
@@ -40,14 +41,6 @@ def test_twice_signed_hadamard_has_signs_on_both_sides(head_dim):
     assert np.array_equal(bare, expected)
     if order >= 64:
         assert len(np.unique(block[0])) == len(np.unique(block[:, 0])) == 2
-
-
-def test_dense_entries_have_the_moments_of_a_uniform_rotation():
-    """E w² = 1/D and E w⁴ = 3/(D(D+2)); D² entries, and a standard deviation of w⁴ of about √96/D²."""
-    d = 128
-    w = dense(d).astype(np.float64)
-    assert abs(np.mean(w)) < 4 / d**1.5
-    assert np.mean(w**4) * d * (d + 2) / 3 == pytest.approx(1, abs=4 * np.sqrt(96) / 3 / d)
 
 
 @pytest.mark.parametrize("rotation", [signed_hadamard, twice_signed_hadamard, dense])

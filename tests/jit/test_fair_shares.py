@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from mmap import mmap
 from typing import Any, NamedTuple
@@ -111,23 +110,6 @@ def assert_fair(turn: Callable[[int], Turn]) -> None:
         alone.append(turn(1))
         wrong = unfair(waiting, alone) if len(waiting) >= TURNS else "too few turns"
     assert not wrong, wrong
-
-
-@pytest.mark.slow  # seconds of turns, and other programs in them
-@needs_two_cpus
-def test_two_callers_of_a_process_have_fair_shares() -> None:
-    end_of_compilation()
-    own, players = Workers(), (Player(), Player())
-    own.start(2)
-
-    def turn(threads: int) -> Turn:
-        cpu, begin = time.process_time(), time.monotonic() + 0.01
-        with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(player.runs, own, threads, begin, TURN) for player in players]
-            first, second = (call.result(PATIENCE) for call in calls)
-        return Turn((first, second), time.process_time() - cpu)
-
-    assert_fair(turn)
 
 
 @pytest.mark.slow  # seconds of turns, and other programs in them

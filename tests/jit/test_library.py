@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -142,13 +143,11 @@ def test_the_process_waits_for_a_kernel_that_a_daemon_asked_for(monkeypatch: pyt
     "damage",
     [
         lambda code: b"",
-        lambda code: code[: len(code) // 2],
         lambda code: code[:-1] + bytes([code[-1] ^ 1]),
         lambda code: bytes([code[0] ^ 1]) + code[1:],
-        lambda code: bytes(len(code)),
         lambda code: code + b"\0",
     ],
-    ids=["empty", "truncated", "last byte", "checksum", "zeros", "longer"],
+    ids=["empty", "last byte", "checksum", "longer"],
 )
 def test_a_damaged_file_is_replaced(folder: Path, compiled: list[str], damage) -> None:
     loaded()
@@ -351,34 +350,19 @@ def test_what_is_no_file_is_not_loaded_and_does_not_hang(folder: Path, compiled:
             file.write_bytes(right)
 
 
-def test_processes_may_write_at_the_same_time(tmp_path: Path) -> None:
-    program = """
-import sys
-from pathlib import Path
-from tests.jit.test_library import *
-library = Library(LEVEL, ObjectCache(Path(sys.argv[1]), "key"))
-print("ready", flush=True)
-sys.stdin.readline()
-for number in range(8):
-    assert stored_by(library.address(number_kernel(number))) == number
-"""
-    command = [sys.executable, "-c", program, str(tmp_path / "set")]
-    pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
-    try:
-        for process in processes:
-            assert process.stdout.readline() == "ready\n"
-        for process in processes:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        assert [process.wait(PATIENCE) for process in processes] == [0, 0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    cache = ObjectCache(tmp_path / "set", "key")
-    assert all(cache.read(f"test_{number}") for number in range(8))
-    assert len(files(tmp_path)) == 8
+def test_writers_and_readers_at_the_same_time_see_whole_files(tmp_path: Path) -> None:
+    """Each has a cache of its own, as processes have."""
+    contents = [bytes([number]) * 200_000 for number in range(4)]
+
+    def write_and_read(content: bytes) -> None:
+        cache = ObjectCache(tmp_path / "set", "key")
+        for _ in range(20):
+            cache.write("name", content)
+            assert cache.read("name") in contents
+
+    with ThreadPoolExecutor(len(contents)) as pool:
+        list(pool.map(write_and_read, contents))
+    assert len(files(tmp_path)) == 1
 
 
 # -- the thread --------------------------------------------------------------------------------------------------------
@@ -426,26 +410,6 @@ def test_what_is_needed_at_once_comes_first(held: tuple[list[str], threading.Eve
 
 
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("LLVM ERROR:\nmore"), OSError("no"), AssertionError()],
-    ids=lambda error: type(error).__name__,
-)
-def test_what_cannot_be_compiled_is_a_sentence(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def broken(kernel: Kernel, level: object) -> bytes:
-        raise error
-
-    monkeypatch.setattr(module, "compile_object", broken)
-    library = Library(LEVEL, None)
-    library.expect([number_kernel(1)])
-    end_of_thread()
-    for needed in (lambda: library.wait([number_kernel(1)]), lambda: library.address(number_kernel(1))):
-        with pytest.raises(KernelError) as raised:
-            needed()
-        assert "test_1" in str(raised.value)
-        assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("error", "advice"),
     [
         (
@@ -477,14 +441,6 @@ def test_errors_of_the_system_pass_and_those_of_the_compiler_do_not(
     else:
         assert library.failed == []
         assert stored_by(library.address(number_kernel(1))) == 1
-
-
-def test_a_missing_function_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
-        e.intrinsic("no_such_function", None)
-
-    with pytest.raises(KernelError, match="test_missing"):
-        Library(LEVEL, None).address(Kernel("test_missing", emit, declared("out")))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -532,7 +488,7 @@ def test_the_program_ends_while_kernels_are_compiled() -> None:
     program = """
 from tests.jit.test_library import *
 library = Library(LEVEL, None)
-library.expect(map(number_kernel, range(2000)))
+library.expect(map(number_kernel, range(300)))
 print(library._has_thread)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)

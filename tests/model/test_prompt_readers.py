@@ -16,11 +16,10 @@ from tests.bare import bare_model, log_softmax, read_model, spread
 from tests.conftest import FIXTURES
 from tests.tiny import PLAIN, assert_idle, blocks_left, by_count, forget, load_tiny, make_model
 
-MODELS = sorted(path.name for path in FIXTURES.iterdir())
 NATIVE = FIXTURES / "llama_gqa_linear"  # the weights of the tiny model
 
 
-@pytest.fixture(params=MODELS[::11])
+@pytest.fixture(params=["gemma3_tied", "granite_hybrid_tied", "muse_glimmer_gated", "llama_gqa_linear"])
 def fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model with quantized K/V, the reference's ids and logits (T, V), and few rows to a unit."""
     monkeypatch.setattr(prompt_readers, "_ROWS", 7)
@@ -182,12 +181,6 @@ def test_others_take_their_steps_while_a_prompt_is_read(tiny: Engine, monkeypatc
     assert between > 3
     while tiny.work():
         pass
-
-
-def test_an_answer_beside_an_embedding_is_the_same(tiny: Engine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=6)
-    beside = tiny.generate("the rain", params, PromptOptions(pooling="mean"))
-    assert beside.token_ids == tiny.generate("the rain", params).token_ids
 
 
 def test_an_unknown_pooling_is_named(tiny: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Angles of RoPE: those of the formula at any position, and the same whatever other positions come with it."""
+"""Angles of RoPE follow the formula at any position, whatever other positions come with it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, model_of
-from tests.weights import load
 
 NAMES = ["input", "queries", "keys", "attention"]
 IDS = [1, *np.random.default_rng(5).integers(5, 96, 43).tolist()]
@@ -25,7 +23,7 @@ Seen = dict[tuple[int, str, int], np.ndarray]  # layer, name, position → a cop
 
 
 class Keep:
-    """Taps that keep all values, and replace the input of every layer by that of `inputs`, if any."""
+    """Taps that keep all values, and replace the input of every layer with its value in `inputs`, if any."""
 
     def __init__(self, model: Transformer, inputs: Seen | None = None):
         self.model, self.inputs, self.seen = model, inputs or {}, Seen()
@@ -45,65 +43,37 @@ def values(model: Transformer, inputs: Seen | None = None) -> Seen:
     return keep.seen
 
 
-def differences(given: Seen, exact: Seen, rounded: Seen) -> Iterator[tuple[int, str]]:
-    """(layer, name), in the order of the forward pass, where `given` differs from `exact` by more than rounding allows.
+def differences(on_device: Seen, exact: Seen, rounded: Seen) -> Iterator[tuple[int, str]]:
+    """(layer, name), in the order of the forward pass, where the two differ by more than rounding allows.
 
     `rounded`: the values on the CPU with the kernels' roundings. Kernels round in other places as well, so four times
     the error is allowed.
     """
-    assert given.keys() == exact.keys() == rounded.keys()
+    assert on_device.keys() == exact.keys() == rounded.keys()
     for layer, name, position in sorted(exact, key=lambda at: (at[2], at[0], NAMES.index(at[1]))):
         at = layer, name, position
         rounding = max(np.abs(rounded[at] - exact[at]).max(), 2.0**-11 * np.abs(exact[at]).max())
-        if not np.abs(given[at] - exact[at]).max() <= 4 * rounding:
+        if not np.abs(on_device[at] - exact[at]).max() <= 4 * rounding:
             yield layer, name
 
 
-def first_difference(fixture: str, *, break_layer: int | None = None, part: str = "") -> tuple[int, str] | None:
-    """The first values in which the emulated GPU differs from NumPy after a change to a matrix of the GPU's model."""
+def first_difference(fixture: str) -> tuple[int, str] | None:
+    """The first values in which the emulated GPU differs from NumPy."""
     device = CudaOps(open_device(checked=False))
     models = [model_of(ops, fixture, ("f16", "f16")) for ops in (SameWeights(device), Rounded(device), device)]
-    if break_layer is not None:
-        weights = models[-1].weights
-        layers = list(weights.layers)
-        kind = "mixer" if part in ("qkv", "out") else "ffn"
-        owner = getattr(layers[break_layer], kind)
-        whole = getattr(owner, part)
-        bent = device.rows(whole).copy()
-        bent[-1, :] *= 1.5
-        changed = replace(whole, parts=(load(device, bent, "f16"),))
-        layers[break_layer] = replace(layers[break_layer], **{kind: replace(owner, **{part: changed})})
-        models[-1].weights = replace(weights, layers=layers)
     exact = values(models[0])
-    rounded, given = (values(model, exact) for model in models[1:])
-    return next(differences(given, exact, rounded), None)
+    rounded, on_device = (values(model, exact) for model in models[1:])
+    return next(differences(on_device, exact, rounded), None)
 
 
 FIXTURE = "qwen3_qk_norm_tied"
 
 
-# A GPU has no kernel of Mamba 2 yet.
-ON_A_GPU = [
-    path.name for path in FIXTURES.iterdir() if "granite_hybrid" not in path.name and "nemotron" not in path.name
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("fixture", sorted(ON_A_GPU)[::8])
+@pytest.mark.parametrize("fixture", ["gemma3_tied", "gpt_oss_mxfp4", "qwen3_5_tied", FIXTURE])
 def test_two_backends_agree_at_every_tap(fixture: str) -> None:
+    """The emulated GPU takes seconds for each model."""
     assert first_difference(fixture) is None
-
-
-@pytest.mark.parametrize(
-    ("layer", "part", "found"),
-    [
-        (1, "qkv", (1, "attention")),  # its last row is one of a value: attention shows it first
-        (0, "out", (1, "input")),
-        (0, "down", (1, "input")),
-    ],
-)
-def test_the_first_value_that_differs_is_named(layer: int, part: str, found: tuple[int, str]) -> None:
-    assert first_difference(FIXTURE, break_layer=layer, part=part) == found
 
 
 def seen_by(model: Transformer, ids: Sequence[int]) -> tuple[Seen, np.ndarray]:

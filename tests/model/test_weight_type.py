@@ -7,7 +7,6 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
@@ -54,7 +53,7 @@ def converted(source: WeightSource, name: str, to: str) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("name", writable()[::2])
+@pytest.mark.parametrize("name", ["f32", "bf16", "q8_0", "q4_0"])
 def test_all_matrices_are_converted(name: str) -> None:
     """The embedding and the head, too. Rows that are not whole blocks keep their 16 bits; vectors do not change."""
     config, source, stored = open_weights(FIXTURE)
@@ -102,20 +101,9 @@ def test_the_format_that_a_matrix_gets(stored: str, columns: int, wanted: str | 
     assert format_for(NumpyOps(), stored, columns, wanted and get(wanted)) is get(format)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in ("NVFP4",) if find(dtype) is None])
-def test_types_without_a_format_become_q8_0_where_that_is_read_in_place(dtype: str, tmp_path: Path) -> None:
-    quantized_model(tmp_path / "model.gguf", dtype)
-    config, source, _ = open_weights(tmp_path / "model.gguf")
-    weights = load_weights(InPlace(), config, source)
-    np.testing.assert_array_equal(weights.embedding.data, converted(source, EMBEDDING, "q8_0"))
-    elsewhere = load_weights(NumpyOps(), config, source)
-    np.testing.assert_array_equal(elsewhere.embedding.data, read(source, EMBEDDING))
-    source.close()
-
-
 @pytest.mark.parametrize(
     ("dtype", "weight_type"),
-    [("NVFP4", None), ("TQ1_0", None), ("IQ2_XS", None), ("Q4_K", None), ("IQ2_XS", "q4_0"), ("Q4_K", "bf16")],
+    [("NVFP4", None), ("TQ1_0", None), ("Q4_K", None), ("IQ2_XS", "q4_0")],
 )
 def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str | None, tmp_path: Path) -> None:
     """In the format that a matrix is to have, with the rows of q and k in order."""
@@ -138,7 +126,7 @@ def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str 
 
 
 def test_messages_say_how_the_matrices_of_a_file_are_kept(tmp_path: Path) -> None:
-    """The bytes are those of the loaded matrices."""
+    """The bytes that are told are the bytes of the loaded matrices."""
     pytest.importorskip("llvmlite")
     from polarlm.engine.backends.native.ops import NativeOps
 
@@ -187,9 +175,9 @@ def test_the_type_that_the_file_has_changes_no_byte(tmp_path: Path) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("name", ["q4_0", "mxfp4", "bf16"])
-def test_conversion_needs_one_slab_beside_the_result(name: str, tmp_path: Path) -> None:
-    """Of the size that is asked for, and a few MB: not the whole matrix as float32."""
+def test_conversion_needs_one_slab_beside_the_result(tmp_path: Path) -> None:
+    """A slab has the size that is asked for. The whole matrix is never there as float32."""
+    name = "q4_0"
     rows, columns = 3000, 1024
     values = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float16)
     source = one_gguf_tensor(tmp_path / "x", "F16", values.view(np.uint8))
@@ -249,12 +237,3 @@ def test_the_flag_names_every_type() -> None:
     (meaning,) = (meaning for flag, meaning in describe(EngineConfig) if flag.startswith("--weight-type"))
     words = set(re.findall(r"[\w-]+", meaning))
     assert words >= {*writable(), AS_STORED}
-
-
-def test_gguf_makes_the_types_that_are_offered() -> None:
-    """And no other type that has a format."""
-    for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"):
-        assert name not in writable()
-        kind = gguf.GGMLQuantizationType[name.upper()]
-        with pytest.raises(NotImplementedError):
-            gguf.quantize(np.zeros((1, 256), np.float32), kind)

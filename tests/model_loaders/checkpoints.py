@@ -46,7 +46,7 @@ _LFM2 = {"1": "gate", "2": "down", "3": "up"}
 
 
 def gguf_name(name: str, arch: str = "qwen3") -> str:
-    """The name that ggml gives a tensor of this architecture; that of qwen3 if the loader does not know it."""
+    """The name that ggml gives a tensor of this architecture; qwen3's name if the loader does not know it."""
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     official = gguf.get_tensor_name_map(architectures[arch if arch in families.gguf_layouts() else "qwen3"], 8)
     expert = re.search(r"\.experts\.(\d+)", name)
@@ -65,7 +65,7 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
 
 
 def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors by ggml's names, those of experts as ggml has them: as one."""
+    """Tensors by ggml's names. The same matrix of all experts becomes one tensor, as in ggml."""
     joined: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
         label, _, number = name.removesuffix("]").partition("[")

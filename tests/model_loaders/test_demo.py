@@ -127,10 +127,3 @@ def test_a_full_disk_is_named_wherever_it_occurs(tmp_path: Path, monkeypatch: py
             demo.demo_model()
         assert list(disk.iterdir()) == []
     assert f"cannot be stored in {disk} (No space left on device): free some space" in str(caught.value)
-
-
-def test_the_real_one_has_the_published_checksum(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert demo_path.stat().st_size == demo.FILE_BYTES
-    with demo_path.open("rb") as file:
-        assert hashlib.sha256(file.read()).hexdigest() == demo.FILE_SHA256

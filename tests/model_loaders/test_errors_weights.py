@@ -92,14 +92,6 @@ def test_weights_without_their_folder(folder: Path) -> None:
     assert f"give its folder, {folder}" in refused(folder / "model.safetensors")
 
 
-def test_an_adapter(folder: Path) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).unlink()
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "adapter_model.safetensors").touch()
-    assert "LoRA" in refused(folder)
-
-
 def test_folders_without_a_model(tmp_path: Path, folder: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -121,13 +113,6 @@ def test_a_configuration_that_is_not_json(folder: Path) -> None:
     assert "holds a list" in refused(folder)
 
 
-def test_quantized_weights(folder: Path) -> None:
-    edit_json(folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq"}))
-    message = refused(folder)
-    assert "config.json" in message
-    assert "quantization_config" in message
-
-
 def test_an_odd_value_that_is_not_needed(folder: Path) -> None:
     whole = (folder / "config.json").read_text()
     odd = [("architectures", value) for value in ("LlamaForCausalLM", {"a": 1}, [None])]
@@ -135,11 +120,6 @@ def test_an_odd_value_that_is_not_needed(folder: Path) -> None:
     for key, value in odd:
         (folder / "config.json").write_text(json.dumps({**json.loads(whole), key: value}))
         load_weights(folder)[1].close()
-
-
-def test_a_missing_key(folder: Path) -> None:
-    edit_json(folder / "config.json", lambda config: config.pop("num_hidden_layers"))
-    assert "config.json lacks the key 'num_hidden_layers'" in refused(folder)
 
 
 # Tensors against the configuration
@@ -229,12 +209,6 @@ def test_names_that_cannot_be_printed(folder: Path, sharded: Path) -> None:
     index.write_text(whole)
     edit_json(index, lambda index: index["weight_map"].update({"a.weight": "\ud800.safetensors"}))
     refused(sharded).encode()
-
-
-def test_a_missing_shard(sharded: Path) -> None:
-    (sharded / "model-00002-of-00004.safetensors").unlink()
-    message = refused(sharded)
-    assert "model-00002-of-00004.safetensors is missing" in message
 
 
 def test_a_shard_without_its_tensor(sharded: Path) -> None:
@@ -448,20 +422,12 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=40)
 @given(edits=_EDITS)
 def test_edited_files(edits: list[tuple[int, int, bytes]], scratch: Path) -> None:
     for name, valid in (("x.safetensors", valid_safetensors()), ("x.gguf", VALID_GGUF)):
         assert read_or_refuse(scratch / name, valid)
         read_or_refuse(scratch / name, edited(valid, edits))
-
-
-@given(header=st.binary(max_size=60), data=st.binary(max_size=20))
-def test_any_bytes(header: bytes, data: bytes, scratch: Path) -> None:
-    read_or_refuse(scratch / "x.safetensors", struct.pack("<Q", len(header)) + header + data)
-    read_or_refuse(scratch / "x.safetensors", header + data)
-    read_or_refuse(scratch / "x.gguf", gguf_bytes(1, 1, header + data))
 
 
 _VALUES = st.none() | st.booleans() | st.integers(-3, 40) | st.text(max_size=4) | st.sampled_from(["F32", "BF16"])
@@ -474,6 +440,7 @@ _ENTRIES = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=25)
 @given(header=st.dictionaries(st.text(max_size=3), _ENTRIES | _VALUES, max_size=3), size=st.integers(0, 60))
 def test_any_json_header(header: dict[str, object], size: int, scratch: Path) -> None:
     raw = json.dumps(header).encode()

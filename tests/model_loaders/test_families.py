@@ -18,7 +18,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.weights import as_stored
 from tests.conftest import ENCODERS
-from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, read, read_all
+from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, read, read_all
 from tests.shared_data import shared
 
 BASE = {
@@ -66,45 +66,6 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
     assert {stored(name).family for name in (*NAMES, *ENCODERS.iterdir())} == files
 
 
-STORED: list[tuple[str, dict[str, object]]] = [
-    ("llama_mha", {"heads": 4, "kv_heads": 4, "head_dim": 8, "tied_head": False, "rotary_dim": None}),
-    ("llama_gqa_linear", {"heads": 6, "kv_heads": 2, "head_dim": 8, "hidden_size": 48}),
-    ("llama_gqa_llama3_tied", {"kv_heads": 2, "tied_head": True, "qkv_bias": False}),
-    ("llama_mqa_yarn", {"kv_heads": 1, "head_dim": 16, "max_context": 128}),
-    ("llama_wide_heads_biases", {"head_dim": 16, "hidden_size": 32, "heads": 4, "qkv_bias": True}),
-    ("llama_wide_heads_biases", {"out_bias": True, "bias": True, "qk_norm": None, "norms": "before"}),
-    ("mistral_window_sharded", {"windows": (16, 16, 16), "qkv_bias": False}),
-    ("qwen2_bias", {"qkv_bias": True, "out_bias": False, "bias": False, "windows": (None, None)}),
-    ("qwen2_mixed_windows", {"windows": (None, 12, 12)}),
-    ("qwen3_qk_norm_tied", {"qk_norm": "head", "qkv_bias": False, "head_dim": 16, "tied_head": True}),
-    ("gemma2_capped_tied", {"softcap": 2.0, "logit_softcap": 5.0, "norms": "both", "embedding_scale": 8.0}),
-    ("gemma2_capped_tied", {"activation": "gelu_tanh", "scale": 24**-0.5, "tied_head": True, "windows": (12, None)}),
-    ("gemma2_mqa", {"softcap": 50.0, "logit_softcap": None, "kv_heads": 1}),
-    ("gemma3_tied", {"activation": "gelu_tanh", "norms": "both", "embedding_scale": 8.0, "windows": (12, None, 12)}),
-    ("gemma3_tied", {"scale": 24**-0.5, "qk_norm": "head", "tied_head": True}),
-    ("olmo2_post_norms", {"norms": "after", "qk_norm": "all", "tied_head": False}),
-    ("phi3_longrope_partial", {"rotary_dim": 12, "windows": (None, None)}),
-    ("phi3_window", {"rotary_dim": None, "windows": (16, 16)}),
-    ("gemma4_values_are_keys", {"v_norm": True, "qk_norm": "head", "scale": 1.0, "norms": "both", "scaled": True}),
-    ("gemma4_values_are_keys", {"logit_softcap": 8.0, "embedding_scale": 8.0, "windows": (12, None, None)}),
-    ("gemma4_experts_beside", {"count": 4, "top_k": 2, "size": 16, "renormalize": True, "activation": "gelu_tanh"}),
-    ("gemma4_experts_beside", {"factors": True, "own_norms": True, "shared": GatedMLP(32, "gelu_tanh")}),
-    ("gemma4_shared_kv", {"layer_embedding": 8, "values_are_keys": False, "windows": (12, None, 12, None)}),
-    ("gpt_oss_mxfp4", {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}),
-    ("gpt_oss_mxfp4", {"sink_scores": True, "out_bias": True, "count": 4, "top_k": 2, "windows": (12, None)}),
-    ("muse_glimmer_gated", {"output_gate": True, "qk_norm": "unweighted", "rope": RopeConfig(500.0)}),
-    ("muse_glimmer_gated", {"post_norm_eps": 1e-8, "embedding_norm": True, "logit_scale": 0.5, "scale": 3.87 / 4}),
-]
-
-
-def test_stored_models() -> None:
-    for name, expected in STORED:
-        config = stored(name)
-        values = {**vars(config), **vars(config.attention), **vars(config.ffn), **vars(config.layers[0])}
-        values["windows"] = windows_of(config)
-        assert {key: values[key] for key in expected} == expected, name
-
-
 def test_sizes_come_from_the_configuration() -> None:
     layer = Layer(Attention(heads=4, kv_heads=2, head_dim=16, rope=RopeConfig()), GatedMLP(128))
     assert configured(num_key_value_heads=2) == ModelConfig(
@@ -124,9 +85,9 @@ def test_a_window_of_null_is_no_window() -> None:
 
 def test_qwen_windows() -> None:
     def windows(**changes: object) -> tuple[int | None, ...]:
-        found = windows_of(configured(model_type="qwen2", **changes))
-        assert windows_of(configured(model_type="qwen3", **changes)) == found
-        return found
+        windows = windows_of(configured(model_type="qwen2", **changes))
+        assert windows_of(configured(model_type="qwen3", **changes)) == windows
+        return windows
 
     assert windows(sliding_window=32, max_window_layers=1) == (None, None, None)
     assert windows(sliding_window=32, max_window_layers=1, use_sliding_window=False) == (None, None, None)
@@ -164,14 +125,6 @@ def test_muse_glimmer_without_lists_has_no_rope_and_no_window_in_every_fourth_la
         configure(Fields(written, "config.json"))
 
 
-def test_layers_of_gemma4_without_a_window_have_wider_heads_whose_values_are_keys() -> None:
-    """RoPE rotates a quarter of their channels, at the frequencies of all."""
-    local, whole, _ = stored("gemma4_values_are_keys").attentions.values()
-    assert (local.head_dim, local.kv_heads, local.values_are_keys, local.rope) == (16, 2, False, RopeConfig(100.0))
-    assert (whole.head_dim, whole.kv_heads, whole.values_are_keys) == (32, 1, True)
-    assert (whole.rope.theta, [divisor < 2 for divisor in whole.rope.divisors]) == (500.0, [True] * 4 + [False] * 12)
-
-
 def test_the_last_layers_of_gemma4_e2b_share_kv_and_have_wider_networks() -> None:
     config = stored("gemma4_shared_kv")
     assert [mixer.shares_kv for mixer in config.attentions.values()] == [False, False, True, True]
@@ -190,16 +143,16 @@ def test_the_text_of_gemma4_12b_has_names_of_its_own() -> None:
     for kind in ("", "Unified"):
         for task in ("CausalLM", "ConditionalGeneration"):
             model_type = f"gemma4{'_unified' if kind else ''}_text"
-            given = {**written, "model_type": model_type, "architectures": [f"Gemma4{kind}For{task}"]}
-            assert configure(Fields(given, "config.json")) == stored("gemma4_values_are_keys")
+            changed = {**written, "model_type": model_type, "architectures": [f"Gemma4{kind}For{task}"]}
+            assert configure(Fields(changed, "config.json")) == stored("gemma4_values_are_keys")
 
 
 def test_muse_glimmer_as_a_whole_says_whether_its_head_is_the_embedding() -> None:
     written = json.loads((MODELS / "muse_glimmer_mqa" / "config.json").read_text())
     for of_text, whole, tied in ((True, None, False), (False, True, True), (True, True, True)):
-        given = {**written, "text_config": {**written["text_config"], "tie_word_embeddings": of_text}}
-        given |= {} if whole is None else {"tie_word_embeddings": whole}
-        assert configure(Fields(given, "config.json")).tied_head is tied
+        changed = {**written, "text_config": {**written["text_config"], "tie_word_embeddings": of_text}}
+        changed |= {} if whole is None else {"tie_word_embeddings": whole}
+        assert configure(Fields(changed, "config.json")).tied_head is tied
 
 
 def test_gemma3_with_the_older_keys() -> None:
@@ -245,13 +198,6 @@ def test_the_text_part_of_a_gemma3_for_images(prefix: str, tmp_path: Path) -> No
     assert got == config
     for name, tensor in read_all(weights).items():
         np.testing.assert_array_equal(read(copy, name), tensor, err_msg=name)
-
-
-def test_gemma3_norms_are_one_more_than_its_safetensors_say() -> None:
-    _, weights, _ = load_weights(MODELS / "gemma3_tied")
-    raw = read_all(open_safetensors(MODELS / "gemma3_tied"))
-    for name, tensor in read_all(weights).items():
-        np.testing.assert_array_equal(tensor, raw[name] + np.float32("norm" in name), err_msg=name)
 
 
 def test_the_scale_of_embeddings_is_rounded_to_their_stored_type() -> None:
@@ -407,7 +353,7 @@ WITHOUT_GGUF = (
     "qwen3_next_shared_keys",
 )
 IN_FORMAT = [name for name in NAMES if stored(name).family in IN_GGUF and name not in WITHOUT_GGUF]
-OF_FAMILIES = [*{stored(name).family: name for name in IN_FORMAT}.values()]  # a model of each
+SOME = ("llama_mqa_yarn", "gemma4_shared_kv", "phi3_longrope_partial", "gpt_oss_mxfp4", "lfm2_moe_dense_first")
 
 
 def architecture(config: ModelConfig) -> str:
@@ -416,14 +362,14 @@ def architecture(config: ModelConfig) -> str:
     return "llama" if config.family in IN_LLAMA else names[config.family]
 
 
-def test_a_gguf_file_describes_the_same_model(tmp_path: Path) -> None:
-    for name in OF_FAMILIES:
-        check_gguf(name, tmp_path)
+@pytest.mark.parametrize("name", SOME)
+def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None:
+    check_gguf(name, tmp_path)
 
 
 @pytest.mark.slow
 def test_gguf_files_of_all_models_describe_them(tmp_path: Path) -> None:
-    """Also of RoPE's kinds and of other layers, which take some seconds together."""
+    """All 30 take many seconds together."""
     for name in IN_FORMAT:
         check_gguf(name, tmp_path)
 
@@ -613,11 +559,3 @@ def test_unusable_gguf_metadata_names_the_files_own_key(tmp_path: Path) -> None:
 def test_a_gguf_file_with_only_a_vocabulary_is_refused() -> None:
     with pytest.raises(LoadError, match="no token embedding"):
         load_weights(shared("tokenizers", "llama.cpp-vocab", "ggml-vocab-llama-spm.gguf"))
-
-
-def test_tables_have_the_formats_own_names() -> None:
-    for config in map(stored, OF_FAMILIES):
-        arch = architecture(config)
-        has_head = config.family not in ("gemma2", "lfm2_moe")  # the format knows these with a tied one alone
-        for spec in tensors(replace(config, tied_head=not has_head)).specs():
-            assert spec.gguf == gguf_name(spec.name, arch)

@@ -130,7 +130,7 @@ def copied(name: str, folder: Path, tensors: dict[str, np.ndarray], **settings: 
 
 
 def test_experts_in_two_tensors_are_taken_apart(tmp_path: Path) -> None:
-    """As published files have them; those of the fixtures have a tensor for each matrix."""
+    """As published files have them; the fixtures have a tensor for each matrix."""
     name = "qwen3_5_moe_with_images"
     whole, tensors = {}, stored(name)
     for key in [key for key in tensors if ".experts." in key]:

@@ -1,4 +1,4 @@
-"""The table of tensor types is that of the package gguf."""
+"""The table of tensor types agrees with the package gguf."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine
 from polarlm.model_loaders import LoadError, load, load_weights
 from tests.model_loaders.checkpoints import read_all
 from tests.random_model import random_model, write_in_parts
@@ -49,15 +48,6 @@ def test_parts_are_the_same_model_as_a_whole_file(whole: Path, first: Path) -> N
     assert (config, dtype) == (load_weights(whole)[0], "Q8_0")
     weights.close()
     expected.close()
-
-
-def test_an_engine_answers_the_same(whole: Path, first: Path) -> None:
-    answers = []
-    for path in (whole, first):
-        with Engine.load(path, device="cpu", ctx_size=128, calibration=False) as engine:
-            assert engine.model.name == "random"
-            answers.append(engine.score([5, 6, 7, 8]).logprobs)
-    np.testing.assert_array_equal(*answers)
 
 
 def test_a_part_that_is_missing_is_named(first: Path) -> None:

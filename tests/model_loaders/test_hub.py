@@ -31,7 +31,7 @@ from tests.random_model import random_model, write_in_parts
 from tests.small_disk import small_disk
 from tests.tiny import make_model
 
-BEGINNING = "bytes=0-262143"  # of a GGUF file, whose sizes are there
+BEGINNING = "bytes=0-262143"  # the beginning of a GGUF file, which has its sizes
 
 
 def fetch(name: str, **settings: object) -> Path:

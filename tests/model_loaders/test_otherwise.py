@@ -112,14 +112,14 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ["the first alone", "turns", "nothing empty", "MISTRAL", "qwen3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["the first alone", "turns", "MISTRAL"])
 def test_no_conversation_is_refused_and_no_text_is_lost(name: str) -> None:
     check_all(name)
 
 
 @pytest.mark.slow
 def test_no_template_refuses_a_conversation() -> None:
-    """The other templates, with all conversations."""
+    """All templates with all conversations. Some have a hundred messages."""
     for name in (*SHORT, *REAL):
         check_all(name)
 
@@ -132,11 +132,11 @@ def check_all(name: str) -> None:
             put = put_otherwise(template, messages, tools, {})
             text = rendered(template, put.messages, **put.variables)
             beside = "b" not in roles or template.channels is None  # a template of channels takes it for reasoning
-            texts = [one["content"] for one in messages if one["content"] and (beside or "tool_calls" not in one)]
-            assert [one for one in texts if one not in text] == [], label
+            texts = [m["content"] for m in messages if m["content"] and (beside or "tool_calls" not in m)]
+            assert [part for part in texts if part not in text] == [], label
             if not tools and not {"c", "b", "p", "t"} & set(roles):
                 (as_it_is,) = template.render_each([messages])
-                if isinstance(as_it_is, str) and all(one in as_it_is for one in texts):
+                if isinstance(as_it_is, str) and all(part in as_it_is for part in texts):
                     assert text == as_it_is, label
                     assert put.warnings == []
 

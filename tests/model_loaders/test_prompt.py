@@ -204,12 +204,6 @@ def with_ids(tokenizer: Tokenizer, text: str) -> dict[str, object]:
     return {"role": "assistant", "content": text, "token_ids": ids}
 
 
-def text_with_control(tokenizer: Tokenizer, ids: list[int]) -> str:
-    names = {i: name for name, i in tokenizer.control_tokens().items()}
-    spans = (names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids)
-    return b"".join(spans).decode()
-
-
 def test_a_template_that_frames_mislead_has_its_own_text() -> None:
     tokenizer, template = tiny(COUNTING)
     messages = [user("hi"), with_ids(tokenizer, "then he"), user("and?")]

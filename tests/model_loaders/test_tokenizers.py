@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, normalizers, pre_tokenizers
@@ -24,12 +24,11 @@ from polarlm.engine.sampling import detokenizer
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf, patterns
 from tests.model_loaders import vocabularies as vocab
-from tests.pairs import each
 from tests.shared_data import shared
 from tests.tiny import VOCABULARY, tokenizer_json
 
 VECTORS = {  # llama.cpp's name of its test vectors → tokenizers that must agree with them
-    "llama-bpe": ("llama3-gguf",),  # with which those of other files agree
+    "llama-bpe": ("llama3-gguf",),  # the vocabularies in other files agree with it
     "qwen2": ("qwen2-gguf", "qwen2.5-json"),
     "llama-spm": ("llama2-gguf", "stories15M-json"),
 }
@@ -90,18 +89,8 @@ def test_names_of_control_tokens_come_back(name: str) -> None:
         assert end not in text_of(tokenizer, ids)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@given(data=st.data())
-def test_every_control_string_becomes_its_id_on_demand(name: str, data: st.DataObject) -> None:
-    tokenizer = vocab.real(name)
-    strings = st.sampled_from(sorted(tokenizer.control_tokens()))
-    pairs = data.draw(st.lists(st.tuples(strings, st.text("abc \n", max_size=5)), max_size=6))
-    ids = tokenizer.tokenize("".join(string + plain for string, plain in pairs), control=True)
-    wanted = [tokenizer.control_tokens()[string] for string, _ in pairs]
-    assert [i for i in ids if i in tokenizer.control_tokens().values()] == wanted
-
-
-@pytest.mark.parametrize("name", ["llama3-json", "qwen2.5-json", "llama2-json"])
+@pytest.mark.parametrize("name", ["llama3-json", "llama2-json"])
+@settings(max_examples=25)
 @given(text=TEXTS)
 def test_control_agrees_with_the_library_reading_the_whole_text(name: str, text: str) -> None:
     library = vocab.library(name)
@@ -147,8 +136,8 @@ def test_the_same_vocabulary_in_other_files_gives_the_same_ids(names: tuple[str,
         assert all(ids == first for ids in others)
 
 
-# Of a model whose GGUF files need what is known by name: the real vocabulary that it extends, what its file says, and
-# its added tokens (name, GGUF's type, flags in tokenizer.json).
+# Models whose GGUF files do not say all: the real vocabulary that the model extends, what its file says, and its added
+# tokens (name, GGUF's type, flags in tokenizer.json).
 _BEHIND, _WORD = {"special": True, "rstrip": True}, {"special": False}
 KNOWN_BY_NAME: dict[str, tuple[str, dict[str, str], list[tuple[str, int, dict[str, bool]]]]] = {
     "phi-3": (
@@ -241,19 +230,6 @@ def test_a_ggufs_user_defined_tokens_are_text_and_control_tokens_are_not(tiny) -
     assert tokenizer.token_bytes(end) == b""
     assert tokenizer.token_name(end) == "<|im_end|>"
     assert end in tokenizer.eos_ids
-
-
-@pytest.mark.parametrize(
-    ("string", "tiny"), each(["<|im_end|>", "<end_of_turn>", "<|end|>"], [vocab.tiny_bpe, vocab.tiny_spm])
-)
-def test_an_end_of_turn_that_a_gguf_calls_user_defined_ends_the_answer(tiny, string: str) -> None:
-    gguf = tiny((string, vocab.USER_DEFINED))
-    end = len(gguf.metadata["tokenizer.ggml.tokens"]) - 1
-    tokenizer = load_for_gguf(gguf)
-    assert end in tokenizer.eos_ids
-    assert tokenizer.tokenize(string, control=True) == [end]
-    assert end not in tokenizer.tokenize(string)
-    assert tokenizer.token_bytes(end) == b""
 
 
 @pytest.mark.parametrize("kind", [vocab.CONTROL, vocab.USER_DEFINED])
@@ -485,7 +461,7 @@ class TestTokenizerModelFolders:
 
 
 def test_words_are_cut_as_llama_cpp_cuts_them() -> None:
-    """The words of the file are those of its `unicode_regex_split`, as in llama-cpp-python 0.3.36. SmolLM3 and OLMo 2
+    """The file has the words of its `unicode_regex_split`, as in llama-cpp-python 0.3.36. SmolLM3 and OLMo 2
     have the expression of Llama 3, but words of the vocabulary are not taken whole there."""
     for name, words in {**WORDS, **dict.fromkeys(("smaug-bpe", "dbrx"), WORDS["llama-bpe"])}.items():
         cutter = patterns.pre_tokenizer(name)

@@ -1,6 +1,5 @@
 """Weights are read bit by bit, converted to float32 without a second copy in memory."""
 
-import json
 import os
 import struct
 import tracemalloc
@@ -26,14 +25,11 @@ from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from tests.compiled import end_of_compilation
 from tests.model_loaders.checkpoints import (
     MODELS,
-    NAMES,
     finish,
     one_gguf_tensor,
     quantized_model,
     read,
-    read_all,
     safetensors_file,
-    shapes,
 )
 
 LEGACY = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
@@ -62,20 +58,6 @@ def test_every_float16(tmp_path: Path) -> None:
     weights = one_tensor(tmp_path / "x", "F16", ALL_16_BITS, (256, 256))
     expected = np.array(struct.unpack(f"<{2**16}e", ALL_16_BITS.tobytes()), np.float32)
     np.testing.assert_array_equal(read(weights, "x").ravel(), expected)
-
-
-def test_stored_models_are_complete() -> None:
-    for name in NAMES:
-        config, weights, dtype = load_weights(MODELS / name)
-        assert weights.names() == shapes(config).keys()
-        assert ("lm_head.weight" in weights.names()) is not config.tied_head
-        written = json.loads((MODELS / name / "config.json").read_text())
-        names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-        assert dtype == ("MXFP4" if "mxfp4" in name else names[written.get("dtype") or written["torch_dtype"]])
-        for key, tensor in read_all(weights).items():
-            assert tensor.shape == shapes(config)[key]
-            assert np.isfinite(tensor).all()
-        weights.close()
 
 
 @pytest.mark.parametrize("name", ["llama_mha", "mistral_window_sharded", "qwen3_qk_norm_tied"])
@@ -162,16 +144,7 @@ def test_shapes_that_slabs_do_not_divide(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read(one_tensor(tmp_path / "x", "F16", values, shape), "x"), values)
 
 
-@pytest.mark.parametrize(
-    "out", [np.empty((4, 3), np.float32), np.empty((3, 4)), np.empty((4, 3), np.float32).T], ids=["shape", "type", "T"]
-)
-def test_refuses_an_array_that_it_would_have_to_copy(out: np.ndarray, tmp_path: Path) -> None:
-    weights = one_tensor(tmp_path / "x", "F32", np.zeros(12, np.float32), (3, 4))
-    with pytest.raises(ValueError, match="C-contiguous float32"):
-        weights.read_into("x", out)
-
-
-@pytest.mark.parametrize("dtype", ["F16", "Q4_1", "Q6_K", "IQ1_S"])
+@pytest.mark.parametrize("dtype", ["F16", "Q6_K", "IQ1_S"])
 def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     rows, columns = 4096, 1024
@@ -193,10 +166,10 @@ def test_raw_rows_are_the_bytes_of_the_file(dtype: str, tmp_path: Path) -> None:
     weights = one_gguf_tensor(tmp_path / "x.gguf", dtype, raw)
     (name,) = weights.names()
     for rows in (slice(0, 40), slice(3, 4), slice(17, 33)):
-        given = weights.read_raw(name, rows)
-        assert given.dtype == np.uint8
-        assert given.flags.c_contiguous
-        np.testing.assert_array_equal(given, raw[rows])
+        part = weights.read_raw(name, rows)
+        assert part.dtype == np.uint8
+        assert part.flags.c_contiguous
+        np.testing.assert_array_equal(part, raw[rows])
 
 
 def test_raw_rows_come_in_the_order_of_the_tensor(tmp_path: Path) -> None:

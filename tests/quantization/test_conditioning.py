@@ -59,15 +59,3 @@ def test_the_mean_of_centred_keys_is_small(keys: np.ndarray, bits: int) -> None:
     largest = np.abs(keys.mean(axis=1)).max(axis=1, keepdims=True)
     step = largest / 127 if bits == 8 else largest / 1024
     assert (np.abs(centred.mean(axis=1)) <= 0.51 * step + 2e-3 * largest / 127 + 1e-4).all()
-
-
-def test_queries_and_outputs_take_the_scale_of_their_kv_head() -> None:
-    s = np.arange(1, KV_HEADS * D + 1, dtype=np.float32).reshape(KV_HEADS, D)
-    of_values = np.array([0.5, 4], np.float32)
-    stored = Conditioning(scale=Scale(s, of_values))
-    scales, back = stored.scales(HEADS), stored.scales_back(HEADS)
-    for head in range(HEADS):
-        np.testing.assert_array_equal(scales[head], s[head // (HEADS // KV_HEADS)])
-        assert back[head] == of_values[head // (HEADS // KV_HEADS)]
-    np.testing.assert_array_equal(scales[HEADS:-KV_HEADS] * s, np.ones_like(s))
-    np.testing.assert_array_equal(scales[-KV_HEADS:], np.repeat([[2], [0.25]], D, axis=1))

@@ -110,7 +110,6 @@ def levels(step=0.5, count=16):
 
 WIDTHS = {1: levels(), 2: rings()}
 TABLES = pytest.mark.parametrize("codec", [rings(), levels(), paths()], ids=["pairs", "single", "paths"])
-POINT_BY_POINT = pytest.mark.parametrize("codec", [rings(), levels()], ids=["pairs", "single"])
 WITH_ROUNDING = [name for name in codecs.available() if codecs.get(name).rounding is not None]
 
 
@@ -139,11 +138,6 @@ def values_metric(rounding, heads=2, dim=8, tokens=16):
     output = gaussian(24, 2 * heads * dim, seed=6) * 0.8 ** np.arange(2 * heads * dim)
     along = (0.9 ** np.arange(tokens)).astype(np.float32)
     return value_metric(output_second(output, heads, dim), orthogonal(dim), rounding, along)
-
-
-def identity_metric(heads, dim):
-    eye = np.broadcast_to(np.eye(dim, dtype=np.float32), (heads, dim, dim))
-    return Metric(eye, np.zeros_like(eye), np.ones((heads, dim // 2), np.float32), None, None)
 
 
 def cost(errors, matrix):
@@ -228,12 +222,6 @@ def assert_equal_metrics(a: Metric, b: Metric) -> None:
         np.testing.assert_array_equal(field, getattr(b, name))
 
 
-def test_uncorrelated_attention_gives_no_token_feedback():
-    alone = np.zeros(16, np.float32)
-    alone[0] = 1
-    assert not value_metric(output_second(gaussian(8, 16), 2, 8), None, rings(), alone).token_feedback.any()
-
-
 @pytest.mark.parametrize(("rounding", "rounds"), [(rings(), 16), (levels(), 16), (paths(), 4)])
 def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
     correlation = (0.9 ** np.arange(16)).astype(np.float32)
@@ -249,16 +237,6 @@ def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
 
 
 # -- encoding against its definition, one vector at a time ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3"])
-def test_one_block_of_one_head_has_the_codes_that_it_has_among_others(name):
-    codec, x = codecs.get(name), gaussian(2, 2, 64, 16, seed=11)
-    metric = keys_metric(codec.rounding, dim=16)
-    both = encode_with_metric(codec, x, metric)
-    alone = encode_with_metric(codec, x[:1, :1], by_layer(metric, 2)[0])
-    for field, among in both.items():
-        np.testing.assert_array_equal(alone[field], among[:1, :1])
 
 
 def without(metric, part):
@@ -351,91 +329,7 @@ def test_codes_and_norms_match_the_definition(codec, kind):
         assert encoded["norms"] == pytest.approx(norms, rel=100 * 64 * EPS), off
 
 
-@TABLES
-def test_identity_metric_takes_the_nearest_points_and_fits_the_norm(codec):
-    x = gaussian(2, 3, 16, 8)
-    encoded, plain = encode_with_metric(codec, x, identity_metric(2, 8)), codec.encode(x)
-    assert np.array_equal(encoded["codes"], plain["codes"])
-    points = codec.decode(plain) / plain["norms"][..., None]
-    assert encoded["norms"] == pytest.approx((x * points).sum(-1) / np.square(points).sum(-1), rel=1e-4)
-
-
-class Lattice(Table):
-    """A table of pairs whose coordinates are multiples of 4."""
-
-    def nearest(self, x):
-        return np.zeros(len(x), np.uint16), 4 * np.rint(x / 4)
-
-    def assemble(self, codes, norms):
-        return norms
-
-
-def test_worked_example_of_two_pairs():
-    """The example of the module's docstring: the norm of least cost shows which points were taken."""
-    x = np.array([[[[0.4, 0, 0.3, 0]]]], np.float32)
-    matrix = np.kron([[1, 0.9], [0.9, 1]], np.eye(2))[None].astype(np.float32)
-    feedback = np.tril(matrix, -1)
-    metric = Metric(matrix, feedback, np.ones((1, 2), np.float32), None, None)
-    lattice = Lattice(np.zeros((1, 2), np.float32))
-    assert encode_with_metric(lattice, x, metric) == pytest.approx(0.66 * 0.25)
-    assert encode_with_metric(lattice, x, without_feedback(metric)) == pytest.approx(0.25)  # all points 0: norm kept
-
-
 # -- errors cost less -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("decay", [0.9])
-def test_cost_of_a_fine_table_is_what_block_ldl_predicts(decay):
-    """Rounding errors of a fine uniform table are independent and equal in variance: they cost tr M, or with feedback
-    Σ D_j."""
-    heads, dim = 2, 16
-    codec = levels(step=2**-7, count=2048)
-    second = covariance(heads, dim, dim, decay=decay)
-    metric = without_tilt(key_metric(second, np.zeros((heads, dim)), np.ones((heads, dim)), None, codec))
-    lower = np.eye(dim) + metric.feedback
-    squares = np.linalg.solve(lower.swapaxes(1, 2), metric.matrix.astype(np.float64)).diagonal(axis1=1, axis2=2)
-    predicted = squares.sum(-1) / metric.matrix.trace(axis1=1, axis2=2)
-
-    x = gaussian(heads, 32, 64, dim)
-    norms = np.sqrt(np.square(x).mean(-1))  # the norms used for rounding; fitted norms would lower both costs
-
-    def rounding_cost(metric):
-        codes = encode_with_metric(codec, x, metric)["codes"]
-        return cost(x - codec.decode({"codes": codes, "norms": norms}), metric.matrix)
-
-    # A mean over 2,048 vectors with a few independent terms each is off by some 1/√2,048, rarely by five times that.
-    assert rounding_cost(metric) / rounding_cost(without_feedback(metric)) == pytest.approx(predicted, rel=0.1)
-    assert (predicted < 0.95).all()
-
-
-@TABLES
-def test_token_feedback_lowers_the_cost_of_shared_attention(codec):
-    metric = values_metric(codec, dim=16)
-    x = gaussian(2, 40, 16, 16)
-    lag = np.abs(np.subtract.outer(np.arange(16), np.arange(16)))
-    shared = np.linalg.cholesky(0.9**lag)  # Σ_t,t' P_tt' e_t·M·e_t'ᵀ = |Pᐟ² e|², token for token in M
-
-    def mixed_cost(metric):
-        errors = x - codec.decode(encode_with_metric(codec, x, metric))
-        return cost(np.einsum("ti,kbtd->kbid", shared, errors), metric.matrix).sum()
-
-    alone = without(metric, "tokens")
-    assert mixed_cost(metric) < 0.8 * mixed_cost(alone)
-    assert mixed_cost(alone) < mixed_cost(without(alone, "feedback"))
-
-
-@TABLES
-def test_tilted_norm_lowers_the_cost_of_leaning_queries(codec):
-    metric = keys_metric(codec, dim=16)
-    x = 3 * gaussian(2, 40, 16, 16)
-    second, mean = metric.matrix, metric.tilt_mean
-    lean = mean[:, None, None] + x @ (second - mean[:, :, None] * mean[:, None])[:, None] / 4
-
-    def leaning_cost(metric):
-        errors = x - codec.decode(encode_with_metric(codec, x, metric))
-        return cost(errors, second).sum() + np.square((errors * lean).sum(-1, dtype=np.float64)).sum()
-
-    assert leaning_cost(metric) < leaning_cost(without(metric, "tilt"))
 
 
 @TABLES
@@ -496,7 +390,7 @@ def codec_and_metrics(name):
     return codec, [keys_metric(codec.rounding, dim=32), values_metric(codec.rounding, dim=32)]
 
 
-@pytest.mark.parametrize("name", WITH_ROUNDING)
+@in_turn("name", WITH_ROUNDING)
 def test_fields_match_the_codec(name):
     codec, metrics = codec_and_metrics(name)
     for blocks in (0, 1, 3):
@@ -507,7 +401,7 @@ def test_fields_match_the_codec(name):
                 assert encoded[key].dtype == field.dtype, blocks
 
 
-@pytest.mark.parametrize("name", WITH_ROUNDING)
+@in_turn("name", WITH_ROUNDING)
 def test_errors_cost_less_than_those_of_plain_encoding(name):
     codec, metrics = codec_and_metrics(name)
     x = gaussian(2, 12, 16, 32)
@@ -517,7 +411,7 @@ def test_errors_cost_less_than_those_of_plain_encoding(name):
         assert (with_metric < 0.9 * cost(x - codec.decode(codec.encode(x)), metric.matrix)).all()
 
 
-@pytest.mark.parametrize("name", WITH_ROUNDING)
+@in_turn("name", WITH_ROUNDING)
 def test_zeros_stay_zero_beside_other_vectors(name):
     codec, metrics = codec_and_metrics(name)
     x = gaussian(2, 3, 16, 32)
@@ -530,7 +424,7 @@ def test_zeros_stay_zero_beside_other_vectors(name):
         assert np.square(y - x).mean() < 0.5
 
 
-@pytest.mark.parametrize("name", WITH_ROUNDING)
+@in_turn("name", WITH_ROUNDING)
 def test_huge_and_tiny_vectors_stay_finite(name):
     codec, metrics = codec_and_metrics(name)
     for scale in (1e-38, 1e-20, 1e-10, 1e5, 1e10, 1e20, 3e37):

@@ -28,7 +28,7 @@ def twins() -> list[str]:
     return [name for name in names if records.record_of(codecs.get(name), Geometry(False, 64, 64))]
 
 
-@given(st.data())
+@given(data=st.data())
 @in_turn("name", twins())
 def test_records_unpack_to_the_fields_they_were_packed_from(name: str, data: st.DataObject) -> None:
     codec = codecs.get(name)

@@ -68,17 +68,6 @@ def margin(engine: Engine, prompt: Sequence[int], params: SamplingParams, place:
     return best - second
 
 
-def stored(engine: Engine, ids: Sequence[int]) -> list[np.ndarray]:
-    """The codes of the complete blocks of `ids` in all layers."""
-    store, found = engine._store, []
-    kv = engine._prefixes.match_prefix(ids)
-    for layer in range(len(store.shape.layers)):
-        blocks = kv.tables[store.group_of(layer)].quantized
-        found += engine._model.ops.read_blocks(store.cache(layer), blocks).values() if blocks else []
-    engine._prefixes.release(kv, ids)
-    return [np.ascontiguousarray(field) for field in found]
-
-
 def summary(answer: Completion) -> tuple[object, ...]:
     """What two equal answers have in common."""
     return answer.text, answer.token_ids, answer.finish_reason

@@ -1,4 +1,4 @@
-"""A second model that drafts: answers are those of the first one alone."""
+"""A second model that drafts: answers are the same as from the first model alone."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def unpaced(engine: Engine) -> list[Unpaced]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("type", "itself"), [("polarquant", True), ("f16", True), ("polarquant", False)])
+@pytest.mark.parametrize(("type", "itself"), [("f16", True), ("polarquant", False)])
 def test_answers_are_those_of_the_model_alone(tiny_path: Path, other: Path, type: str, itself: bool) -> None:
-    """A model that drafts for itself is right, up to what the codes change."""
+    """A model that drafts for itself is right, up to what the codes change. Ten prompts take seconds."""
     draft = str(tiny_path if itself else other)
     with load_tiny(tiny_path, model_draft=draft, cache_type=type, **SETTINGS) as engine:
         drafted = accepted = 0
@@ -76,14 +76,14 @@ def test_answers_are_those_of_the_model_alone(tiny_path: Path, other: Path, type
             assert idle(engine)
         assert drafted > 50
         if itself:
-            assert accepted > (0.99 if type == "f16" else 0.2) * drafted
+            assert accepted > 0.99 * drafted
 
 
 def test_requests_share_the_draft_model_and_are_preempted(
     tiny_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load_tiny(tiny_path, model_draft=str(other), cache_type="f16", **SETTINGS) as engine:
-        asked = prompts(6, seed=3)
+        asked = prompts(4, seed=3)
         wanted = [plain(engine, prompt) for prompt in asked]
         by_count(engine, monkeypatch)
         preempted = preemptions(engine, monkeypatch)
@@ -140,18 +140,6 @@ def test_what_cannot_be_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -
     sentence = pytest.raises(EngineError, match="needs a draft model")
     with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine, sentence:
         engine.generate([5, 6], replace(PARAMS, spec_type="draft-simple"))
-
-
-def test_what_is_said_of_the_draft_model_names_it(tiny_path: Path, other: Path) -> None:
-    """Such as that its layers have no kernels."""
-    said: list[str] = []
-    with Engine.load(
-        tiny_path, device="cpu", model_draft=str(other), verbose=said.append, **{**SETTINGS, "block_size": 8}
-    ) as engine:
-        clauses = [sentence for sentence in said if "NumPy computes" in sentence]
-        threads = engine.status().threads
-    assert [clause.partition("NumPy")[0] for clause in clauses] == ["", "draft model: "]
-    assert all(clause.rstrip(".") in threads.why for clause in clauses)
 
 
 def test_a_draft_model_has_no_snapshots(tiny_path: Path, tmp_path: Path) -> None:

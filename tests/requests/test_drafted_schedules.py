@@ -33,7 +33,7 @@ TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=20, max_size=50)
 class Asked:
     prompt: list[int]
     params: SamplingParams
-    wanted: tuple[int, ...]  # of a plain run
+    wanted: tuple[int, ...]  # tokens of a plain run
     ticket: Ticket | None = None
     tray: list[Any] = field(default_factory=list)
     is_cancelled: bool = False
@@ -44,7 +44,7 @@ class Asked:
 
 
 class Schedules(RuleBasedStateMachine):
-    """Each answer is that of a plain run; a cancelled one is its beginning. No block is lost."""
+    """Each answer equals a plain run's; a cancelled answer is its beginning. No block is lost."""
 
     preempted = drafted = saved = 0
     model = "llama_gqa_linear"
@@ -175,7 +175,7 @@ class OfMamba2(OfDeltaRules):
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [Schedules, OfDeltaRules, OfMamba2])
 def test_answers_are_those_of_plain_runs(machine: type[Schedules]) -> None:
-    """With requests that are preempted, and drafts that are right."""
+    """With requests that are preempted, and drafts that are right. Each machine runs for half a minute."""
     Schedules.preempted = Schedules.drafted = Schedules.saved = 0
     usual = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True, database=None)
     run_state_machine_as_test(machine, settings=usual)

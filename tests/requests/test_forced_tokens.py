@@ -12,10 +12,10 @@ import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.outputs import Chunk, Completion, fold
+from polarlm.engine.outputs import Completion, fold
 from polarlm.engine.requests.sampler import Sampler
 from tests.sampling.constrained import InTurn
-from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
+from tests.tiny import EOS, VOCABULARY, assert_idle, forget
 
 BLOCK = 8
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11]
@@ -26,10 +26,10 @@ SETS: list[Any] = [SOME, *RUN, FREE, [7], SOME, [8], [9], FREE]
 PARAMS = SamplingParams(temperature=1.5, seed=3, max_tokens=70, ignore_eos=True)
 
 
-@pytest.fixture(params=["f16", "polarquant"])
-def engine(request: pytest.FixtureRequest, tiny_path: Path) -> Iterator[Engine]:
+@pytest.fixture
+def engine(tiny_path: Path) -> Iterator[Engine]:
     settings = {"device": "cpu", "block_size": BLOCK, "parallel": 4, "ctx_size": 160, "calibration": False}
-    with Engine.load(tiny_path, cache_type=request.param, **settings) as engine:
+    with Engine.load(tiny_path, cache_type="polarquant", **settings) as engine:
         yield engine
         assert_idle(engine)
 
@@ -173,61 +173,3 @@ def test_the_next_turn_finds_what_is_stored(engine: Engine, in_steps: Any) -> No
     assert len(first.token_ids) == len(RUN) + 1
     assert second.usage.cached_tokens >= len(PROMPT)
     assert len(second.token_ids) == 9
-
-
-@pytest.mark.slow
-def test_batches_and_requests_that_are_preempted(
-    engine: Engine, in_steps: Any, monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]
-) -> None:
-    """Beside requests without a constraint, and with blocks for fewer requests than there are."""
-    by_count(engine, monkeypatch)
-    preempted = preemptions(engine, monkeypatch)
-    every = [SETS, None, [*[FREE] * 3, *RUN], [*RUN[:5], FREE]]
-    constraints = [None if sets is None else InTurn(sets, VOCABULARY) for sets in every]
-
-    def alone() -> list[Completion]:
-        found = []
-        for number, sets in enumerate(every):
-            forget(engine)
-            constraint = None if sets is None else InTurn(sets, VOCABULARY)
-            found.append(fold(engine.stream(PROMPT, replace(PARAMS, seed=number), ANEW, constraint=constraint)))
-        return found
-
-    wanted = in_steps(alone)
-    forget(engine)
-    rows.clear()
-    trays: list[list[Chunk | Exception]] = [[] for _ in every]
-    with blocks_left(engine, 16):
-        for number, (tray, constraint) in enumerate(zip(trays, constraints, strict=True)):
-            engine.submit(PROMPT, replace(PARAMS, seed=number), ANEW, into=tray, constraint=constraint)
-        while engine.work():
-            pass
-    assert any(preempted)
-    assert any(len(spans) > 1 and max(spans) > 1 for spans in rows)
-    for tray, constraint, expected in zip(trays, constraints, wanted, strict=True):
-        found = fold(tray)
-        assert same(found, expected)
-        assert constraint is None or tuple(constraint.accepted) == found.token_ids
-
-
-class Broken(InTurn):
-    """Raises when it is asked for the mask behind `at` tokens."""
-
-    at = 9
-
-    def allowed(self) -> np.ndarray | None:
-        if len(self.accepted) == self.at:
-            raise RuntimeError("the grammar is broken")
-        return super().allowed()
-
-
-@pytest.mark.slow
-def test_an_error_in_a_run_ends_its_request_alone(engine: Engine) -> None:
-    trays: list[list[Chunk | Exception]] = [[], []]
-    for tray, constraint in zip(trays, [Broken(SETS, VOCABULARY), None], strict=True):
-        engine.submit(PROMPT, PARAMS, ANEW, into=tray, constraint=constraint)
-    while engine.work():
-        pass
-    *chunks, error = trays[0]
-    assert (len(chunks), str(error)) == (9, "the grammar is broken")
-    assert len(fold(trays[1]).token_ids) == PARAMS.max_tokens

@@ -62,25 +62,15 @@ def answers(template: ChatTemplate, content: str, count: int = 100) -> set[str]:
     return {rendered(template, [{"role": "user", "content": content}]) for _ in range(count)}
 
 
-@pytest.mark.slow
-def test_templates_render_in_parent_and_child() -> None:
-    shared = template()
-    answers(shared, "before", 1)
-    child = begun_in_child(lambda: answers(shared, "child"))
-    assert answers(shared, "parent") == {"parent"}
-    assert child() == {"child"}
-    assert answers(shared, "parent") == {"parent"}
-
-
 def test_a_child_can_render_a_template_that_a_thread_of_the_parent_renders() -> None:
     shared = template()
     rendering = threading.Event()
     ask = shared._process._ask
 
-    def watched(*given: Any) -> Any:
+    def watched(*arguments: Any) -> Any:
         rendering.set()
         assert forked.wait(PATIENCE)
-        return ask(*given)
+        return ask(*arguments)
 
     answers(shared, "before", 1)
     forked = threading.Event()
@@ -149,18 +139,6 @@ def test_an_engine_answers_in_parent_and_child(tiny_path: Path, two_cores: None)
         assert engine.generate(PROMPT, GREEDY).token_ids == alone
 
 
-@pytest.mark.slow
-def test_a_chat_goes_on_in_parent_and_child(tiny_path: Path, two_cores: None) -> None:
-    def chat(content: str) -> str:
-        return engine.chat([{"role": "user", "content": content}], GREEDY).text
-
-    with load(tiny_path) as engine:
-        alone = {content: chat(content) for content in ("parent", "child")}
-        child = begun_in_child(lambda: [chat("child") for _ in range(3)])
-        assert [chat("parent") for _ in range(3)] == [alone["parent"]] * 3
-        assert child() == [alone["child"]] * 3
-
-
 def test_a_stream_goes_on_in_a_child_forked_by_its_reader(tiny_path: Path, two_cores: None) -> None:
     with load(tiny_path) as engine:
         alone = list(engine.generate(PROMPT, GREEDY).token_ids)
@@ -205,7 +183,6 @@ def test_a_child_forked_during_a_unit_of_work_refuses_the_engine(
         assert answers == [engine.generate(PROMPT, GREEDY).token_ids]
 
 
-@pytest.mark.slow
 def test_a_child_refuses_an_engine_on_a_gpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def complaint() -> str:
         with pytest.raises(EngineError) as raised:
@@ -213,7 +190,7 @@ def test_a_child_refuses_an_engine_on_a_gpu(tiny_path: Path, monkeypatch: pytest
         engine.close()
         return str(raised.value)
 
-    monkeypatch.setattr(CpuOps, "forkable", False)  # as it is of the ops on a GPU
+    monkeypatch.setattr(CpuOps, "forkable", False)  # as the ops of a GPU have it
     with load(tiny_path) as engine:
         assert "GPU" in in_child(complaint)
         assert engine.generate(PROMPT, GREEDY).token_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,14 +55,6 @@ def test_prefill_and_steps_share_the_time(prefill: float, step: float) -> None:
     assert abs(of_prompts - total / 2) <= prefill + step
 
 
-def test_many_quick_units_of_prefill_fit_between_slow_steps() -> None:
-    scheduler = Scheduler(8)
-    running(scheduler, 2)
-    (new,) = sequences(1)
-    scheduler.submit(new)
-    assert shared(scheduler, new, {True: 1, False: 4}, 11) == [False, *[True] * 5, False, *[True] * 4]
-
-
 def test_no_prefill_runs_before_a_slow_step_that_fills_a_block() -> None:
     """Such a step takes ten times as long here: between it and the step before it no prefill runs."""
     scheduler = Scheduler(8, block_size=16)
@@ -86,23 +77,6 @@ def test_no_prefill_runs_before_a_slow_step_that_fills_a_block() -> None:
     seconds = [0.25 if unit.is_prefill else 10 if unit.fills_a_block else 1 for unit in seen]
     of_prompts = sum(s for s, unit in zip(seconds, seen, strict=True) if unit.is_prefill)
     assert 0.4 < of_prompts / sum(seconds) < 0.6
-
-
-def test_no_prefill_runs_after_a_step_that_was_unusually_slow() -> None:
-    scheduler = Scheduler(8)
-    running(scheduler, 2)
-    (new,) = sequences(1)
-    scheduler.submit(new)
-    shared(scheduler, new, {True: 0.25, False: 1}, 40)
-    while True:
-        unit = scheduler.schedule()
-        scheduler.record_time(unit, 0.25 if unit.is_prefill else 100)
-        if not unit.is_prefill:
-            break
-    kinds = shared(scheduler, new, {True: 0.25, False: 1}, 200)
-    assert kinds[:8] == [False, *[True] * 6, False]  # then 1.5 times the median step
-    # Prefill makes up for it gradually.
-    assert sum(kinds) / (sum(kinds) + 4 * (200 - sum(kinds))) == pytest.approx(0.6, abs=0.02)
 
 
 def test_prefill_earns_no_credit_while_there_is_no_prompt() -> None:
@@ -176,9 +150,8 @@ JOBS = st.lists(
 PACE = 3  # tokens in a block
 
 
-@pytest.mark.slow
 @given(JOBS, st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_every_request_finishes(jobs: list[Job], most: int) -> None:
     """Random arrivals, lengths and cancellations: all finish, no block leaks, the oldest is never preempted."""
     allocator = BlockAllocator(max(job.prompt + job.tokens // PACE + 1 for job in jobs))

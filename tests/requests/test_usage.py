@@ -1,4 +1,4 @@
-"""Seconds in an answer's usage: those of its prefill, and of the steps that gave it tokens."""
+"""Seconds in an answer's usage: its prefill, and the steps that gave it tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cpu import CpuOps
 from tests.tiny import EOS
 
 PROMPT = list(range(5, 65))
-UNITS = 8  # of 16 tokens, in two layers
+UNITS = 8  # units of 16 tokens, in two layers
 
 
 @pytest.fixture

@@ -192,15 +192,6 @@ def test_requests_for_the_same_constraint_share_its_compilation() -> None:
     assert made.compilations.counts().outcomes == {"compiled": 1}
 
 
-def test_seconds_are_counted_by_how_many_they_were() -> None:
-    made = Pretended()
-    made.may_go_on.set()
-    made.ask("quick", "a")
-    counts = made.compilations.counts()
-    assert sum(counts.took.counts) == 1
-    assert counts.took.seconds >= 0
-
-
 def test_closing_ends_those_who_wait() -> None:
     made = Pretended()
     with asked(made, ("quick", "first"), ("quick", "second")) as futures:

@@ -56,6 +56,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_constraints_are_refused(grammars: Grammars, name: str) -> None:
+    """Some compute for all the seconds that they may."""
     params, reason = HOSTILE[name]
     began = time.monotonic()
     with pytest.raises(EngineError, match=reason) as caught:
@@ -103,6 +104,7 @@ def test_a_constraint_that_took_long_to_compile_is_not_kept_for_ever(grammars: G
 
 @pytest.mark.slow
 def test_a_limit_ends_the_compilation_and_not_the_worker_which_has_the_vocabulary(grammars: Grammars) -> None:
+    """Two compilations last until their limit."""
     grammars.constraint(SamplingParams(regex="first"))
     workers = {seconds: worker._worker for seconds, worker in grammars._workers.items()}
     for number in range(2):
@@ -117,23 +119,8 @@ def test_a_limit_ends_the_compilation_and_not_the_worker_which_has_the_vocabular
 
 
 @pytest.mark.slow
-def test_what_was_refused_is_refused_again_without_being_compiled(grammars: Grammars) -> None:
-    params = SamplingParams(schema=PRIME | {"title": "again"})
-    messages = []
-    for _ in range(2):
-        with pytest.raises(EngineError, match=SLOW) as caught:
-            grammars.constraint(params)
-        messages.append(str(caught.value))
-        counts = grammars.counts()
-    assert messages[0] == messages[1]
-    with pytest.raises(EngineError):
-        grammars.constraint(params)
-    assert grammars.counts() == counts
-
-
-@pytest.mark.slow
 def test_a_compilation_ends_when_its_client_goes(grammars: Grammars) -> None:
-    """Its process is ended, not waited for: what it would have said is not remembered."""
+    """Its process is ended, not waited for: what it would have said is not remembered. A first one lasts long."""
     long = TURNS[-1]
     begun = threading.Event()
     worker = grammars._workers[long]

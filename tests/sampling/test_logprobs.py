@@ -18,7 +18,7 @@ from polarlm.engine.outputs import fold
 from polarlm.engine.sampling.sample import token_logprob
 from tests.bare import log_softmax, spread
 from tests.pairs import each
-from tests.tiny import VOCABULARY, assert_idle, blocks_left, preemptions
+from tests.tiny import VOCABULARY, assert_idle
 
 BLOCK = 8
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13, 50, 51, 52, 53, 54, 55]  # two blocks and a bit
@@ -168,7 +168,7 @@ def test_each_request_of_a_batch_gets_the_logprobs_it_asks_for(engine: Engine) -
 
 
 def paired(chunks: list[Chunk]) -> list[Chunk]:
-    """Checks that every chunk's log-probabilities are those of its ids."""
+    """Checks that every chunk's log-probabilities belong to its ids."""
     for chunk in chunks:
         assert tuple(token.id for token in chunk.logprobs) == chunk.token_ids
     return chunks
@@ -199,21 +199,3 @@ def test_tokens_of_an_incomplete_character_have_logprobs(engine: Engine) -> None
 def test_an_end_token_has_no_logprob(engine: Engine) -> None:
     answer = engine.generate(PROMPT, asking(2, ignore_eos=False, logit_bias={2: 1e6}))
     assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ((), (), "stop")
-
-
-@pytest.mark.slow
-def test_a_preempted_request_gets_each_logprob_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [[5 + number] * 20 for number in range(3)]
-    alone = [engine.generate(prompt, asking(2)) for prompt in prompts]
-    preempted = preemptions(engine, monkeypatch)
-    trays: list[list[Any]] = [[] for _ in prompts]
-    with blocks_left(engine, 10):  # too few for three, enough for one
-        for prompt, tray in zip(prompts, trays, strict=True):
-            engine.submit(prompt, asking(2), into=tray)
-        while engine.work():
-            pass
-    assert any(preempted)
-    for prompt, tray, expected in zip(prompts, trays, alone, strict=True):
-        answer = fold(paired(tray))
-        assert answer.token_ids == expected.token_ids
-        agree(answer, rows_of(engine, prompt, answer))

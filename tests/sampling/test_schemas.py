@@ -29,9 +29,9 @@ QUESTION = [{"role": "user", "content": "Answer as JSON."}]
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("case", SCHEMAS[::5], ids=lambda case: case["name"])
 def test_answers_are_of_their_schema(case: dict[str, Any], demo: Engine) -> None:
+    """Twenty answers of the demonstration model for each schema."""
     schema = json.dumps(case["schema"], default=float)
     outboxes: list[deque[Chunk | Exception]] = [deque() for _ in range(SEEDS)]
     for seed, outbox in enumerate(outboxes):

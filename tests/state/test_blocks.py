@@ -1,7 +1,7 @@
 """The allocator: whatever the order of calls, no block leaks, and none is allocated twice."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -75,6 +75,7 @@ class Schedules(RuleBasedStateMachine):
         assert all(self.blocks.references(block) == self.held.get(block, 0) for block in range(SIZE))
 
 
+Schedules.TestCase.settings = settings(max_examples=20)
 TestSchedules = Schedules.TestCase
 
 

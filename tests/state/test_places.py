@@ -95,7 +95,7 @@ class Memory(RuleBasedStateMachine):
         block = self.blocks.begin_to_code()
         if block is None:
             return
-        assert block == begun or block in self.kept or not could_be  # those of the prefix cache come first
+        assert block == begun or block in self.kept or not could_be  # blocks of the prefix cache come first
         if begun is None:
             self.coded = b""
             return

@@ -1,4 +1,4 @@
-"""The plan is the largest that fits, and its bytes are those of the arrays."""
+"""The plan is the largest that fits, and has the bytes of the arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import Engine, EngineError, codecs
@@ -70,17 +70,6 @@ def test_the_plan_is_the_longest_sequence_that_fits(shape, memory, max_tokens, s
     assert plan == plan_for_tokens(shape, plan.tokens, sequences_of(plan))
     one_more = plan_for_tokens(shape, plan.tokens + 1, sequences_of(plan))
     assert plan.tokens == max_tokens or one_more.bytes > memory
-
-
-@given(shapes(), st.integers(1, 1 << 24), st.integers(1, 500))
-def test_sequences_that_are_kept_share_the_blocks_of_a_context(shape, memory, tokens) -> None:
-    one = plan_for_tokens(shape, tokens, 1)
-    plan = with_kept(one, memory, 0)
-    assert plan == replace(one, more_slots=plan.more_slots)
-    if one.bytes > memory:
-        assert plan == one
-        return
-    assert plan.bytes <= memory < plan.bytes + shape.bytes((0,) * len(plan.quantized_blocks), 2)
 
 
 RECURRENT = DeltaShape(GatedDelta(1, 2, 4, 3, 3))
@@ -156,6 +145,7 @@ def test_a_plan_for_sequences_holds_all_of_them_at_once(shape, tokens, count) ->
     assert {sequence.length for sequence in sequences} == {tokens}
 
 
+@settings(max_examples=15)
 @given(shapes(st.none()), st.integers(200, 5000), st.integers(1, 5))
 def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
     plan = plan_for_tokens(shape, tokens, sequences)
@@ -168,17 +158,6 @@ def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
     assert plan_for_tokens(plain, held, sequences).bytes <= plan.bytes
     assert held == tokens or plan_for_tokens(plain, held + 1, sequences).bytes > plan.bytes
     assert f16_tokens(plan_for_tokens(plain, tokens, sequences)) == tokens
-
-
-@given(shapes(), st.integers(0, 600))
-def test_a_sequence_is_compared_with_the_same_blocks_as_f16(shape, tokens) -> None:
-    half = codecs.get("f16")
-    plain = replace(
-        shape, layers=tuple(replace(layer, codec_k=half, codec_v=half, mean_bits=0) for layer in shape.layers)
-    )
-    assert shape.f16_bytes(tokens) == plain.sequence_bytes(tokens) == plain.f16_bytes(tokens)
-    if all(layer.mean_bits == 0 for layer in shape.layers):  # that of halves is never centred
-        assert shape.sequence_bytes(tokens) <= shape.f16_bytes(tokens)
 
 
 @given(shapes(st.integers(1, 64)), st.integers(1, 5))
@@ -195,25 +174,8 @@ def test_sizes_are_read_in_binary_units(number: float, unit: str, end: str) -> N
     assert parse_size(f" {number:.3f} {unit}{end} ") == expected
 
 
-MALFORMED = [
-    "",
-    "M",
-    "b",
-    "0",
-    "-1G",
-    "nan",
-    "inf",
-    "infG",
-    "1e400",
-    "5X",
-    "1,5G",
-    "2GG",
-    "0x10",
-]
-
-
 def test_malformed_sizes_are_refused() -> None:
-    for text in MALFORMED:
+    for text in ("", "M", "b", "0", "-1G", "nan", "inf", "infG", "1e400", "5X", "1,5G", "2GG", "0x10"):
         with pytest.raises(EngineError, match=r"kv_memory=.*is not a size"):
             parse_size(text)
 

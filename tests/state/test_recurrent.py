@@ -54,7 +54,7 @@ def convolved(rows: np.ndarray, conv: np.ndarray) -> np.ndarray:
 
 
 class Schedules(RuleBasedStateMachine):
-    """Sequences whose results are those of the recurrence from the beginning, or from the snapshot they began with."""
+    """Sequences whose results follow the recurrence from the beginning, or from the snapshot they began with."""
 
     @initialize(seed=st.integers(0, 99), shape=st.sampled_from(SHAPES))
     def start(self, seed: int, shape: Shape) -> None:
@@ -252,7 +252,7 @@ run = partial(run_state_machine_as_test, Schedules)
 
 
 def test_schedules() -> None:
-    run(settings=settings(max_examples=40))
+    run(settings=settings(max_examples=15))
 
 
 @pytest.mark.slow

@@ -69,18 +69,9 @@ def test_an_empty_sequence_has_an_empty_snapshot() -> None:
     assert restore(store, saved) == store.new_sequence()
 
 
-ROOM = [
-    (0, 3, 9),
-    (0, 9, 1),
-    (0, 0, 0),
-    (1, 3, 9),
-    (1, 9, 0),
-]
-
-
 def test_restore_without_room_changes_nothing() -> None:
     """Four quantized blocks, sink and current block; for the window of 30 no sink."""
-    for group, quantized, full in ROOM:
+    for group, quantized, full in ((0, 3, 9), (0, 9, 1), (0, 0, 0), (1, 3, 9), (1, 9, 0)):
         store = make_store("polarquant", "polarquant", windows=(None, None, 30))
         sequence = Fed(make_store("polarquant", "polarquant", windows=(None, None, 30)))
         sequence.feed(44)

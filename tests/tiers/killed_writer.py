@@ -17,7 +17,7 @@ import numpy as np
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers import tier_store
 
-SIZE = 3000  # bytes of a folder, of which the objects take more
+SIZE = 3000  # bytes of a folder; the objects take more
 OBJECTS = 6
 
 

@@ -34,7 +34,7 @@ def ids(seed: int, count: int) -> list[int]:
 
 
 PROMPT = ids(1, 45)
-HIT = 40  # of its tokens: the last five share a block with the answer, which is quantized at the end
+HIT = 40  # tokens: the last five share a block with the answer, which is quantized at the end
 
 
 def load(model: Path, folder: Path | None, **more) -> Engine:
@@ -404,7 +404,7 @@ def memory_of(engine: Engine) -> Callable[[], int]:
 
 
 def test_host_memory_keeps_what_the_store_has_lost(plain_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, of which this CPU has only the name."""
+    """As on a GPU: this CPU has only the name of one."""
     monkeypatch.setattr(NumpyOps, "name", "gpu")
     with load(plain_model, None, cache_ram="1M", ops=NumpyOps()) as engine:
         held = memory_of(engine)

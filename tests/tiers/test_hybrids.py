@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,21 +82,3 @@ def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it
         found = answer(load(**on_disk(folder)), prompt)
         assert found.usage.cached_tokens == cached
         assert found.token_ids == wanted
-
-
-def test_snapshots_of_another_model_are_not_found(load: Load, tmp_path: Path) -> None:
-    """Of the same shape, with one other bit in a recurrent layer."""
-    engine = load(**on_disk(tmp_path / "disk"))
-    answer(engine, PROMPT, tokens=2)
-    engine.close()
-    (weights,) = (tmp_path / "model").glob("*.safetensors")
-    content = bytearray(weights.read_bytes())
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    start, _ = next(of["data_offsets"] for name, of in header.items() if name.endswith("A_log"))
-    content[8 + size + start] ^= 1
-    weights.write_bytes(content)
-    prompt = [*PROMPT, *ids_of(9, seed=1)]
-    found = answer(load(**on_disk(tmp_path / "disk")), prompt)
-    assert found.usage.cached_tokens == 0
-    assert found.token_ids == alone(load, prompt)

@@ -25,15 +25,9 @@ def test_waiting_takes_half_as_long_as_computing() -> None:
     assert patience.seconds(100) == pytest.approx(1.0)
 
 
-LIMITS = [
-    (1e6, 30.0),
-    (1e-6, 0.1),
-]
-
-
 def test_there_is_a_most_and_a_least() -> None:
     """A place that hangs holds no request for ever; a thread has time to begin."""
-    for seconds, expected in LIMITS:
+    for seconds, expected in ((1e6, 30.0), (1e-6, 0.1)):
         patience = Patience()
         patience.computed(1000, seconds)
         assert patience.seconds(1000) == expected
@@ -72,8 +66,8 @@ def test_an_engine_measures_its_prefills_and_waits_for_what_the_store_lacks(
             engine._tiers, "_in_time", lambda seconds, work: waits.append(seconds) or in_time(seconds, work)
         )
         usage = engine.generate(ids(1, 80), ONE).usage
-        per_token = (usage.prefill_seconds - 1) / 80  # the last second is that of taking the token
+        per_token = (usage.prefill_seconds - 1) / 80  # in the last second the token is taken
         assert per_token > 0
         waits.clear()
-        engine.generate([*ids(1, 80), *ids(2, 40)], ONE)  # of which the store has the first 80
+        engine.generate([*ids(1, 80), *ids(2, 40)], ONE)  # the store has the first 80
         assert waits == [pytest.approx(per_token / 2 * 39)]  # the last token is computed in any case

@@ -113,7 +113,7 @@ def test_what_is_put_is_found(store: Store) -> None:
 
 
 def test_what_was_there_a_moment_ago_is_not_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn asks for all blocks before it, most of which have just been read or written."""
+    """A turn asks for all blocks before it. Most have just been read or written."""
     place = Remote(store.url, MOST)
     place.write(NAME, b"head", memoryview(b"payload"))
     other = Remote(store.url, MOST)
@@ -198,15 +198,8 @@ def test_the_key_is_sent(store: Store) -> None:
     assert keys == ["Bearer secret"]
 
 
-URLS = [
-    "http://",
-    "http://user:word@host",
-    "http://host/?a=b",
-]
-
-
 def test_a_url_that_is_none_is_a_sentence(model: Path) -> None:
-    for where in URLS:
+    for where in ("http://", "http://user:word@host", "http://host/?a=b"):
         with pytest.raises(EngineError, match="cache_remote="):
             load(model, None, cache_remote=where)
 

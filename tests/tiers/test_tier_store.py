@@ -32,7 +32,9 @@ def put(place: TierStore, number: int, size: int = 100) -> None:
 
 @pytest.fixture(params=["ram", "disk"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> TierStore:
-    return Memory(1000) if request.param == "ram" else Folder(tmp_path / "folder", 1000 + 16)  # of its counts
+    return (
+        Memory(1000) if request.param == "ram" else Folder(tmp_path / "folder", 1000 + 16)
+    )  # its counts take 16 bytes
 
 
 def test_what_was_written_is_read(place: TierStore) -> None:
@@ -76,7 +78,7 @@ def test_an_object_larger_than_the_place_is_not_kept(place: TierStore) -> None:
 
 
 def objects_in(folder: Path) -> list[str]:
-    """The names of its files, without that of the counts."""
+    """The names of its files, without the file of the counts."""
     return sorted({file.name for file in folder.iterdir()} - {".held"})
 
 
@@ -85,7 +87,7 @@ def test_files_are_their_owners_only(tmp_path: Path) -> None:
     put(folder, 1)
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     files = list((tmp_path / "a" / "b").iterdir())
-    assert len(files) == 2  # with that of the counts
+    assert len(files) == 2  # with the file of the counts
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
@@ -163,7 +165,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
 
 
 def test_two_places_share_a_folder(tmp_path: Path) -> None:
-    """Each writes while the other does; what is read is whole, and the size is that of both together."""
+    """Each writes while the other does; what is read is whole, and the size limits both together."""
     here, there = Folder(tmp_path, 1000), Folder(tmp_path, 1000)
     for number in range(60):
         put((here, there)[number % 2], number)
@@ -175,7 +177,7 @@ def test_two_places_share_a_folder(tmp_path: Path) -> None:
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files, unfinished ones included."""
+    """The bytes of all files, unfinished ones included."""
     held = 0
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):
@@ -246,7 +248,7 @@ def test_files_that_others_put_there_or_removed_are_counted_when_a_place_is_open
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_killed_at_any_line_of_writing_leaves_whole_objects_only(tmp_path: Path) -> None:
-    """Of opening a folder, writing, replacing, noting use, and making room: a few hundred places to die at.
+    """It opens a folder, writes, replaces, notes use, and makes room: a few hundred places to die at.
 
     The next writer waits for no lock, removes what was not finished, and keeps to the limit.
     """

@@ -40,7 +40,7 @@ def test_every_format_of_blocks_has_integers() -> None:
 
 
 @in_turn("name", BLOCKS)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 7),
@@ -66,67 +66,36 @@ def test_damaged_scales_give_gguf_s_infinities_and_nan(name: str, rng: np.random
         np.testing.assert_array_equal(unpack(name, raw).dequantize(), reference(name, raw))
 
 
-@in_turn("name", GROUPED)
-def test_arrays_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
-    stored, width = get(name), 3 * get(name).values
-    scale = np.float32 if name == "mxfp4" else np.float16
-    for rows in (0, 1, 5):
-        raw = random_blocks(rng, name, rows, width) if rows else np.empty((0, 3 * stored.nbytes), np.uint8)
-        raw.setflags(write=False)  # as a mapped file
-        given = unpack(name, raw)
-        assert isinstance(given, Grouped)
-        groups = (rows, width // stored.group)
-        assert (given.codes.shape, given.codes.dtype) == ((rows, width), np.uint8), rows
-        assert given.codes.max(initial=0) < 1 << stored.bits, rows
-        assert (given.scale.shape, given.scale.dtype) == ((rows, 3), scale), rows
-        if given.sub_scale is not None:
-            assert (given.sub_scale.shape, given.sub_scale.dtype) == (groups, np.int8), rows
-        if given.sub_offset is not None:
-            assert (given.sub_offset.shape, given.sub_offset.dtype) == (groups, np.uint8), rows
-        if given.offset is not None:
-            assert (given.offset.shape, given.offset.dtype) == ((rows, 3), np.float16), rows
-            assert (given.sub_offset is None) == (given.sub_scale is None), rows
-        assert (given.zero, given.table) == (stored.zero, stored.table), rows
-        assert given.dequantize().shape == (rows, width), rows
+def promised(name: str, rows: int, blocks: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    """The shapes and dtypes of what a format unpacks to."""
+    stored, width = get(name), blocks * get(name).values
+    per_group, scale = (rows, width // stored.group), ((rows, blocks), np.float16)
+    if stored.runs is not None:
+        return {"packed": ((rows, blocks, sum(count for count, _ in stored.runs)), np.uint8), "scale": scale}
+    if stored.grid is not None:
+        indices = (rows, width // stored.grid.cell), np.uint16
+        return {
+            "indices": indices,
+            "scale": scale,
+            "sub_scale": (per_group, np.uint8),
+            "signs": ((rows, width // 8), np.uint8),
+        }
+    scale = ((rows, blocks), np.float32 if name == "mxfp4" else np.float16)
+    sub = {"sub_scale": (per_group, np.int8), "sub_offset": (per_group, np.uint8)}
+    return {"codes": ((rows, width), np.uint8), "scale": scale, "offset": scale, **sub}
 
 
-@in_turn("name", LATTICES)
-def test_indices_scales_and_signs_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
-    stored, width = get(name), 3 * get(name).values
-    points = stored.grid.points()
-    assert (points.shape, points.dtype) == ((1 << stored.bits, stored.grid.cell), np.int8)
-    for rows in (0, 1, 5):
-        raw = random_blocks(rng, name, rows, width) if rows else np.empty((0, 3 * stored.nbytes), np.uint8)
-        raw.setflags(write=False)  # as a mapped file
-        given = unpack(name, raw)
-        assert isinstance(given, Lattice)
-        assert (given.indices.shape, given.indices.dtype) == ((rows, width // stored.grid.cell), np.uint16), rows
-        assert (given.scale.shape, given.scale.dtype) == ((rows, 3), np.float16), rows
-        assert (given.sub_scale.shape, given.sub_scale.dtype) == ((rows, width // stored.group), np.uint8), rows
-        assert given.sub_scale.max(initial=0) < 16, rows
-        assert (given.signs is None) == (stored.grid.signs == 0), rows
-        if given.signs is not None:
-            assert (given.signs.shape, given.signs.dtype) == ((rows, width // 8), np.uint8), rows
-            assert given.signs.max(initial=0) < 1 << stored.grid.signs, rows
-        assert given.dequantize().shape == (rows, width), rows
-
-
-@in_turn("name", DIGITS)
-def test_bytes_of_digits_have_the_promised_shapes_and_types(name: str, rng: np.random.Generator) -> None:
-    stored, width = get(name), 3 * get(name).values
-    assert stored.runs is not None
-    assert sum(count * digits for count, digits in stored.runs) == stored.values
-    assert all(count % 4 == 0 for count, _ in stored.runs), "kernels expand four bytes of a row at a time"
-    for rows in (0, 1, 5):
-        raw = random_blocks(rng, name, rows, width) if rows else np.empty((0, 3 * stored.nbytes), np.uint8)
-        raw.setflags(write=False)  # as a mapped file
-        given = unpack(name, raw)
-        assert isinstance(given, Trits)
-        packed = rows, 3, sum(count for count, _ in stored.runs)
-        assert (given.packed.shape, given.packed.dtype) == (packed, np.uint8), rows
-        assert (given.scale.shape, given.scale.dtype) == ((rows, 3), np.float16), rows
-        assert set(np.unique(given.integers())) == ({-1, 0, 1} if rows else set()), rows
-        assert given.dequantize().shape == (rows, width), rows
+@in_turn("name rows", [(name, rows) for name in BLOCKS for rows in (0, 5)])
+def test_arrays_have_the_promised_shapes_and_types(name: str, rows: int, rng: np.random.Generator) -> None:
+    """From memory that cannot be written, as a mapped file's."""
+    raw = random_blocks(rng, name, 5, 3 * get(name).values)[:rows]
+    raw.setflags(write=False)
+    unpacked = unpack(name, raw)
+    assert isinstance(unpacked, Trits if name in DIGITS else Lattice if name in LATTICES else Grouped)
+    for field, (shape, dtype) in promised(name, rows, 3).items():
+        array = getattr(unpacked, field)
+        assert array is None or (array.shape, array.dtype) == (shape, dtype), field
+    assert unpacked.dequantize().shape == (rows, 3 * get(name).values)
 
 
 @in_turn("name", [*GROUPED, *LATTICES])
@@ -144,10 +113,3 @@ def test_scales_of_mxfp4_are_powers_of_two_that_bfloat16_holds() -> None:
     scale = unpack("mxfp4", raw).scale[:, 0]
     np.testing.assert_array_equal(scale, np.exp2(np.arange(256.0) - 128))
     assert not (scale.view(np.uint32) & 0xFFFF).any()
-
-
-@in_turn("name", BLOCKS)
-def test_blocks_that_tests_draw_are_finite_and_differ(name: str, rng: np.random.Generator) -> None:
-    values = reference(name, random_blocks(rng, name, 3, 512))
-    assert np.isfinite(values).all()
-    assert 0.001 < values.std() < 5

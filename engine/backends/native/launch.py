@@ -79,8 +79,8 @@ class Recording:
         self._parts: list[HostCall | _Commands] | None = None
 
     def replay(self, address: Callable[[Kernel], int], run: Callable[[CommandBuffer], None]) -> None:
-        """Make all launches and calls in order. address: kernel → its compiled function. run: makes those of a command
-        buffer."""
+        """Make all launches and calls in order. address: kernel → its compiled function. run: makes a command buffer's
+        launches."""
         if self._parts is None:
             self._parts = self._split(address)
         for part in self._parts:
@@ -183,7 +183,7 @@ class Launcher:
     def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
         """Call function(*arrays), which may launch kernels itself, or record the call.
 
-        It reads what the launches before it wrote. arrays: those of its arguments that come from `empty`.
+        It reads what the launches before it wrote. arrays: its arguments that come from `empty`.
         """
         if self._recording is None:
             function(*arrays)

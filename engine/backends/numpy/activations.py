@@ -28,7 +28,7 @@ def gelu_tanh_mul(gate_up: np.ndarray) -> np.ndarray:
     return _over_one_plus_exp(gate, exponent, up)
 
 
-_LIMIT, _STEEPNESS = 7.0, 1.702  # of the activation of gpt-oss
+_LIMIT, _STEEPNESS = 7.0, 1.702  # constants of gpt-oss's activation
 
 
 def swiglu_clamped_mul(gate_up: np.ndarray) -> np.ndarray:

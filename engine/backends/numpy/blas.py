@@ -47,7 +47,7 @@ def use_threads(number: int) -> None:
 
 
 def parallel_map(work: Callable[[int], Result], count: int) -> list[Result]:
-    """[work(0), …, work(count − 1)] on as many threads as BLAS has, each of which calls a BLAS of one thread: for
+    """[work(0), …, work(count − 1)] on as many threads as BLAS has; each calls a BLAS of one thread: for
     products so small that threads of BLAS would mostly wait for each other."""
     with _turn.lock:  # two callers could set back the number of the other
         number = threads()

@@ -11,7 +11,7 @@ def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
     root: the folder with `proc` and `sys`. controller: "memory" or "cpu".
 
-    In a container the path may be the host's, only a part of which is mounted: folders may be missing, and callers skip
+    In a container the path may be the host's, and only a part is mounted: folders may be missing, and callers skip
     these.
     """
     try:

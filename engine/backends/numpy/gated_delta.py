@@ -20,7 +20,7 @@ from polarlm.engine.backends.numpy.recurrence import (
 )
 from polarlm.engine.backends.numpy.rows import quiet, rms_norm
 
-_EPS = np.float32(1e-6)  # of the lengths of queries and keys
+_EPS = np.float32(1e-6)  # added to squared lengths of queries and keys
 
 
 @quiet

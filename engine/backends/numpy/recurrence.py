@@ -66,7 +66,7 @@ def convolved(new: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, inputs
 
 
 def add_decays(decays: np.ndarray, new: np.ndarray, place: int) -> np.ndarray:
-    """Append the logarithms (H, count) of the decays of rows to those of a slot (H, N), and return their part of it."""
+    """Append the logarithms (H, count) of the decays of rows to a slot's (H, N), and return their part of it."""
     before = decays[:, place - 1 : place] if place else np.zeros((len(decays), 1), np.float32)
     own = decays[:, place : place + new.shape[1]]
     own[...] = before + np.cumsum(new, axis=1)

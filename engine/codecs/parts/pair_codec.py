@@ -69,9 +69,9 @@ class PairCodec(Codec):
 
     @property
     def points(self) -> np.ndarray | None:
-        """The point of each code of `rounding`, (P, width) float32: a pair, or a value, two of whose codes are joined.
+        """Point of each code of `rounding`, (P, width) float32: a pair, or one value where two codes are joined.
 
-        With `flips`, those of a vector's first code.
+        With `flips`, the points of a vector's first code.
         """
         return None
 

@@ -54,7 +54,7 @@ def slabs(blocks: int, values_per_block: int) -> Iterator[slice]:
 def widen(half: np.ndarray, out: np.ndarray) -> None:
     """half (any shape) float16, finite → the same values in `out`, float32 of that shape, C-contiguous.
 
-    Three integer passes and a multiplication, each of which NumPy vectorizes: seven times as fast as `astype`. The
+    Three integer passes and a multiplication, which NumPy vectorizes: seven times as fast as `astype`. The
     sign-extended half is shifted left by 23 − 10 bits, the difference of the mantissas, the copies of the sign are
     masked out, and the multiplication corrects the exponent, for denormals too.
     """

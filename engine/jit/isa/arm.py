@@ -9,7 +9,7 @@ from polarlm.engine.jit.isa.generic import ConvertsHalves
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
 
-_BYTES, _WORDS, _LANES = vector(I8, 16), vector(I16, 8), vector(I32, 4)  # of a register
+_BYTES, _WORDS, _LANES = vector(I8, 16), vector(I16, 8), vector(I32, 4)  # a register's contents
 _LOOKED_UP = 64  # bytes of a table in the four registers of a `tbl`
 
 

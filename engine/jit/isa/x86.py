@@ -43,7 +43,7 @@ class Avx2(ConvertsHalves):
         return e.by_parts(8 * width // first.element.width, partial(operation, width), *operands)
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
-        if not fits:  # widen bytes to int16: those of even index, then those of odd index
+        if not fits:  # widen bytes to int16: bytes of even index, then bytes of odd index
             words = vector(I16, 2 * total.lanes)
             a, b = unsigned.bits(words), signed.bits(words)
             total = self.dot2(e, total, (a & 255).bits(total.type), (b << 8).ashr(8).bits(total.type))
@@ -112,7 +112,7 @@ class Avx2(ConvertsHalves):
     def _parts(self, e: Emitter, pointer: Value, entries: int) -> list[Value]:
         """A table cut into parts of 16 entries for `pshufb`, which gives 0 for an index whose highest bit is set.
 
-        A part holds its entries xor those of the previous part. Before each next part 16 is subtracted from the index,
+        A part holds its entries xor the previous part's entries. Before each next part 16 is subtracted from the index,
         and the xor of all lookups is the entry: parts above the index's own give 0, since the index is negative there.
         """
         lines = [e.load(pointer, vector(I8, 16), first) for first in range(0, entries, _LINE)]
@@ -136,7 +136,7 @@ class Avx2(ConvertsHalves):
             a, b = _shuffled(e, tables, low)
             for i, (piece, slot) in enumerate(zip(pieces, low, strict=True)):
                 is_image = piece + (128 - half) if half < 128 else piece  # its highest bit
-                own = _shuffle_bytes(e, change, (slot - (half - _LINE)) | is_image)  # of the last part, and no image
+                own = _shuffle_bytes(e, change, (slot - (half - _LINE)) | is_image)  # in the last part, and no image
                 a[i] = a[i] ^ own
                 sign = is_image if half < 128 else is_image | 1  # not 0
                 b[i] = e.intrinsic("llvm.x86.avx2.psign.b", piece.type, b[i], sign)
@@ -146,7 +146,7 @@ class Avx2(ConvertsHalves):
 
 
 def _is_mirrored(first: bytes, second: bytes) -> bool:
-    """Whether entries of the tables' second halves are those of the first halves, but for the sign of `second`, and for
+    """Whether entries of the tables' second halves equal the first halves, but for the sign of `second`, and for
     the last 16 of `first`."""
     half = len(first) // 2
     return half > _LINE and all(

@@ -8,9 +8,9 @@ from polarlm.engine.jit.isa.x86 import Avx512Vbmi
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import I8, I16, Value, vector
 
-_ROWS, _BYTES = 16, 64  # of a tile
+_ROWS, _BYTES = 16, 64  # a tile's
 _SUM, _LEFT, _RIGHT = 0, (1, 2), 3  # tiles
-_PALETTE, _PLACE_OF_BYTES, _PLACE_OF_ROWS = 1, 16, 48  # of a configuration: 64 bytes
+_PALETTE, _PLACE_OF_BYTES, _PLACE_OF_ROWS = 1, 16, 48  # a configuration's, which has 64 bytes
 
 
 class Avx512Amx(Avx512Vbmi):

@@ -240,7 +240,7 @@ class Emitter(MemoryEmitter):
     def exp(self, x: Value) -> Value:
         """e^x of float32, with a relative error below 1.5e-7; 0 below -87.3, infinity above 88.37, NaN for NaN.
 
-        It is 2^n · e^r with |r| ≤ ln 2 / 2. x is clamped to where the exponent bits of 2^n are those of 0 and infinity.
+        It is 2^n · e^r with |r| ≤ ln 2 / 2. x is clamped to where the exponent bits of 2^n mean 0 and infinity.
         """
         expect(x.element == F32, "float32", x)
         x = self.select(x < -87.3, self.like(-88.0, x), x)  # unlike `fmax`, keeps NaN

@@ -33,8 +33,8 @@ class Level(ABC):
     registers = 16
     """Number of vector registers."""
     code_tiles: tuple[tuple[int, int], ...] = ((2, 1),)
-    """Rows, and vectors of 16 columns, of tiles of products with codes whose sums stay in registers: for few rows, of
-    which the tile should have all, and for many, which should be loaded seldom."""
+    """Register tiles (rows, 16-column vectors) of products with codes: one that covers few rows completely, and one
+    that minimises loads for many rows."""
     code_outputs = 16
     """Outputs of a tile, 16 or 8, that products of codes with several rows sum at once."""
     keeps_order = False
@@ -50,7 +50,7 @@ class Level(ABC):
     fuses = False
     """Whether multiply-add of floats is one instruction with one rounding."""
     signed_dots = False
-    """Whether dot products of signed bytes take fewer instructions than those of unsigned bytes and signed ones."""
+    """Whether signed bytes times signed bytes take fewer instructions than unsigned bytes times signed bytes."""
     splits_words = False
     """Whether products of bytes with int16 are faster as products with the two bytes of each int16."""
     split_rows = 0

@@ -54,19 +54,13 @@ class Launch(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Arguments of `RUN`: the shared state, the table of launches and their count, and the number of threads."""
+    """Arguments of `RUN` and `RUN_ALONE`: the shared state, which `RUN_ALONE` does not use, the table of launches and
+    their count, and the number of threads."""
 
     state: Pointer
     table: Pointer
     count: Int64
     threads: Int64
-
-
-class RunAlone(NamedTuple):
-    """Arguments of `RUN_ALONE`: the table of launches and their count."""
-
-    table: Pointer
-    count: Int64
 
 
 class Serve(NamedTuple):
@@ -197,7 +191,7 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
     state.unlock()
 
 
-def _emit_run_alone(e: Emitter, args: RunAlone, begin: Value, end: Value, scratch: Value) -> None:
+def _emit_run_alone(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
     """Run a command buffer on the calling thread alone, concurrently with any other run."""
     with e.loop(0, args.count) as entry:
         launch = records.read(e, Launch, args.table, entry)
@@ -252,7 +246,7 @@ def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratc
             _emit_empty_range(e, state, run, entry, at.get(), done, scratch)
             following = at.get() + 1
             at.set(e.select(following < ranges, following, e.i64(0)))
-        # Units of a launch that overlaps the next one are awaited with those of that one.
+        # Units of a launch that overlaps the next one are awaited with the next one's units.
         with e.when((done.get() > 0) & (e.load(slot, I64, _AWAITED) > 0)):
             e.add_atomic(slot + _COMPLETED, done.get())
             done.set(e.i64(0))
@@ -293,5 +287,5 @@ def _wait_a_little(e: Emitter, state: _State, polls: Any) -> None:
 
 
 RUN = Kernel("run", _emit_run, Run)
-RUN_ALONE = Kernel("run_alone", _emit_run_alone, RunAlone)
+RUN_ALONE = Kernel("run_alone", _emit_run_alone, Run)
 SERVE = Kernel("serve", _emit_serve, Serve)

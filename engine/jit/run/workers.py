@@ -1,18 +1,17 @@
 """Persistent threads that run command buffers: lists of kernels that run in order, each over its units.
 
 The units of an entry are cut into ranges, one per thread, and each range has a counter of units left. A thread takes
-units by compare-and-exchange and runs the kernel on them: first those of its own range, so that it reads weights in
-memory order, and then those of other ranges. When none is left, it adds the number of units that it has run to the
-entry's completed units. When all are completed, the threads proceed to the next entry; an entry
-that overlaps the next one is awaited together with it. So a thread that the system has
-suspended delays the others only by the units that it has taken, and a thread that wakes up late joins at the entry
-that the others have reached.
+units by compare-and-exchange and runs the kernel on them: first units of its own range, so that it reads weights in
+memory order, and then units of other ranges. When none is left, it adds the number of units that it has run to the
+entry's completed units. When all are completed, the threads proceed to the next entry; an entry that overlaps the next
+one is awaited together with it. So a thread that the system has suspended delays the others only by the units that it
+has taken, and a thread that wakes up late joins at the entry that the others have reached.
 
 The upper half of a counter is the run's number. So a thread of an earlier run cannot take units of a later one, and
 the command buffer exists as long as a thread has units that are not completed. (Numbers repeat after 2³¹ runs: only a
 thread that is suspended for exactly that many runs, for months, could confuse two.)
 
-Only one command buffer of several threads runs at a time; those of several engines run in order of arrival. A command
+Only one command buffer of several threads runs at a time; buffers of several engines run in order of arrival. A command
 buffer of a single thread waits for no other. Workers stay in compiled code (`run_commands.py`) even while they sleep:
 they never wait for Python's global lock, and never run Python while the interpreter exits.
 """
@@ -39,7 +38,6 @@ from polarlm.engine.jit.run.run_commands import (
     STATE_BYTES,
     Launch,
     Run,
-    RunAlone,
     Serve,
     set_up,
 )
@@ -62,7 +60,7 @@ class CommandBuffer:
     @cached_property
     def alone(self) -> bytes:
         """The packed arguments of a run on one thread."""
-        return pack(RunAlone(table=self.address, count=len(self.units)))
+        return pack(Run(state=None, table=self.address, count=len(self.units), threads=1))
 
 
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)

@@ -23,8 +23,8 @@ Norm = tuple[Array, float] | None  # weight and epsilon of an RMS norm, as the o
 class Eps(NamedTuple):
     """Epsilons of RMS norms."""
 
-    before: float  # of the inputs of mixers and networks, of queries and keys, and of the last hidden states
-    after: float  # of the outputs of mixers and networks
+    before: float  # for inputs of mixers and networks, queries and keys, and the last hidden states
+    after: float  # for outputs of mixers and networks
 
 
 class ReadSlot(Protocol):

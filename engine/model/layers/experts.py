@@ -25,7 +25,7 @@ class ExpertsWeights:
     post_norm: Array | None  # (E,): norms the result before it is added to the residual
     factors: Array | None = None  # (count,)
     # Norms (E,) of the inputs of router and experts, and of the results of experts and shared network before they are
-    # added; without them, `norm` is also that of router and experts.
+    # added; without them, `norm` also serves the router and the experts.
     router_norm: Array | None = None
     experts_norm: Array | None = None
     experts_post_norm: Array | None = None
@@ -66,8 +66,11 @@ class Experts:
         self._shared_post_norm = norm_of(weights.shared_post_norm, eps.after)
 
     def add(self, x: Array, *, adapters: Routing | None, recorded: bool) -> None:
-        """Add the result to x (T, E), in place. adapters: those of the rows, which change the shared network. recorded:
-        whether this is a step, which may be recorded."""
+        """Add the result to x (T, E), in place.
+
+        adapters: the rows' adapters, which change the shared network. recorded: whether this is a step, which may be
+        recorded.
+        """
         ops, w, shape = self._ops, self._weights, self._shape
         logits = ops.linear(x, w.router, norm=self._router_norm, recorded=recorded)
         routing = ops.route(logits, shape, w.choice_bias, w.factors)

@@ -20,7 +20,7 @@ class GatedDeltaWeights:
 
     norm: Array | None  # (E,)
     inputs: Linear  # (C + H·D + 2H, E): q, k, v, z, b, a
-    conv: Array  # (C · width,): the numbers of each channel, that of the oldest token first
+    conv: Array  # (C · width,): the numbers of each channel, oldest token first
     decay: Array  # (H,)
     dt_bias: Array  # (H,)
     out_norm: Array  # (D,)

@@ -26,7 +26,7 @@ class Mixer(Protocol):
     """A class whose `read` reads the slots of a layer."""
 
     def __init__(self, ops: Ops, shape: Any, eps: Eps, weights: Any, cache: Any, transform: Any):
-        """shape: the mixer in the configuration. cache: that of the layer's state. transform: for attention, its
+        """shape: the mixer in the configuration. cache: where the layer's state lies. transform: for attention, its
         HeadTransform, prepared by `Ops.prepare`."""
 
     @staticmethod

@@ -20,7 +20,7 @@ class Mamba2LayerWeights:
 
     norm: Array | None  # (E,)
     inputs: Linear  # (I + C + H, E): z, x, B, C, dt
-    conv: Array  # (C · width,): the numbers of each channel, that of the oldest token first
+    conv: Array  # (C · width,): the numbers of each channel, oldest token first
     conv_bias: Array | None  # (C,)
     decay: Array  # (H,)
     dt_bias: Array  # (H,)

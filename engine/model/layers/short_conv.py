@@ -19,7 +19,7 @@ class ShortConvWeights:
 
     norm: Array | None  # (E,)
     inputs: Linear  # (3E, E): B, C and x
-    conv: Array  # (E · width,): the numbers of each channel, that of the oldest token first
+    conv: Array  # (E · width,): the numbers of each channel, oldest token first
     conv_bias: Array | None  # (E,)
     out: Linear  # (E, E)
 

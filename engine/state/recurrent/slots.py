@@ -89,8 +89,6 @@ def assign_each(ops: Ops, targets: Slot, sources: Slot) -> None:
 class RecurrentState(TableGroup):
     """The part of a `LayerState` that concerns its slots."""
 
-    can_cut = True
-
     def __init__(
         self, ops: Ops, shape: RecurrentShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
     ) -> None:

@@ -72,7 +72,7 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
 
 def _remote(where: str, most: int) -> TierStore:
     """Return the tier at a URL, or in a folder that machines share. most: bytes of the largest object."""
-    scheme = re.match(r"(\w[\w+.-]+)://", where)  # of two letters at least: one is a drive of Windows
+    scheme = re.match(r"(\w[\w+.-]+)://", where)  # at least two letters: one is a drive of Windows
     reason = ""
     if scheme is not None and scheme[1] not in ("http", "https", "file"):
         reason = f"{scheme[1]}:// is not supported"

@@ -223,8 +223,7 @@ class Search:
             return None, 0
         ids = read.block.ids
         common = next((i for i, (a, b) in enumerate(zip(ids, rest, strict=False)) if a != b), min(len(ids), len(rest)))
-        is_of_use = common == len(ids) or all(group.can_cut for group in self._store.groups)
-        return (read, common) if common and is_of_use else (None, 0)
+        return (read, common) if common else (None, 0)
 
     # -- parts -------------------------------------------------------------------------------------------------
 

@@ -145,13 +145,13 @@ class TierHit:
         """
         (store, prefixes, payloads), is_full = self._stored, run.blocks[0].block.is_full
         lacking = []
-        for found in run.blocks:
-            if is_full or found.key is None:
-                known = prefixes.full(found.before, found.ids)
+        for candidate in run.blocks:
+            if is_full or candidate.key is None:
+                known = prefixes.full(candidate.before, candidate.ids)
             else:
-                known = prefixes.quantized(found.key)
+                known = prefixes.quantized(candidate.key)
             if any(block is None and run.needed >> index & 1 for index, block in enumerate(known)):
-                lacking.append(found)
+                lacking.append(candidate)
         allocators = [group.full if is_full else group.quantized for group in store.groups]
         taken: list[Sequence[int | None]] = []
         try:
@@ -160,12 +160,12 @@ class TierHit:
                 taken.append(store.with_room(allocate) if run.needed >> index & 1 else [None] * len(lacking))
             blocks: list[Blocks] = [list(ids) for ids in zip(*taken, strict=True)]
             if lacking:
-                put(store, payloads, blocks, [found.block for found in lacking])
-            for found, ids in zip(lacking, blocks, strict=True):
-                if found.key is None:
-                    prefixes.add_full(found.before, found.ids, ids)
+                put(store, payloads, blocks, [candidate.block for candidate in lacking])
+            for candidate, ids in zip(lacking, blocks, strict=True):
+                if candidate.key is None:
+                    prefixes.add_full(candidate.before, candidate.ids, ids)
                 else:
-                    prefixes.add(self._root, found.before, found.ids, ids)
+                    prefixes.add(self._root, candidate.before, candidate.ids, ids)
         except OutOfBlocks:
             return False
         finally:
@@ -184,8 +184,8 @@ class TierHit:
         return counts
 
 
-def cached_from(found: TierHit | None, cached: int) -> dict[str, int]:
+def cached_from(hit: TierHit | None, cached: int) -> dict[str, int]:
     """Return where `cached` tokens of a prompt came from, see `engine.outputs.Usage`."""
-    tiers = {} if found is None else found.tokens(cached)
+    tiers = {} if hit is None else hit.tokens(cached)
     places = {"store": cached - sum(tiers.values()), **tiers}
     return {place: tokens for place, tokens in places.items() if tokens}

@@ -12,6 +12,7 @@ from typing import Any
 from polarlm.engine import Usage
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import Writer
 from polarlm.server.http.streams import Event
 
 _ERROR_TYPES = {
@@ -32,7 +33,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 @dataclass
-class Writer:
+class MessageWriter(Writer):
     """Makes the JSON objects of one response."""
 
     model: str
@@ -55,7 +56,7 @@ class Writer:
         return self._message(content) | end | {"usage": self._usage(answer.usage)}
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece; before the `first` one, those that begin the message."""
+        """The events of a piece; before the `first` piece, the events that begin the message."""
         if first:
             usage = {"input_tokens": 0, "output_tokens": 0}  # the last event has the counts
             empty = {"stop_reason": None, "stop_sequence": None, "usage": usage}

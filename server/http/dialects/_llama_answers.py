@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,10 @@ from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.errors import TOO_LONG, ApiError
-from polarlm.server.http.generation import About
+from polarlm.server.http.generation import About, Endpoint, Writer
 from polarlm.server.http.openai.completions import PromptText, read_raw
 from polarlm.server.http.openai.shapes import prompt_progress
-from polarlm.server.http.streams import DATA, Event, Framing
-from polarlm.server.http.warnings import unknown_fields
+from polarlm.server.http.streams import Event
 from polarlm.server.reading.fields import FIELDS, given
 from polarlm.server.reading.infill import infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
@@ -44,31 +43,23 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": {**shown, **error.numbers}}
 
 
-@dataclass(frozen=True)
-class Completion:
+class Completion(Endpoint):
     """POST /completion"""
 
-    framing: Framing = DATA
-
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
         """The request. Raises BadRequest."""
         body = given(body)
         own = _own_fields(body)
         asked = read_raw(body, about)
         return asked, _writer(asked, about, own, several=isinstance(body["prompt"], list) and bool(asked.more_prompts))
 
-    def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields."""
-        return unknown_fields(body, FIELDS)
 
-
-@dataclass(frozen=True)
-class Infilling:
+class Infilling(Endpoint):
     """POST /infill"""
 
-    framing: Framing = DATA
+    known = (*FIELDS, *_INFILLED, "input_extra")
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
         """The request. Raises BadRequest."""
         body = given(body)
         own = _own_fields(body)
@@ -82,10 +73,6 @@ class Infilling:
         prompts = [] if infill is None else [infill.prompt(*parts)]
         asked = infilled("input_suffix", asked, infill, prompts)
         return asked, _writer(asked, about, own, several=False)
-
-    def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields."""
-        return unknown_fields(body, {*FIELDS, *_INFILLED, "input_extra"})
 
 
 def _files(value: Any) -> list[tuple[str, str]]:
@@ -107,12 +94,12 @@ def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
     return {name: flag(name, body.pop(name, False)) for name in ("return_tokens", "timings_per_token")}
 
 
-def _writer(asked: ParsedRequest, about: About, own: dict[str, bool], *, several: bool) -> Writer:
-    return Writer(about, asked, several or asked.n > 1, own["return_tokens"], own["timings_per_token"])
+def _writer(asked: ParsedRequest, about: About, own: dict[str, bool], *, several: bool) -> CompletionWriter:
+    return CompletionWriter(about, asked, several or asked.n > 1, own["return_tokens"], own["timings_per_token"])
 
 
 @dataclass(frozen=True)
-class Writer:
+class CompletionWriter(Writer):
     """Makes the JSON objects of one response."""
 
     about: About
@@ -166,10 +153,6 @@ class Writer:
             "id_slot": -1,
             "tokens_predicted": count,
         }
-
-    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """No events: an answer's last event says that it is the last."""
-        yield from ()
 
     def failure(self, error: ApiError) -> Event:
         """The last event of a stream that an error ends."""

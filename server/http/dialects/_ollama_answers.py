@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from polarlm.engine import Usage
 from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.dialects._shared import arguments_of
 from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
 
@@ -22,7 +22,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 @dataclass
-class Writer:
+class LinesWriter(Writer):
     """Makes the JSON objects of one response."""
 
     model: str
@@ -62,10 +62,6 @@ class Writer:
             yield self._object(content, piece) | {"done": False}
         if piece.finish_reason is not None:
             yield self._object({"content": ""}, Piece()) | self._end(piece)
-
-    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """No lines: the last piece has written the last one."""
-        yield from ()
 
     def failure(self, error: ApiError) -> Event:
         """The last line of a stream that an error ends."""

@@ -53,7 +53,7 @@ class ModelFacts:
         return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
 
     async def version(self, _request: Request) -> Response:
-        """GET /api/version: that of the API, which clients compare with the one that they need."""
+        """GET /api/version: the version of Ollama whose API this is; clients compare it with the one they need."""
         return JSONResponse({"version": OLLAMA})
 
     @cached_property

@@ -13,10 +13,11 @@ from polarlm.server.answers.pieces import Answer, CallStart, Piece
 from polarlm.server.http.dialects._response_tools import ResponseTools
 from polarlm.server.http.dialects._shared import arguments_of
 from polarlm.server.http.errors import TOO_LONG, ApiError
+from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # kind of item → prefix of its id
 
 
 @dataclass
@@ -50,7 +51,7 @@ class _Item:
 
 
 @dataclass
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Makes the JSON objects of one response."""
 
     model: str
@@ -62,8 +63,8 @@ class ResponseWriter:
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[dict[str, Any]] = field(default_factory=list)  # complete items
     _open: _Item | None = None
-    _tokens: list[TokenLogprob] = field(default_factory=list)  # those whose text has not been written yet
-    _number: int = 0  # of the next event
+    _tokens: list[TokenLogprob] = field(default_factory=list)  # tokens whose text has not been written yet
+    _number: int = 0  # sequence number of the next event
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of a response that is not streamed: the response in the last event of a stream."""
@@ -80,7 +81,7 @@ class ResponseWriter:
         return response
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece; before the `first` one, those that begin the response."""
+        """The events of a piece; before the `first` piece, the events that begin the response."""
         if first:
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._response("in_progress"))
@@ -107,10 +108,6 @@ class ResponseWriter:
                 yield from self._begin("message" if self._open is None else self._open.kind)
             yield from self._end(status)
             yield self._event(f"response.{status}", response=self._response(status, piece.usage))
-
-    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """No events: the last piece has written the last one."""
-        yield from ()
 
     def failure(self, error: ApiError) -> Event:
         """The last event of a stream that an error ends."""

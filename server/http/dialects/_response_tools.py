@@ -15,7 +15,7 @@ from polarlm.server.reading.values import text
 class ResponseTools:
     """The tools of a request; functions have names that include their namespaces."""
 
-    tools: list[dict[str, Any]] = field(default_factory=list)  # in our own names, those of other types as they are
+    tools: list[dict[str, Any]] = field(default_factory=list)  # functions in our own names, others as sent
     namespaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # our name → namespace, name
 
     def named(self, name: str) -> dict[str, str]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.routing import Route
 
-from polarlm.server.http.dialects._anthropic_events import Writer, error_body
+from polarlm.server.http.dialects._anthropic_events import MessageWriter, error_body
 from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
-from polarlm.server.http.generation import About, Counting, Generation
-from polarlm.server.http.streams import NAMED, Framing
-from polarlm.server.http.warnings import unknown_fields
+from polarlm.server.http.generation import About, Counting, Endpoint, Generation
+from polarlm.server.http.streams import NAMED
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
@@ -58,20 +56,16 @@ def routes(driver: Driver) -> list[Route]:
     ]
 
 
-@dataclass(frozen=True)
-class Messages:
+class Messages(Endpoint):
     """POST /v1/messages"""
 
-    framing: Framing = NAMED
+    framing = NAMED
+    known = _KNOWN
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, MessageWriter]:
         """The request. Raises BadRequest."""
         asked = read_own(_own(body), _NAMES, about)
-        return asked, Writer(about.model.name, about.tells_cached)
-
-    def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields."""
-        return unknown_fields(body, _KNOWN)
+        return asked, MessageWriter(about.model.name, about.tells_cached)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""llama-server's own endpoints: /completion, /infill, and those about the server."""
+"""llama-server's own endpoints: /completion, /infill, and endpoints about the server."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from polarlm.engine import Embedding
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.dialects._ollama_answers import Writer, error_body, head, nanoseconds
+from polarlm.server.http.dialects._ollama_answers import LinesWriter, error_body, head, nanoseconds
 from polarlm.server.http.dialects._ollama_model import ModelFacts
 from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
-from polarlm.server.http.generation import About, Generation
+from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import LINES, Framing, while_there
+from polarlm.server.http.streams import LINES, while_there
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
@@ -49,7 +49,7 @@ _NAMES = {
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",
 }
-_REFUSED = {  # of /api/generate
+_REFUSED = {  # fields of /api/generate
     "template": "this server uses the model's own chat template; send a raw prompt",
     "context": "this server keeps no conversations: send messages to /api/chat",
 }
@@ -83,24 +83,25 @@ def routes(driver: Driver) -> list[Route]:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class Generating(Endpoint):
     """One of the two endpoints that generate."""
 
     own: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
     content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
-    framing: Framing = LINES
+    framing = LINES
+    known = _KNOWN
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
         """The request. Raises BadRequest."""
         body = given(body)
         asked = read_own(self.own(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
         logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
-        return asked, Writer(about.model.name, self.content, logprobs)
+        return asked, LinesWriter(about.model.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields, including those of `options`."""
+        """Sentences about unknown fields, including unknown `options`."""
         options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")
-        return unknown_fields(body, _KNOWN) + options
+        return super().warnings(body) + options
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class _Served:
     """An endpoint. A request without a prompt asks to load the model, which is always loaded."""
 
     driver: Driver
-    endpoint: Endpoint
+    endpoint: Generating
 
     async def serve(self, request: Request) -> Response:
         """The response. Raises what `Generation.respond` does."""
@@ -218,8 +219,8 @@ def _as_response(content: dict[str, Any]) -> dict[str, Any]:
     return {("response" if name == "content" else name): value for name, value in content.items()}
 
 
-CHAT = Endpoint(_conversation, lambda content: {"message": {"role": "assistant", **content}})
+CHAT = Generating(_conversation, lambda content: {"message": {"role": "assistant", **content}})
 """POST /api/chat"""
 
-GENERATE = Endpoint(_completion, _as_response)
+GENERATE = Generating(_completion, _as_response)
 """POST /api/generate"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -20,10 +19,9 @@ from polarlm.server.http.dialects._response_tools import (
 )
 from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
-from polarlm.server.http.generation import About, Counting, Generation
+from polarlm.server.http.generation import About, Counting, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import NAMED, Framing
-from polarlm.server.http.warnings import unknown_fields
+from polarlm.server.http.streams import NAMED
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
@@ -82,11 +80,11 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return error.body()
 
 
-@dataclass(frozen=True)
-class Responses:
+class Responses(Endpoint):
     """POST /v1/responses"""
 
-    framing: Framing = NAMED
+    framing = NAMED
+    known = _KNOWN
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
         """The request. Raises BadRequest."""
@@ -113,7 +111,7 @@ class Responses:
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         """Sentences about unknown fields."""
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
-        return cut + unknown_fields(body, _KNOWN)
+        return cut + super().warnings(body)
 
 
 class _Generation(Generation):

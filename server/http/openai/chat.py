@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.server.http.generation import About
-from polarlm.server.http.openai.shapes import Shapes, Writer
-from polarlm.server.http.streams import DATA, Framing
-from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import FIELDS
+from polarlm.server.http.generation import About, Endpoint
+from polarlm.server.http.openai.shapes import ChoicesWriter, Shapes
 from polarlm.server.reading.parameters import ParsedRequest, read
 
 
 @dataclass(frozen=True)
-class OpenAI:
+class OpenAI(Endpoint):
     """An endpoint whose answers have these shapes."""
 
     shapes: Shapes
-    framing: Framing = DATA
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ChoicesWriter]:
         """The request. Raises BadRequest."""
         shapes, model = self.shapes, about.model
         asked = read(
@@ -33,8 +28,4 @@ class OpenAI:
         )
         with_logprobs = asked.params.logprobs is not None
         logprobs = [shapes.logprobs(model.tokenizer) for _ in range(asked.n if with_logprobs else 0)]
-        return asked, Writer(shapes, model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
-
-    def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields."""
-        return unknown_fields(body, FIELDS)
+        return asked, ChoicesWriter(shapes, model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)

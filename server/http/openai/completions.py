@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -10,12 +10,11 @@ from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.detokenizer import Detokenizer
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
-from polarlm.server.http.generation import About
+from polarlm.server.http.generation import About, Endpoint
 from polarlm.server.http.openai.logprobs import TextLogprobs
-from polarlm.server.http.openai.shapes import TEXT, Writer
-from polarlm.server.http.streams import DATA, Event, Framing
-from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import FIELDS, given
+from polarlm.server.http.openai.shapes import TEXT, ChoicesWriter
+from polarlm.server.http.streams import Event
+from polarlm.server.reading.fields import given
 from polarlm.server.reading.infill import Mixed, infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_prompts
@@ -24,13 +23,10 @@ from polarlm.server.reading.values import BadRequest, flag, text
 MOST_PROMPTS = 1024
 
 
-@dataclass(frozen=True)
-class Completions:
+class Completions(Endpoint):
     """POST /v1/completions"""
 
-    framing: Framing = DATA
-
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ChoicesWriter]:
         """The request. Raises BadRequest."""
         body = given(body)
         echo, suffix = flag("echo", body.pop("echo", False)), text("suffix", body.pop("suffix", ""))
@@ -54,10 +50,6 @@ class Completions:
             echoes=[PromptText(one.prompt, tokenizer) for one in asked.each()] if echo else (),
         )
         return asked, writer
-
-    def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields."""
-        return unknown_fields(body, FIELDS)
 
 
 def read_raw(body: dict[str, Any], about: About) -> ParsedRequest:
@@ -99,7 +91,7 @@ class PromptText:
 
 
 @dataclass(frozen=True)
-class TextWriter(Writer):
+class TextWriter(ChoicesWriter):
     """Makes the JSON objects of one response."""
 
     echoes: Sequence[PromptText] = field(default=())  # the prompts, if answers begin with theirs
@@ -122,7 +114,7 @@ class TextWriter(Writer):
         yield from super().events(index, piece, first=first)
 
     def _prompt(self, index: int, begin: Piece | Answer) -> tuple[str, dict[str, Any] | None]:
-        """The text of answer `index`'s prompt, and its log-probabilities if those are requested."""
+        """The text of answer `index`'s prompt, and its log-probabilities, if requested."""
         prompt = str(self.echoes[index // self.n])
         if not self.logprobs:
             return prompt, None

@@ -41,7 +41,7 @@ class TextLogprobs:
         self._offset = 0
 
     def prompt(self, ids: Sequence[int], tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The log-probabilities of a prompt. tokens: those of all ids except the first, which has none."""
+        """The log-probabilities of a prompt. tokens: of all ids except the first, which has no log-probability."""
         first = {"tokens": [self._text(ids[0])], "text_offset": [self._place(ids[0])]}
         return {name: first.get(name, [None]) + found for name, found in self.write(tokens).items()}
 

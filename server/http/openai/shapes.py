@@ -11,7 +11,7 @@ from typing import Any
 from polarlm.engine import TokenLogprob, Usage
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece, Progress
-from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 from polarlm.server.http.streams import Event
 
@@ -21,7 +21,7 @@ class Shapes:
     """The difference between the endpoints for conversations and for raw prompts."""
 
     takes: str  # the field of the prompt
-    prefix: str  # that of a response's id
+    prefix: str  # prefix of a response's id
     whole: str  # the name of the object of a whole response
     part: str  # the name of the object of an event
     switched_logprobs: bool  # whether log-probabilities are requested by true, with a count in another field
@@ -92,7 +92,7 @@ TEXT = Shapes(
 
 
 @dataclass(frozen=True)
-class Writer:
+class ChoicesWriter(Writer):
     """Makes the JSON objects of one response."""
 
     shapes: Shapes
@@ -139,10 +139,6 @@ class Writer:
             yield self._part() | {"usage": self._usage(usages)}
         yield None
 
-    def failure(self, error: ApiError) -> Event:
-        """The last event of a stream that an error ends."""
-        return error.body()
-
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         return usage(usages, self.n) | ({} if self.tells_cached else {"prompt_tokens_details": None})
 
@@ -181,7 +177,7 @@ def prompt_progress(progress: Progress, began: float) -> dict[str, Any]:
 
 
 def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """The usage of `n` answers to each prompt, which counts once; cached tokens are those that every answer found.
+    """The usage of `n` answers to each prompt, which counts once. A token counts as cached if every answer found it.
 
     If some were restored from a tier, "cached_from" has the number of tokens from each place.
     """

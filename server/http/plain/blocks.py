@@ -23,7 +23,7 @@ from polarlm.server.http.streams import send_soon, while_there
 from polarlm.server.running.job import Job
 from polarlm.server.running.worker import Worker
 
-_MOST_BYTES = 256 << 20  # of all blocks being received, and of all being sent; or one block if that is larger
+_MOST_BYTES = 256 << 20  # limit for all blocks being received, and for all being sent; at least one block
 _PIECE = 1 << 18  # bytes that are sent at a time
 _MOST_WAITING = 64  # requests for blocks at the same time
 _SECONDS = 10.0  # timeout of the disk
@@ -74,7 +74,7 @@ class Blocks:
         ]
 
     async def get(self, request: Request) -> Response:
-        """The bytes of a block; with "Range: bytes=N-", those from N on."""
+        """The bytes of a block; with "Range: bytes=N-", the bytes from N on, to resume an interrupted transfer."""
         name = _read_name(request)
         if request.method == "HEAD":
             if not await self._do(partial(self._place.has, name)):

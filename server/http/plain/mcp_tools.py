@@ -26,8 +26,8 @@ _AT_ONCE = 16  # calls that run; further ones are refused
 class McpTools:
     """Three endpoints. A tool may do anything on this machine, so they are for the page that this server serves alone.
 
-    Pages of other origins get nothing here, not even those of --cors-origin. Without an API key, only browsers on this
-    machine may use them.
+    Pages of other origins get nothing here, not even origins of --cors-origin. Without an API key, only browsers on
+    this machine may use them.
     """
 
     def __init__(self, config: ServerConfig, servers: McpServers | None) -> None:
@@ -104,7 +104,7 @@ def _is_own(request: Request) -> bool:
     """Whether no page of another origin sends a request.
 
     Browsers say it in Sec-Fetch-Site where the connection is safe (HTTPS, or this machine), and name the page's origin
-    in Origin, whose host is then that of Host. No script can change either. Other programs send neither.
+    in Origin, whose host then equals Host. No script can change either. Other programs send neither.
     """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     if site is not None:

@@ -19,7 +19,6 @@ from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
-from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.backends.native.plain_tiles import PlainKeys, PlainValues
 from tests.jit.levels import SOME, some_levels
@@ -30,7 +29,6 @@ from polarlm.engine.backends.native.attention_ops.heads import HeadOps
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
 from polarlm.engine.backends.native.graphs import Graphs
-from polarlm.engine.backends.native.kernels.attention.steps import Attention, attend
 from polarlm.engine.backends.native.launch import CannotRecord
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.isa.levels import Level
@@ -154,12 +152,6 @@ def test_scores_that_are_far_apart() -> None:
         check(attended(case._replace(q=case.q * large), best(), None), exact(case._replace(q=case.q * large), None))
 
 
-@with_plain_tiles
-def test_any_number_of_threads_finds_the_same() -> None:
-    case = step(Shape(), [*RAGGED, Sequence_(1500)], None)
-    np.testing.assert_array_equal(attended(case, best(), None, threads=1), attended(case, best(), None, threads=2))
-
-
 def alone(case: Step, number: int) -> Step:
     """The sequence with a number, of one row, as a step of its own."""
     view = case.views[number]
@@ -275,14 +267,3 @@ def test_nan_in_a_slot_gives_nan(level: Level) -> None:
         found = attended(case, level, None)
         assert (np.isnan(found[0]).any(-1)).all(), side
         np.testing.assert_array_equal(found[1:], attended(alone(case, 1), level, None), side)
-
-
-@with_plain_tiles
-@special_levels
-def test_instructions_over_blocks_in_full_precision(level: Level) -> None:
-    """Multiply-adds in whole registers; the sums of three queries never go to the stack."""
-    spec = Attention(PlainKeys(64, 64), PlainValues(64, 64), 8, 64, 64, group=3, query_tile=3)
-    loop = Loop(attend(spec), level, product=True)
-    assert loop.count(r"vfmadd\d+ps") >= 12
-    assert loop.count(r"vfmadd\d+ps") >= len(loop) / 2
-    assert loop.on_stack == 0

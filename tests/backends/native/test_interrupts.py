@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,18 +13,15 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import SamplingParams
 from polarlm.engine.backends.native import graphs, launch
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, Value, vector
 from polarlm.engine.jit.run import buffers, workers
-from polarlm.engine.jit.run.workers import Workers
 from tests.jit.levels import declared
-from tests.tiny import assert_idle, load_tiny
 
 FILES = {module.__file__ for module in (buffers, graphs, launch, workers)}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -88,31 +84,3 @@ def test_a_step_interrupted_at_any_line_is_right_the_next_time(is_recorded: bool
         if not came:
             break
     assert line > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache_type", ["f16", "ring4"])
-def test_an_engine_interrupted_after_a_tape_answers_as_before(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, cache_type: str
-) -> None:
-    run, left = Workers.run, -1
-
-    def interrupting(self: Workers, *args: Any) -> None:
-        nonlocal left
-        run(self, *args)
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-
-    def answer(engine: Engine) -> list[int]:
-        return engine.generate(list(range(5, 65)), PARAMS).token_ids
-
-    with load_tiny(tiny_path, ops=NativeOps(2), cache_type=cache_type, block_size=32, calibration=False) as engine:
-        alone = answer(engine)
-        monkeypatch.setattr(Workers, "run", interrupting)
-        for runs in (1, 2, 3, 5, 8, 13, 21):  # of the kernels of a prompt, and then of steps
-            left = runs
-            with pytest.raises(KeyboardInterrupt):
-                answer(engine)
-            assert answer(engine) == alone
-        assert_idle(engine)

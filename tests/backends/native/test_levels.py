@@ -15,24 +15,21 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import Engine, SamplingParams
-from polarlm.engine.backends import select as selection
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native import self_test
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
-from polarlm.engine.errors import EngineError, KernelError
+from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.compile import library, target
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.target import VARIABLE, host_features, levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level
-from polarlm.engine.loading import assembly
 from tests.backends.native.attending import SCALE, Sequence_, Shape, attended, step
 from tests.backends.native.launching import launcher
 from tests.jit.levels import Narrow, every_level
-from tests.test_bare_python import ROOT, run_without
+from tests.test_bare_python import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -90,12 +87,6 @@ def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.Monke
     for machine, own in found.items():
         assert own == [generic, *(level for level in others if level.machine == machine)]
     assert sum(map(len, found.values())) == len(others) + len(found)
-
-
-def test_systems_call_machines_by_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, wanted in [("AMD64", "x86_64"), ("x86_64", "x86_64"), ("arm64", "aarch64"), ("ARM64", "aarch64")]:
-        monkeypatch.setattr("platform.machine", lambda name=name: name)
-        assert target.machine() == wanted
 
 
 def names_on_arm(monkeypatch: pytest.MonkeyPatch, system: str, library: object) -> list[str]:
@@ -266,16 +257,6 @@ def test_every_level_passes(level: Level) -> None:
     self_test.check(level)
 
 
-@pytest.mark.slow
-def test_it_needs_no_package_that_takes_memory() -> None:
-    """That of GGUF files, with all that it imports, is for those alone."""
-    program = """
-from polarlm.engine.backends.select import select
-print(type(select("cpu", 1, compiled=True)[0]).__name__)
-"""
-    assert run_without(["gguf"], program) == "NativeOps\n"
-
-
 @pytest.mark.skipif(len(levels()) < 2, reason="this CPU has one level")
 def test_a_level_that_gives_wrong_results_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     level = levels()[-1]
@@ -329,30 +310,6 @@ def test_a_broken_llvmlite_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch, e
 def test_where_no_level_works_numpy_computes(broken) -> None:
     broken({level.name for level in LEVELS}, RuntimeError("no such target"))
     assert_numpy_with_a_reason("no such target")
-
-
-def test_auto_gives_both_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "driver_version", lambda: 11000)
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    _, note = select("auto", 1, compiled=True)
-    assert "driver is older" in note
-    assert "polarlm[cpu]" in note
-
-
-def test_a_model_loads_with_numpy_where_its_kernels_fail(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test at the start has passed, and then a kernel of the model cannot be compiled."""
-    monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
-
-    def load(self: object, matrices: object, kept: object) -> None:
-        raise KernelError("The kernel product_x cannot be compiled for this CPU: no registers")
-
-    self_test.choose()
-    monkeypatch.setattr("polarlm.engine.backends.native.product_ops.linear.LinearOps.load", load)
-    said: list[str] = []
-    with Engine.load(tiny_path, device="cpu", block_size=8, threads=1, verbose=said.append) as engine:
-        answer = engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
-    assert len(answer.token_ids) == 3
-    assert sum("product_x" in sentence and "NumPy" in sentence for sentence in said) == 1
 
 
 @pytest.mark.slow

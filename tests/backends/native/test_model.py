@@ -156,17 +156,6 @@ def test_logits_are_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, one)
 
 
-@pytest.mark.slow
-def test_the_demonstration_model_computes_as_its_file_says(demo: Engine, demo_path: Path) -> None:
-    """On WikiText. With inputs of 8 instead of 16 bits, the divergence would be .003."""
-    text = shared("text", "wikitext2_test_raw.txt").read_text(encoding="utf-8")
-    ids = demo.tokenize(text[:4000])[:320]
-    exact, wide = (scored(demo_path, NumpyOps(1), ids, 192, cache_type) for cache_type in ("f16", "balanced"))
-    f16, found = (scored(demo_path, NativeOps(1), ids, 192, cache_type) for cache_type in ("f16", "balanced"))
-    assert kl(exact, f16) < 1e-5
-    assert kl(exact, found) == pytest.approx(kl(exact, wide), rel=0.2)
-
-
 HARBOUR = (
     "The harbour of Lindow was built by a fishing company in 1847, when the herring still came close to the coast. "
     "Forty boats left it every evening, and the women of the town salted the catch on the quay before breakfast. In "
@@ -213,18 +202,6 @@ def margins(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
 
 
 real_models = pytest.mark.parametrize("model", ["stories15M", "demonstration model"])
-
-
-@pytest.mark.slow
-@real_models
-def test_greedy_answers_in_full_precision_are_those_of_float32(model: str, request: pytest.FixtureRequest) -> None:
-    """After the same tokens, wherever the best two of float32 are not closer than MARGIN."""
-    real = answered(model, "f16", request)
-    exact = real.logits(NumpyOps(1), "f16")
-    best = exact.argsort(-1)[:, :-3:-1]
-    is_decided = margins(exact, best) >= MARGIN
-    np.testing.assert_array_equal(real.ids[is_decided], best[is_decided, 0])
-    assert is_decided.mean() > 0.9, "too few steps are decided"
 
 
 @pytest.mark.slow

@@ -18,8 +18,6 @@ from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
-from polarlm.engine.backends.native.kernels import prefetch
-from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.product import (
     Product,
     ProductArguments,
@@ -27,7 +25,7 @@ from polarlm.engine.backends.native.kernels.linear.product import (
     product,
     units,
 )
-from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, tiling
+from polarlm.engine.backends.native.kernels.linear.tiling import tiling
 from polarlm.engine.backends.native.kernels.prefetch import (
     NO_HINT,
     PIECE,
@@ -142,13 +140,6 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     assert not marks[first + can + 1 :].any()  # a part of the next piece may be prefetched, too
 
 
-def test_products_that_read_as_long_as_they_compute_prefetch_nothing() -> None:
-    format, packed, _ = stored(np.random.default_rng(0), "q4_1", 64, 768)
-    assert prefetched_pieces(Product(format, SINGLE), 16, len(packed), 24, 1) == 0
-    plain, packed, _ = stored(np.random.default_rng(0), "f16", 64, 768)
-    assert prefetched_pieces(Product(plain, tiling(8, best()), inputs=Inputs.FLOATS), 16, len(packed), 768, 8) == 0
-
-
 @pytest.mark.slow
 def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_first() -> None:
     shape = Shape(block_size=64, types=("f16", "f16"))
@@ -190,19 +181,3 @@ def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_f
         assert tuple(before) == (*at, products[-1].spare)
     assert all(r.number("hint") == hint.ctypes.data for r, hint in zip(products, given, strict=True))
     assert (NO_HINT[[0, 1, 3]] == 0).all()
-
-
-def test_steps_without_time_to_prefetch_list_nothing() -> None:
-    case = step(Shape(types=("f16", "f16")), [Sequence_(30)], None)
-    launch = launcher(best())
-    attention = AttentionOps(launch, NumpyOps())
-    with launch.record() as recording:
-        attention.attention(case.q, case.cache, StepTable(case.views, 16), SCALE, None)
-    before = list(recording.launches)
-    add_prefetches(recording)
-    assert recording.launches == before
-
-
-def test_prefetched_lines_are_whole() -> None:
-    assert prefetch._STEP % 64 == 0
-    assert PIECE % prefetch._STEP == 0

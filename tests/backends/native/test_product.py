@@ -8,7 +8,6 @@ import pytest
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
-from tests.backends.native.hot_loops import OF_BYTES, OF_WORDS, X86, Loop, special_levels
 from tests.backends.native.packed_tiles import pack
 from tests.jit.levels import SOME, run, some_levels
 from tests.pairs import each, in_turn, pairs
@@ -28,14 +27,12 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, units
-from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, become_words, largest_tiling, tiling
+from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling, tiling
 from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 
-WITH_WORDS = [level for level in X86 if level.unpacks_first]
 FEW = ["q4_1", "q4_k", "q6_k", "q8_0", "iq3_s", "mxfp4", "tq1_0", "f16", "bf16"]  # each is unpacked in its own way
-LATTICES = [name for name in available() if get(name).grid]
 
 
 def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tuple[WeightFormat, np.ndarray, np.ndarray]:
@@ -266,79 +263,3 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
     if format.unpack is not None:  # those of the file; an exponent becomes a scale, a sign a bit of four indices
         more = {"mxfp4": 1, "iq1_s": 4, "iq1_m": 2}.get(name, 0)
         assert tiles.block_bytes(format) == tiles.ROWS * (format.nbytes + more)
-
-
-@special_levels
-@pytest.mark.parametrize(("name", "rows"), [("q4_1", 1), ("q6_k", 4), ("q8_0", 8), ("iq4_xs", 1), ("q4_1", 64)])
-def test_instructions(name: str, rows: int, level: Level) -> None:
-    """16 dot products of pairs of words for each row and 32 inputs, in whole registers, or of fours of bytes with the
-    high and with the low bytes of inputs. With the 32 registers of AVX-512 few vectors go to the stack and back; AVX2
-    has 16 for twice as many vectors."""
-    sizes = tiling(rows, level)
-    if become_words(sizes, level) or are_matrices(level, sizes.rows):  # other tests'
-        sizes = Tiling(*level.code_tiles[0])
-    loop = Loop(product(Product(get(name), sizes)), level)
-    products = 16 * sizes.rows * sizes.tiles * (16 // level.lanes)
-    of_bytes = splits(level, sizes.rows)
-    assert loop.count((OF_BYTES if of_bytes else OF_WORDS)[level.name]) == products
-    if name == "iq4_xs":
-        assert loop.count("vpshufb") >= (8 if of_bytes else 16)
-    if level.lanes == 16:
-        assert loop.on_stack <= products / 4
-
-
-@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "q8_0"])
-def test_results_do_not_depend_on_what_unpacks_codes(name: str) -> None:
-    """Unpacked for each panel, or to words in memory. Of sums, only those of floats go to the stack."""
-    for level in (level for level in levels() if level.sums_in_order):
-        rng, most = np.random.default_rng(8), largest_tiling(level)
-        for rows in (4, 6, 16):
-            (format, packed, _), x = stored(rng, name, 16, 512), rng.standard_normal((rows, 512)).astype(np.float32)
-            sizes, outputs = tiling(rows, level), np.empty((2, rows, 16), np.float32)
-            for own, y in zip((sizes, most), outputs, strict=True):
-                spec, (panels, *_) = Product(format, own), quantized(x, own.rows, level)
-                run(product(spec), level, 1, _products(spec, packed, panels, y, y[0], 512, rows))
-            np.testing.assert_array_equal(*outputs)
-            if name != "q6_k":
-                loop = Loop(product(Product(format, sizes)), level)
-                assert loop.count("vpmaddwd") == 32 * sizes.rows
-                assert loop.spilled <= 4 * sizes.rows
-
-
-@in_turn("level name", each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0", "f16"]))
-def test_instructions_of_words(name: str, level: Level) -> None:
-    """Two pairs of words are multiplied at a time: of each a load and a dot product for 16 outputs and each row, whose
-    inputs are loaded once; or one product of two sums, but for each third row. Nothing else is in the loop, and nothing
-    goes to the stack."""
-    sizes = largest_tiling(level)
-    rows, vectors = sizes.rows, sizes.tiles * 16 // level.lanes
-    kind = inputs_for(get(name), 64, level, waits=False)
-    loop = Loop(product(Product(get(name), sizes, inputs=kind)), level, share_of=OF_WORDS[level.name])
-    halved = rows - rows // 3 if level.halves_products else 0
-    products = vectors * (2 * rows - halved)
-    assert loop.count(OF_WORDS[level.name]) == products
-    assert loop.count("vpbroadcastd") == 2 * rows
-    sums = 2 * vectors * halved if "vnni" in level.features else products
-    assert len(loop) == products + 2 * (rows + vectors) + sums
-    assert loop.on_stack == 0
-
-
-@special_levels
-@pytest.mark.parametrize("name", ["iq2_s", "iq3_xxs"])
-def test_instructions_of_lattices(name: str, level: Level) -> None:
-    """Signs cost a subtraction for each register of values. Few registers of points or constants go to the stack."""
-    loop = Loop(product(Product(get(name), SINGLE)), level)
-    assert loop.count("vpsubb") == 8 * (16 // level.lanes)
-    assert loop.on_stack <= len(loop) / 7
-
-
-@special_levels
-@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
-def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
-    """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
-    sizes = tiling(64, level, Inputs.FLOATS)
-    loop = Loop(product(Product(get(name), sizes, inputs=Inputs.FLOATS)), level)
-    vectors = 2 * (16 // level.lanes) * sizes.tiles
-    assert loop.count("vfmadd231ps") >= sizes.rows * vectors
-    assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
-    assert loop.on_stack == 0

@@ -16,15 +16,12 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard
 from polarlm.engine.errors import KernelError
-from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.launching import launcher
 from tests.jit.levels import some_levels
 
 from polarlm.engine.backends.native.attention_ops import prompts  # isort: skip
 from polarlm.engine.backends.native.kv.cache import CacheOps  # isort: skip
 from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort: skip
-from polarlm.engine.backends.native.kernels.attention.unit import Prompt  # isort: skip
-from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel  # isort: skip
 from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
@@ -213,13 +210,3 @@ def test_too_many_queries_for_a_head_are_refused() -> None:
     cache, span = sequence(rng, 8, 1, "f16", 0, 1, 0)
     with pytest.raises(KernelError, match="193 query heads"):
         PromptOps(launcher(best())).attention(np.zeros((1, 193, 8), np.float32), cache, [span], 0.1, None)
-
-
-@special_levels
-@pytest.mark.parametrize("dim", [64, 128])
-def test_instructions(dim: int, level: Level) -> None:
-    """Multiply-adds in whole registers; the sums of several queries never go to the stack."""
-    loop = Loop(attend_kernel(Prompt(dim)), level, product=True)
-    assert loop.count("vfmadd231ps") >= (24 if level.lanes == 16 else 12)
-    assert loop.count("vfmadd231ps") >= len(loop) / 2
-    assert loop.on_stack == 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.kv import KVLocation, SpanView
-from polarlm.engine.backends.native.attention_ops.step_table import SpanHeader, StepTable, is_step
+from polarlm.engine.backends.native.attention_ops.step_table import SpanHeader, StepTable
 
 
 def view(first: int, rows: int, position: int, blocks: int, following: tuple[int, ...] = (), n: int = 16) -> SpanView:
@@ -37,7 +35,7 @@ def test_the_rows_of_a_sequence_go_to_its_current_block_and_those_that_follow() 
     assert table.arrays.units[0, : table.unit_counts[0]].tolist() == [[1, 1], [0, 0], [1, 0]]
 
 
-@pytest.mark.parametrize("blocks", [1, 31, 32, 33, 1000, 2048, 2049, 10_000])
+@pytest.mark.parametrize("blocks", [1, 32, 33, 2049, 10_000])
 def test_chunks_cover_all_quantized_blocks(blocks: int) -> None:
     table = StepTable([view(0, 1, 16 * (blocks + 1), blocks)], 16)
     header = SpanHeader(*table.arrays.headers[0, 0].tolist())
@@ -57,9 +55,3 @@ def test_tables_with_the_same_key_are_copied_into_each_other() -> None:
     assert (target.arrays.headers == source.arrays.headers).all()
     assert target.unit_counts == source.unit_counts
     assert list(target) == list(source)
-
-
-def test_a_prompt_is_no_step() -> None:
-    step = view(0, 1, 3, 0)
-    assert is_step([step])
-    assert not is_step([replace(step, current=KVLocation((), 0))])

@@ -67,13 +67,6 @@ def test_it_names_what_runs_in_numpy(tiny_path: Path, k: str, v: str, layers: st
     assert threads.why.endswith(f"; {clause}")
 
 
-def test_it_says_nothing_of_types_with_kernels(tiny_path: Path) -> None:
-    said: list[str] = []
-    with Engine.load(tiny_path, device="cpu", block_size=32, calibration=False, verbose=said.append):
-        pass
-    assert not [sentence for sentence in said if "NumPy" in sentence]
-
-
 def test_it_names_the_kernels(tiny_path: Path) -> None:
     with stepped(tiny_path, cache_type="f16") as engine:
         names = session.kernels(engine)

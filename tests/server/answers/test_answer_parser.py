@@ -16,6 +16,7 @@ from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.server.answers.answer_parser import AnswerParser
 from polarlm.server.answers.pieces import Piece
 from tests import call_templates
+from tests.pairs import in_turn
 
 THINK = Tags("<think>", "</think>")
 NAMES = ("weather", "time")
@@ -83,7 +84,7 @@ def test_text_around_calls_is_kept() -> None:
     assert parsed(parser(FORMS["HERMES"]), text) == expected
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "text",
     [
         "",

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jiter
 import pytest
 
 from polarlm.engine import Chunk, Engine, Usage
@@ -18,11 +16,10 @@ from polarlm.engine.requests.prompts import is_chat
 from polarlm.server.answers.answer_parser import AnswerParser
 from polarlm.server.answers.answering import _parsed
 from polarlm.server.answers.pieces import Piece, fold
-from polarlm.server.http.dialects import anthropic, ollama, responses
 from polarlm.server.http.generation import About
-from polarlm.server.http.openai.chat import OpenAI
-from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.reading.parameters import ParsedRequest
+from polarlm.server.reading.values import BadRequest
+from tests.server.apis import API, CONVERSATIONS
 from tests.server.http_server import Serving
 
 ARGUMENTS = r'{"city": "Ro\"me}", "days": [1, 25], "so": {"a": true, "b": -1.5e2}, "none": null}'
@@ -54,167 +51,37 @@ def pieces(engine: Engine, texts: list[str], reason: str = "length", stopped_by:
     return [piece for chunk in [*chunks, last] for piece in _parsed(chunk, parser, stops)]
 
 
-def bare(value: Any) -> Any:
-    """JSON without what is made up anew each time."""
-    if isinstance(value, dict):
-        made_up = ("id", "created", "created_at", "call_id", "item_id", "total_duration")
-        return {name: bare(one) for name, one in value.items() if name not in made_up}
-    return [bare(one) for one in value] if isinstance(value, list) else value
+TOOL = {"name": "time", "parameters": SCHEMA}
+EACH = pytest.mark.parametrize("api", CONVERSATIONS.values(), ids=[*CONVERSATIONS])
 
 
-# -- the four APIs: how a client puts a stream together, and how it sends an answer back -------------------------------
-
-
-def of_chat(events: list[Any]) -> dict[str, Any]:
-    message: dict[str, Any] = {"content": "", "calls": []}
-    for choice in (choice for event in events if event for choice in event["choices"]):
-        delta = choice["delta"]
-        message["content"] += delta.get("content") or ""
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                message["calls"].append([call["function"]["name"], ""])
-            message["calls"][call["index"]][1] += call["function"]["arguments"]
-        message["reason"] = choice["finish_reason"]
-    return message
-
-
-def whole_of_chat(body: dict[str, Any]) -> dict[str, Any]:
-    (choice,) = body["choices"]
-    calls = [
-        [call["function"]["name"], call["function"]["arguments"]] for call in choice["message"].get("tool_calls", ())
-    ]
-    return {"content": choice["message"]["content"] or "", "calls": calls, "reason": choice["finish_reason"]}
-
-
-def back_to_chat(body: dict[str, Any]) -> dict[str, Any]:
-    message = body["choices"][0]["message"]
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": "so"} for call in message.get("tool_calls", ())]
-    return {"messages": [QUESTION, message, *results, QUESTION]}
-
-
-def of_anthropic(events: list[Any]) -> Any:
-    """With the function by which Anthropic's own client reads arguments that are not complete."""
-    blocks: list[dict[str, Any]] = []
-    for event in events:
-        if event["type"] == "content_block_start":
-            blocks.append(event["content_block"] | {"json": ""})
-        elif event["type"] == "content_block_delta":
-            delta = event["delta"]
-            field = "text" if delta["type"] == "text_delta" else "json"
-            blocks[-1][field] += delta.get("text", "") + delta.get("partial_json", "")
-    for block in blocks:
-        written = block.pop("json")
-        if block["type"] == "tool_use":
-            block["input"] = jiter.from_json(written.encode(), partial_mode=True)
-    (end,) = [event["delta"] for event in events if event["type"] == "message_delta"]
-    return {"content": blocks, "reason": end["stop_reason"]}
-
-
-def whole_of_anthropic(body: dict[str, Any]) -> dict[str, Any]:
-    return {"content": body["content"], "reason": body["stop_reason"]}
-
-
-def back_to_anthropic(body: dict[str, Any]) -> dict[str, Any]:
-    results = [
-        {"type": "tool_result", "tool_use_id": block["id"], "content": "so"}
-        for block in body["content"]
-        if block["type"] == "tool_use"
-    ]
-    return {"messages": [QUESTION, body | {"role": "assistant"}, {"role": "user", "content": [*results, TEXT]}]}
-
-
-TEXT = {"type": "text", "text": "Go on."}
-
-
-def of_responses(events: list[Any]) -> Any:
-    return whole_of_responses(events[-1]["response"])
-
-
-def whole_of_responses(body: dict[str, Any]) -> dict[str, Any]:
-    return {"content": body["output"], "reason": body["status"]}
-
-
-def back_to_responses(body: dict[str, Any]) -> dict[str, Any]:
-    results = [
-        {"type": "function_call_output", "call_id": item["call_id"], "output": "so"}
-        for item in body["output"]
-        if item["type"] == "function_call"
-    ]
-    return {"input": [QUESTION, *body["output"], *results, QUESTION]}
-
-
-def of_ollama(events: list[Any]) -> Any:
-    messages = [event["message"] for event in events]
-    content = "".join(message["content"] for message in messages)
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    return {"content": content, "calls": calls, "reason": events[-1]["done_reason"]}
-
-
-def whole_of_ollama(body: dict[str, Any]) -> dict[str, Any]:
-    message = body["message"]
-    return {"content": message["content"], "calls": message.get("tool_calls", []), "reason": body["done_reason"]}
-
-
-def back_to_ollama(body: dict[str, Any]) -> dict[str, Any]:
-    results = [{"role": "tool", "content": "so"} for _ in body["message"].get("tool_calls", ())]
-    return {"messages": [QUESTION, body["message"], *results, QUESTION]}
-
-
-API = tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any], dict[str, Any]]
-TOOL = {"type": "function", "function": {"name": "time", "parameters": SCHEMA}}
-APIS: dict[str, API] = {
-    "chat": (OpenAI(CHAT), of_chat, whole_of_chat, back_to_chat, {"messages": [QUESTION], "tools": [TOOL]}),
-    "anthropic": (
-        anthropic.Messages(),
-        of_anthropic,
-        whole_of_anthropic,
-        back_to_anthropic,
-        {"messages": [QUESTION], "tools": [{"name": "time", "input_schema": SCHEMA}]},
-    ),
-    "responses": (
-        responses.Responses(),
-        of_responses,
-        whole_of_responses,
-        back_to_responses,
-        {"input": "How is it?", "tools": [{"type": "function", "name": "time", "parameters": SCHEMA}]},
-    ),
-    "ollama": (ollama.CHAT, of_ollama, whole_of_ollama, back_to_ollama, {"messages": [QUESTION], "tools": [TOOL]}),
-}
-EACH = pytest.mark.parametrize("api", APIS.values(), ids=[*APIS])
+def body_of(api: API, **more: Any) -> dict[str, Any]:
+    return api.body([QUESTION], tools=[TOOL], **more)
 
 
 def whole_body(api: API, about: About, answer: list[Piece]) -> dict[str, Any]:
-    endpoint, _, _, _, body = api
-    _, writer = endpoint.read(dict(body), about)
+    _, writer = api.endpoint.read(body_of(api), about)
     return json.loads(json.dumps(writer.whole([fold(answer)])))
 
 
 def streamed_events(api: API, about: About, answer: list[Piece]) -> list[Any]:
-    endpoint, _, _, _, body = api
-    _, writer = endpoint.read({**body, "stream": True}, about)
+    _, writer = api.endpoint.read(body_of(api, stream=True), about)
     events = [event for i, piece in enumerate(answer) for event in writer.events(0, piece, first=not i)]
-    return json.loads(json.dumps(events + list(writer.ending([USAGE]))))
+    return [event for event in json.loads(json.dumps(events + list(writer.ending([USAGE])))) if event is not None]
 
 
-@pytest.mark.slow
 @EACH
-def test_an_answer_that_is_cut_anywhere_is_the_same_streamed_and_whole(
+def test_an_answer_that_is_cut_anywhere_is_the_same_streamed_and_whole_and_is_taken_back(
     api: API, hermes_engine: Engine, about: About, text: str
 ) -> None:
-    _, together, of_whole, _, _ = api
-    for end in range(len(text) + 1):
-        whole = of_whole(whole_body(api, about, pieces(hermes_engine, [text[:end]])))
-        streamed = together(streamed_events(api, about, pieces(hermes_engine, [*text[:end]])))
-        assert bare(streamed) == bare(whole), text[:end]
-
-
-@pytest.mark.slow
-@EACH
-def test_an_answer_that_is_cut_anywhere_is_taken_back(api: API, hermes_engine: Engine, about: About, text: str) -> None:
-    endpoint, _, _, back, body = api
     for end in range(len(text) + 1):
         written = whole_body(api, about, pieces(hermes_engine, [text[:end]]))
-        asked: ParsedRequest = endpoint.read(json.loads(json.dumps({**body, **back(written)})), about)[0]
+        streamed = api.streamed(streamed_events(api, about, pieces(hermes_engine, [*text[:end]])))
+        assert streamed == api.whole(written), text[:end]
+        if end % 3:  # reading takes longer than writing
+            continue
+        history = [QUESTION, *api.back(written), QUESTION]
+        asked: ParsedRequest = api.endpoint.read(api.body(history, tools=[TOOL]), about)[0]
         assert is_chat(asked.prompt)
         assert hermes_engine.prompt_ids(asked.prompt, asked.options), text[:end]
 
@@ -298,44 +165,45 @@ def test_a_stop_string_after_the_arguments_leaves_the_call_whole(hermes: Serving
 CUT = '{"city": "Ro'
 
 
-# Each API takes arguments as text or as an object, by code of its own.
-@pytest.mark.parametrize(
-    "arguments", ["{", CUT, "[1]", "5", "[" * 9999, r'{"a": "\ud83d"}', '{"a": ' * 99 + "1" + "}" * 99]
-)
+ARGUMENT_TEXTS = ["{", CUT, "[1]", "5", "[" * 9999, r'{"a": "\ud83d"}', '{"a": ' * 99 + "1" + "}" * 99]
+
+
 @EACH
-def test_arguments_may_be_any_text(api: API, hermes_engine: Engine, about: About, arguments: str) -> None:
+def test_arguments_may_be_any_text(api: API, hermes_engine: Engine, about: About) -> None:
     """Other clients and servers write them, too."""
-    endpoint, _, _, _, body = api
-    asked = endpoint.read({**body, **history(api, arguments)}, about)[0]
-    (call,) = asked.prompt[1]["tool_calls"]
-    assert call["function"]["arguments"] == arguments
-    assert hermes_engine.prompt_ids(asked.prompt, asked.options)
+    for arguments in ARGUMENT_TEXTS:
+        asked = api.endpoint.read(history(api, arguments), about)[0]
+        (call,) = asked.prompt[1]["tool_calls"]
+        assert call["function"]["arguments"] == arguments
+        assert hermes_engine.prompt_ids(asked.prompt, asked.options)
 
 
 def history(api: API, arguments: Any) -> dict[str, Any]:
     """A conversation with a call, in the names of an API."""
     function = {"name": "time", "arguments": arguments}
-    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
-    use = {"type": "tool_use", "id": "a", "name": "time", "input": arguments}
-    given: dict[Any, Any] = {
-        anthropic.Messages: {"messages": [QUESTION, {"role": "assistant", "content": [use]}, QUESTION]},
-        responses.Responses: {"input": [QUESTION, {"type": "function_call", "call_id": "a", **function}, QUESTION]},
+    calls = {
+        "/v1/messages": {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "a", "name": "time", "input": arguments}],
+        },
+        "/v1/responses": {"type": "function_call", "call_id": "a", **function},
     }
-    return given.get(type(api[0]), {"messages": [QUESTION, called, QUESTION]})
+    chat = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    return api.body([QUESTION, calls.get(api.path, chat), QUESTION], tools=[TOOL])
 
 
 FIELDS = {
     "chat": "messages[1].tool_calls[0].function.arguments",
-    "anthropic": "messages[1].content[0].input",
+    "messages": "messages[1].content[0].input",
     "responses": "input[1].arguments",
     "ollama": "messages[1].tool_calls[0].function.arguments",
 }
 
 
-@pytest.mark.parametrize("name", APIS)
+@pytest.mark.parametrize("name", CONVERSATIONS)
 def test_an_error_in_a_call_names_the_field_of_its_api(name: str, about: About) -> None:
-    endpoint, _, _, _, body = APIS[name]
-    with pytest.raises(Exception, match="a number that JSON does not have") as caught:
-        endpoint.read({**body, **history(APIS[name], {"a": math.nan})}, about)
-    assert caught.value.field == FIELDS[name]  # type: ignore[attr-defined]
+    api = CONVERSATIONS[name]
+    with pytest.raises(BadRequest, match="a number that JSON does not have") as caught:
+        api.endpoint.read(history(api, {"a": math.nan}), about)
+    assert caught.value.field == FIELDS[name]
     assert str(caught.value).startswith(FIELDS[name])

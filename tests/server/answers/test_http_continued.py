@@ -10,7 +10,6 @@ import pytest
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from tests.lazily import openai
 from tests.server.http_server import Serving, serving
-from tests.tiny import CONTEXT
 
 QUESTION = {"role": "user", "content": "then he ran on"}
 BEGUN = {"role": "assistant", "content": "the rain"}
@@ -90,18 +89,6 @@ def test_the_engine_continues_the_ids_that_an_answer_was_generated_as(tiny: Engi
 
 
 # -- errors for prompts that are too long --------------------------------------------------------------------------
-
-
-def test_a_prompt_that_is_too_long_has_its_numbers_in_both_forms(shared: Serving) -> None:
-    for path, body in (
-        ("/v1/completions", {"prompt": [7] * 300}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the " * 300}]}),
-    ):
-        error = shared.post(path, body).json()["error"]
-        assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
-        assert error["n_prompt_tokens"] >= 300
-        assert error["n_ctx"] == CONTEXT
-        assert "exceeds the available context size" in error["message"]
 
 
 def test_clients_know_a_prompt_that_is_too_long(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

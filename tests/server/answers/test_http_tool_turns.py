@@ -1,4 +1,7 @@
-"""A long conversation with tools: every turn finds what the turns before have left in the cache."""
+"""A long conversation with tools: every turn finds what the turns before have left in the cache.
+
+The tests are slow: each conversation has twenty turns.
+"""
 
 from __future__ import annotations
 

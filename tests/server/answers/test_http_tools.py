@@ -14,6 +14,8 @@ from polarlm.engine import Engine
 from polarlm.engine.requests import answers
 from tests import call_templates
 from tests.lazily import openai
+from tests.pairs import in_turn
+from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
@@ -42,7 +44,7 @@ TOOLS: list[Any] = [
 MESSAGES: list[Any] = [{"role": "user", "content": "How is it?"}]
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+@pytest.fixture(params=["qwen3", "MISTRAL_IDS", "GEMMA", "gpt-oss"], scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with (
         tool_engine(tmp_path_factory.mktemp("model"), FAMILIES[request.param]) as engine,
@@ -81,25 +83,36 @@ FORM = {
 ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-def test_required_calls_parse(family: Serving, stream: bool) -> None:
-    for seed in range(3):
+def assert_required_calls_parse(server: Serving, seeds: int) -> None:
+    for seed in range(seeds):
         more: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
-        more["extra_body"] = at_once(family)
-        if stream:
-            with family.openai.chat.completions.stream(
+        more["extra_body"] = at_once(server)
+        if seed % 2:
+            with server.openai.chat.completions.stream(
                 model="any", messages=MESSAGES, tools=TOOLS, temperature=1, max_tokens=200, **more
             ) as events:
                 answer = events.get_final_completion()
         else:
-            answer = ask(family, **more)
+            answer = ask(server, **more)
         (choice,) = answer.choices
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls"
         assert not choice.message.content
         assert len(call.id) == 9
         assert_valid(call)
+
+
+def test_required_calls_parse(family: Serving) -> None:
+    assert_required_calls_parse(family, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_required_calls_parse_in_every_family(name: str, tmp_path: Path) -> None:
+    """Slow: a model for each template."""
+    with tool_engine(tmp_path, FAMILIES[name]) as engine, serving(engine) as server:
+        assert_required_calls_parse(server, 3)
+        assert_calls_or_text_of_a_schema(server, 3)
 
 
 def test_a_named_function_is_called(family: Serving) -> None:
@@ -112,16 +125,13 @@ def test_a_named_function_is_called(family: Serving) -> None:
         assert_valid(call)
 
 
-@pytest.mark.slow
 def test_some_of_the_tools_may_be_allowed_alone(hermes: Serving) -> None:
     for name in ("weather", "time"):
         tools = [{"type": "function", "function": {"name": name}}]
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
-        for seed in range(2):
-            answer = ask(hermes, tool_choice=choice, seed=seed, parallel_tool_calls=False)
-            (call,) = answer.choices[0].message.tool_calls
-            assert call.function.name == name
-            assert_valid(call)
+        (call,) = ask(hermes, tool_choice=choice, parallel_tool_calls=False).choices[0].message.tool_calls
+        assert call.function.name == name
+        assert_valid(call)
 
 
 def test_results_of_calls_are_read(family: Serving) -> None:
@@ -158,27 +168,32 @@ def test_a_model_that_wants_to_may_call(hermes: Serving) -> None:
     assert all(answer.choices[0].message.tool_calls for answer in called)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_is_calls_or_text_of_a_schema(family: Serving, stream: bool) -> None:
+def assert_calls_or_text_of_a_schema(server: Serving, seeds: int) -> None:
     """Agents with tools and a type of their result send both."""
     form = {"type": "json_schema", "json_schema": {"name": "form", "schema": FORM}}
     for choice in ("auto", "required", "none"):
-        for seed in range(3):
-            given: dict[str, Any] = {"tool_choice": choice, "seed": seed, "response_format": form}
-            given |= {"parallel_tool_calls": False, "max_tokens": 400, "extra_body": at_once(family)}
-            if stream:
-                parts = [part.choices[0] for part in ask(family, stream=True, **given)]
-                text = "".join(part.delta.content or "" for part in parts)
-                called, reason = any(part.delta.tool_calls for part in parts), parts[-1].finish_reason
-            else:
-                (answer,) = ask(family, **given).choices
-                text, called = answer.message.content, bool(answer.message.tool_calls)
-                reason = answer.finish_reason
-            assert called or choice != "required" or reason == "length"
-            assert not called or choice != "none"
-            if not called and reason == "stop":
-                jsonschema.validate(json.loads(text), FORM)
+        for seed in range(seeds):
+            reply = APIS["chat"].ask(
+                server,
+                "How is it?",
+                stream=bool(seed % 2),
+                temperature=1,
+                seed=seed,
+                max_tokens=400,
+                tools=[tool["function"] for tool in TOOLS],
+                tool_choice=choice,
+                response_format=form,
+                parallel_tool_calls=False,
+                **at_once(server),
+            )
+            assert reply.calls or choice != "required" or reply.reason == "length"
+            assert not reply.calls or choice != "none"
+            if not reply.calls and reply.reason == "stop":
+                jsonschema.validate(json.loads(reply.text), FORM)
+
+
+def test_an_answer_is_calls_or_text_of_a_schema(family: Serving) -> None:
+    assert_calls_or_text_of_a_schema(family, 2)
 
 
 def test_no_call_where_none_is_wanted(hermes: Serving) -> None:
@@ -186,17 +201,6 @@ def test_no_call_where_none_is_wanted(hermes: Serving) -> None:
         (choice,) = ask(hermes, seed=seed, tool_choice="none", max_tokens=20, logit_bias={"<tool_call>": 100}).choices
         assert choice.message.tool_calls is None
         assert "<tool_call>" not in choice.message.content
-
-
-def test_a_stream_has_names_once_and_arguments_as_text(hermes: Serving) -> None:
-    choice = {"type": "function", "function": {"name": "weather"}}
-    parts = list(ask(hermes, stream=True, tool_choice=choice, seed=1))
-    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
-    assert [call.function.name for call in calls if call.function.name] == ["weather"]
-    assert [call.id is not None for call in calls] == [True, *[False] * (len(calls) - 1)]
-    assert len(calls) > 3
-    jsonschema.validate(json.loads("".join(call.function.arguments for call in calls)), WEATHER)
-    assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
 # -- reasoning ---------------------------------------------------------------------------------------------------------
@@ -320,8 +324,8 @@ def allowed(what: Any) -> dict[str, Any]:
     return {"tool_choice": {"type": "allowed_tools", "allowed_tools": what}}
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "sentence"),
+@in_turn(
+    "given field sentence",
     [
         ({"tools": {"a": 1}}, "tools", "tools must be an array of functions"),
         ({"tools": [TOOLS[0]] * 129}, "tools", "has 129 functions, but at most 128 are taken"),
@@ -378,13 +382,6 @@ def test_what_cannot_be_honoured_is_refused_with_a_sentence(
     with pytest.raises(openai.BadRequestError, match=sentence) as caught:
         ask(hermes, max_tokens=1, **given)
     assert caught.value.param == field
-
-
-def test_recursive_schemas_end(hermes: Serving) -> None:
-    """Their calls are limited by the tokens of the answer alone."""
-    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
-    answer = ask(hermes, **schema(tree), tool_choice="required", max_tokens=60, seed=3)
-    assert answer.choices[0].finish_reason in ("length", "tool_calls")
 
 
 def answers_with(server: Serving, **wrapped: Any) -> Any:

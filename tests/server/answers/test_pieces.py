@@ -10,7 +10,7 @@ import pytest
 from polarlm.engine import Engine, SamplingParams, Usage
 from polarlm.server.answers.answering import answer
 from polarlm.server.answers.pieces import Answer, Call, CallStart, Piece, fold
-from polarlm.server.http.openai.shapes import CHAT, TEXT, Shapes, Writer
+from polarlm.server.http.openai.shapes import CHAT, TEXT, ChoicesWriter, Shapes
 from polarlm.server.reading.parameters import ParsedRequest, read
 from tests.server.http_server import serving
 from tests.tiny import forget
@@ -37,7 +37,7 @@ ANSWER = Answer(
 
 
 def events(shapes: Shapes, pieces: list[Piece]) -> list[dict[str, Any]]:
-    writer = Writer(shapes, "m", with_usage=False)
+    writer = ChoicesWriter(shapes, "m", with_usage=False)
     return [event for at, piece in enumerate(pieces) for event in writer.events(0, piece, first=at == 0)]
 
 
@@ -46,7 +46,7 @@ def test_pieces_fold_into_the_answer() -> None:
 
 
 def test_a_whole_message_has_the_calls_and_the_reasoning() -> None:
-    (choice,) = Writer(CHAT, "m", with_usage=False).whole([ANSWER])["choices"]
+    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([ANSWER])["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
     assert (message["content"], message["reasoning_content"]) == ("I ask.Done.", "Let me see.")
@@ -60,10 +60,10 @@ def test_a_whole_message_has_the_calls_and_the_reasoning() -> None:
 
 def test_a_message_of_calls_alone_has_no_content() -> None:
     alone = fold([Piece(call=CallStart(0, "a", "f"), arguments="{}"), Piece(finish_reason="tool_calls", usage=USAGE)])
-    (choice,) = Writer(CHAT, "m", with_usage=False).whole([alone])["choices"]
+    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([alone])["choices"]
     assert choice["message"]["content"] is None
     plain = fold([Piece(finish_reason="stop", usage=USAGE)])
-    (choice,) = Writer(CHAT, "m", with_usage=False).whole([plain])["choices"]
+    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([plain])["choices"]
     assert choice["message"] == {"role": "assistant", "content": "", "refusal": None}
 
 

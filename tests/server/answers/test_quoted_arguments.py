@@ -17,6 +17,7 @@ from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.server.answers.arguments import QuotedArguments
 from polarlm.server.answers.call_grammar import functions_of, grammar
 from tests.call_templates import GEMMA
+from tests.pairs import in_turn
 from tests.server.http_server import serving
 from tests.tool_model import tool_engine
 
@@ -112,8 +113,8 @@ def test_calls_fulfil_their_schema(text: tuple[str, ...], tmp_path: Path) -> Non
 LEAST = {"city": "Rome", "tree": {"name": "x"}}
 
 
-@pytest.mark.parametrize(
-    ("value", "fits"),
+@in_turn(
+    "value fits",
     [
         (LEAST, True),
         (LEAST | {"tree": {"name": "x", "next": {"name": "x", "next": {"name": "x"}}}}, True),

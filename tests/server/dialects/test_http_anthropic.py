@@ -1,4 +1,4 @@
-"""Anthropic's own client against the HTTP API."""
+"""What Anthropic's Messages alone have, with Anthropic's own client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.lazily import anthropic
-from tests.server.http.test_http_openai import alone
+from tests.server.apis import alone, breaking
 from tests.server.http_server import KEY, Serving, serving
 from tests.tiny import forget
 
@@ -38,39 +38,16 @@ def client(server: Serving) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def asked(**more: Any) -> dict[str, Any]:
-    """The body of a request for an answer of 24 tokens."""
-    return {"model": "any", "messages": QUESTION, "temperature": 0, "max_tokens": 24, **more}
-
-
 def arguments(**more: Any) -> dict[str, Any]:
-    """That request for the client, which takes some names of the API in a dictionary of their own."""
-    body = asked(**more)
-    aside = {
-        name: body.pop(name)
-        for name in ("temperature", "top_k", "top_p", "ignore_eos", "extra", "context_management")
-        if name in body
-    }
-    return body | {"extra_body": aside}
+    """A request for an answer of 24 tokens; the client takes names that it does not know in `extra_body`."""
+    body = {"model": "any", "messages": QUESTION, "max_tokens": 24, **more}
+    aside = {name: body.pop(name) for name in ("ignore_eos", "extra", "context_management") if name in body}
+    return body | {"extra_body": {"temperature": 0, **aside}}
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_message_is_answered_as_the_engine_does(server: Serving, client: anthropic.Anthropic) -> None:
-    expected = alone(server.engine, QUESTION, temperature=0, max_tokens=24)
-    message = client.messages.create(**arguments())
-    (block,) = message.content
-    assert (block.type, block.text) == ("text", expected.text)
-    assert (message.type, message.role, message.model) == ("message", "assistant", server.engine.model.name)
-    assert message.stop_reason == {"stop": "end_turn", "length": "max_tokens"}[expected.finish_reason]
-    assert message.stop_sequence is None
-    assert message.usage.input_tokens == expected.usage.prompt_tokens
-    assert message.usage.output_tokens == expected.usage.completion_tokens
-
-
-def test_a_streamed_message_is_the_same_in_events(server: Serving, client: anthropic.Anthropic) -> None:
+def test_the_clients_stream_accumulates_the_message(server: Serving, client: anthropic.Anthropic) -> None:
     whole = client.messages.create(**arguments())
+    assert (whole.type, whole.role, whole.model) == ("message", "assistant", server.engine.model.name)
     forget(server.engine)
     with client.messages.stream(**arguments()) as stream:
         kinds = [event.type for event in stream if event.type not in ("text", "content_block_delta")]
@@ -78,16 +55,14 @@ def test_a_streamed_message_is_the_same_in_events(server: Serving, client: anthr
     assert kinds == [
         *("message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"),
     ]
-    assert [(block.type, block.text) for block in streamed.content] == [
-        (block.type, block.text) for block in whole.content
-    ]
     for field in ("stop_reason", "stop_sequence", "usage", "role", "model"):
         assert getattr(streamed, field) == getattr(whole, field), field
+    assert [block.text for block in streamed.content] == [block.text for block in whole.content]
 
 
 def test_each_event_is_named_by_its_type(server: Serving) -> None:
-    text = server.post("/v1/messages", asked(stream=True)).text
-    *events, rest = text.split("\n\n")
+    body = {"messages": QUESTION, "max_tokens": 24, "stream": True}
+    *events, rest = server.post("/v1/messages", body).text.split("\n\n")
     assert rest == ""
     names = [event.split("\n")[0].removeprefix("event: ") for event in events]
     assert names[:3] == ["message_start", "ping", "content_block_start"]
@@ -121,45 +96,10 @@ def test_the_system_prompt_and_blocks_are_text_of_the_conversation(
         assert "".join(block.text for block in message.content if block.type == "text") == expected
 
 
-def test_sampling_is_that_of_the_request(server: Serving, client: anthropic.Anthropic) -> None:
-    greedy = alone(server.engine, QUESTION, temperature=0, max_tokens=24).text
-    for params in ({"temperature": 1, "top_k": 1}, {"temperature": 1, "top_p": 0}):
-        forget(server.engine)
-        (block,) = client.messages.create(**arguments(**params)).content
-        assert block.type == "text"
-        assert block.text == greedy
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_sequence_ends_the_message_and_is_named(
-    server: Serving, client: anthropic.Anthropic, stream: bool
-) -> None:
+def test_the_stop_sequence_is_named(server: Serving, client: anthropic.Anthropic) -> None:
     text = alone(server.engine, QUESTION, temperature=0, max_tokens=24, ignore_eos=True).text
-    stop = text[8:10]
-    given = arguments(stop_sequences=["no such text", stop], ignore_eos=True)
-    if stream:
-        with client.messages.stream(**given) as events:
-            message = events.get_final_message()
-    else:
-        message = client.messages.create(**given)
-    (block,) = message.content
-    assert block.type == "text"
-    assert block.text == text[: text.index(stop)]
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
-
-
-def test_a_message_has_no_more_tokens_than_asked_for(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(**arguments(max_tokens=5, ignore_eos=True))
-    assert (message.usage.output_tokens, message.stop_reason) == (5, "max_tokens")
-
-
-def test_tokens_of_an_earlier_turn_count_as_read_from_the_cache(client: anthropic.Anthropic) -> None:
-    first = client.messages.create(**arguments(max_tokens=40, ignore_eos=True))
-    assert first.usage.cache_read_input_tokens == 0
-    again = [*QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": "and then"}]
-    second = client.messages.create(**arguments(messages=again))
-    assert second.usage.cache_read_input_tokens
-    assert second.usage.input_tokens > 0
+    message = client.messages.create(**arguments(stop_sequences=["no such text", text[8:10]], ignore_eos=True))
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", text[8:10])
 
 
 def test_a_last_message_of_the_assistants_is_continued(server: Serving, client: anthropic.Anthropic) -> None:
@@ -174,80 +114,17 @@ def test_a_last_message_of_the_assistants_is_continued(server: Serving, client: 
     assert message.usage.input_tokens == expected.usage.prompt_tokens
 
 
-def test_tokens_can_be_counted_before(client: anthropic.Anthropic) -> None:
-    given: Any = {"system": "then on", "messages": QUESTION, "model": "any"}
-    usage = client.messages.create(**given, max_tokens=1).usage
-    assert client.messages.count_tokens(**given).input_tokens == usage.input_tokens
-    long = [{"role": "user", "content": "then " * 5000}]
-    assert client.messages.count_tokens(model="any", messages=long).input_tokens > 5000  # more than the context
-    with pytest.raises(anthropic.BadRequestError, match="messages"):
-        client.messages.count_tokens(model="any", messages=[])
-
-
-def test_a_server_may_hide_what_was_cached(tiny: Engine) -> None:
-    with serving(tiny, hide_cached_tokens=True) as server, client_of(server) as client:
-        first, second = (
-            client.messages.create(**arguments(messages=[{"role": "user", "content": "on " * 20}])).usage for _ in "12"
-        )
-        assert second.cache_read_input_tokens == 0
-        assert second.input_tokens == first.input_tokens
-
-
 def test_fields_of_the_api_that_change_nothing_are_taken(client: anthropic.Anthropic) -> None:
     more: Any = {"metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}}
     more |= {"output_config": {"effort": "low"}}
     assert client.messages.create(**arguments(**more, tools=[], extra=[{}], context_management=KEEPS_ALL)).content
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
-def user(*blocks: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": list(blocks)}]}
-
-
-@pytest.mark.parametrize(
-    ("given", "place"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (user({"type": "image", "source": {}}), "messages[0].content[0].type"),
-        (user({"type": "document", "source": {}}), "messages[0].content[0].type"),
-        (user({"data": "on"}), "messages[0].content[0].type"),
-        (user({"type": "text", "text": 5}), "messages[0].content[0].text"),
-        ({"system": 5}, "system must be a string or an array of text blocks, not 5"),
-        ({"messages": []}, "messages must be an array with at least one message, not an empty array"),
-        ({"max_tokens": "many"}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"stop_sequences": "on"}, "stop_sequences"),
-        ({"stop_sequences": ["on", 5]}, "stop_sequences[1]"),
-        ({"tools": [{"name": "look", "input_schema": []}]}, "tools[0].input_schema"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-        ({"thinking": {"type": "deep"}}, "thinking.type"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
-        ({"output_config": {"effort": 5}}, "output_config.effort"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management.edits[0]"),
-    ],
-)
-def test_a_wrong_value_is_an_error_that_names_the_field(server: Serving, given: dict[str, Any], place: str) -> None:
-    response = server.post("/v1/messages", asked(**given))
-    assert response.status_code == 400
-    error = response.json()
-    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-    assert error["error"]["message"].startswith(place)
-
-
-def test_models_have_anthropics_shape(server: Serving) -> None:
-    with client_of(server) as client:
-        (model,) = client.models.list()
-        assert client.models.retrieve(model.id) == model
+def test_models_have_anthropics_shape(server: Serving, client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert client.models.retrieve(model.id) == model
     assert (model.id, model.type, model.display_name) == (server.engine.model.name, "model", server.engine.model.name)
     assert abs(model.created_at.timestamp() - time.time()) < 3600
-    (other,) = server.openai.models.list()
-    assert (other.id, other.object) == (model.id, "model")
 
 
 def test_arguments_that_are_no_json_are_refused(server: Serving) -> None:
@@ -259,37 +136,24 @@ def test_arguments_that_are_no_json_are_refused(server: Serving) -> None:
     assert response.json()["error"]["message"].startswith("messages[0].content[0].input")
 
 
-def test_the_client_raises_its_own_errors(tiny: Engine) -> None:
+def test_the_client_raises_its_own_errors(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     long = [{"role": "user", "content": "then " * 300}]
     with serving(tiny, api_key=KEY, max_body=5000) as server:
         with client_of(server, KEY) as client:
             assert client.messages.create(**arguments()).content
-            with pytest.raises(anthropic.BadRequestError, match="exceeds the available context"):
-                client.messages.create(**arguments(messages=long))
             with pytest.raises(anthropic.BadRequestError), client.messages.stream(**arguments(messages=long)) as stream:
                 list(stream)
             with pytest.raises(anthropic.RequestTooLargeError):
                 client.messages.create(**arguments(system="on " * 5000))
             with pytest.raises(anthropic.NotFoundError):
                 client.messages.batches.list()
+            breaking(server.engine, monkeypatch, steps=6)
+            with (
+                pytest.raises(anthropic.APIStatusError) as failed,
+                client.messages.stream(**arguments(ignore_eos=True)) as stream,
+            ):
+                list(stream)
+            assert failed.value.body["type"] == "error"  # type: ignore[index]
         with client_of(server, "sk-another") as client, pytest.raises(anthropic.AuthenticationError) as caught:
             client.messages.create(**arguments())
-    assert caught.value.body == {
-        "type": "error",
-        "error": {"type": "authentication_error", "message": caught.value.body["error"]["message"]},  # type: ignore[index]
-    }
-
-
-def test_an_error_in_the_middle_of_a_stream_is_raised(
-    server: Serving, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.server.http.test_http_streams import breaking
-
-    breaking(server.engine, monkeypatch, steps=6)
-    with (
-        pytest.raises(anthropic.APIStatusError) as caught,
-        client.messages.stream(**arguments(ignore_eos=True)) as stream,
-    ):
-        list(stream)
-    assert "secret" not in str(caught.value.body)
-    assert caught.value.body["type"] == "error"  # type: ignore[index]
+    assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]

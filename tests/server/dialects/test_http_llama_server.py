@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
+from tests.pairs import in_turn
 from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
@@ -64,17 +65,14 @@ def test_an_answer_has_llama_servers_fields(shared: Serving) -> None:
 
 def test_a_streamed_answer_is_the_whole_one(shared: Serving) -> None:
     whole = complete(shared, return_tokens=True)
+    expected = shared.engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert whole["tokens"] == list(expected.token_ids)
     *parts, last = events(shared)
     assert "".join(part["content"] for part in parts) == whole["content"]
     assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
     assert [part["stop"] for part in parts] == [False] * len(parts)
     timeless = {name: value for name, value in whole.items() if name != "timings"}
     assert {**last, "timings": None} == {**timeless, "content": "", "tokens": [], "timings": None}
-
-
-def test_tokens_are_returned_on_request(shared: Serving) -> None:
-    expected = shared.engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    assert complete(shared, return_tokens=True)["tokens"] == list(expected.token_ids)
 
 
 def test_the_reason_for_the_end_is_told(shared: Serving) -> None:
@@ -165,50 +163,6 @@ def test_settings_are_those_that_were_used(shared: Serving) -> None:
     assert (settings["top_p"], settings["n_ctx"]) == (0.95, CONTEXT)
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"n_predict": "x"}, "n_predict"),
-        ({"return_tokens": 1}, "return_tokens"),
-        ({"timings_per_token": "yes"}, "timings_per_token"),
-        ({"mirostat": 1}, "mirostat"),
-        ({"n_probs": -1}, "n_probs"),
-        ({"stream": 3}, "stream"),
-    ],
-)
-def test_a_wrong_field_is_named_in_llama_servers_shape(filling: Serving, more: Any, param: str) -> None:
-    for path in ("/completion", "/infill"):
-        error = refused(filling, path, {"prompt": PROMPT, **more})
-        assert (error["type"], error["param"]) == ("invalid_request_error", param), path
-
-
-@pytest.mark.parametrize(
-    "prompt", [None, [], 3, [None], {"prompt_string": 3}, {"prompt_string": "a", "multimodal_data": ["x"]}]
-)
-def test_a_prompt_of_another_form_is_refused(shared: Serving, prompt: Any) -> None:
-    assert refused(shared, "/completion", {"prompt": prompt})["param"].startswith("prompt")
-
-
-def test_a_prompt_that_is_too_long_has_its_numbers(shared: Serving) -> None:
-    error = refused(shared, "/completion", {"prompt": [7] * 300})
-    assert error["type"] == "exceed_context_size_error"
-    assert (error["n_prompt_tokens"], error["n_ctx"]) == (300, CONTEXT)
-    stream = refused(shared, "/completion", {"prompt": [7] * 300, "stream": True})
-    assert stream == error
-    eventually(lambda: not shared.busy)
-
-
-def test_a_client_that_hangs_up_cancels(tiny: Engine) -> None:
-    with serving(tiny) as server:
-        server.gate.close()
-        connection = server.send("/completion", {"prompt": [PROMPT, PROMPT], "stream": True})
-        eventually(lambda: server.engine.status().waiting)
-        connection.close()
-        eventually(lambda: server.outcomes().get("cancelled") == 2)
-        server.gate.open()
-        eventually(lambda: not server.busy)
-
-
 # -- /infill ---------------------------------------------------------------------------------------------------
 
 
@@ -238,8 +192,8 @@ def test_what_comes_behind_a_middle_ends_it(filling: Serving) -> None:
     assert (found["stop_type"], found["tokens_predicted"]) == ("eos", 0)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
+@in_turn(
+    "body param",
     [
         ({"input_prefix": 3}, "input_prefix"),
         ({"input_suffix": 5}, "input_suffix"),
@@ -316,13 +270,6 @@ def test_a_template_is_applied(shared: Serving) -> None:
     assert prompt.endswith("<|im_start|>assistant\n")
     chat = shared.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}).json()
     assert complete(shared, prompt=prompt, ignore_eos=False)["content"] == chat["choices"][0]["message"]["content"]
-
-
-def test_tokens_of_messages_are_counted(shared: Serving) -> None:
-    body = {"messages": [{"role": "user", "content": "he ran"}]}
-    used = shared.post("/v1/chat/completions", {**body, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
-    for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
-        assert shared.post(path, body).json() == {"object": "response.input_tokens", "input_tokens": used}
 
 
 @pytest.mark.parametrize("path", ["/apply-template", "/v1/chat/completions/input_tokens"])

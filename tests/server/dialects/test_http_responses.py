@@ -1,4 +1,4 @@
-"""OpenAI's own client against /v1/responses."""
+"""What OpenAI's Responses alone have, with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from polarlm.engine import Engine
+from polarlm.server.answers.pieces import fold
+from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai
-from tests.server.http.test_http_openai import alone
-from tests.server.http.test_http_streams import breaking
+from tests.server.apis import alone, breaking
+from tests.server.dialects.test_every_api import CUT_OFF, PIECES, USAGE
 from tests.server.http_server import Serving, serving
 from tests.tiny import forget
 
@@ -31,38 +34,32 @@ def arguments(**more: Any) -> dict[str, Any]:
 
 
 def endless(**more: Any) -> dict[str, Any]:
-    """One whose answer has all of its tokens."""
+    """A request whose answer has all of its tokens."""
     return arguments(extra_body={"ignore_eos": True}, **more)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_input_is_answered_as_the_engine_does(server: Serving) -> None:
-    expected = alone(server.engine, MESSAGES, temperature=0, max_tokens=24, ignore_eos=True)
+def test_an_answer_at_its_limit_is_incomplete_and_one_that_stops_is_complete(server: Serving) -> None:
     response = server.openai.responses.create(**endless())
     (item,) = response.output
     assert (item.type, item.status) == ("message", "incomplete")
-    assert response.output_text == expected.text
     assert (response.object, response.status, response.model) == ("response", "incomplete", server.engine.model.name)
     assert response.incomplete_details.reason == "max_output_tokens"
-    assert response.usage.input_tokens == expected.usage.prompt_tokens
-    assert response.usage.output_tokens == 24
-    assert response.usage.total_tokens == 24 + expected.usage.prompt_tokens
-
-
-def test_an_answer_that_stops_is_complete(server: Serving) -> None:
-    text = alone(server.engine, MESSAGES, temperature=0, max_tokens=24, ignore_eos=True).text
-    response = server.openai.responses.create(**arguments(extra_body={"ignore_eos": True, "stop": text[8:10]}))
-    assert (response.status, response.incomplete_details) == ("completed", None)
-    assert response.output_text == text[: text.index(text[8:10])]
+    assert response.usage.total_tokens == 24 + response.usage.input_tokens
+    stop = response.output_text[8:10]
+    forget(server.engine)
+    with server.openai.responses.stream(**arguments(extra_body={"ignore_eos": True, "stop": stop})) as stream:
+        assert "response.completed" in {event.type for event in stream}
+        complete = stream.get_final_response()
+    assert (complete.status, complete.incomplete_details) == ("completed", None)
 
 
 def test_a_streamed_response_is_the_same_in_events(server: Serving) -> None:
     whole = server.openai.responses.create(**endless())
     forget(server.engine)
     events = list(server.openai.responses.create(**endless(stream=True)))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     middle = kinds.count("output_text.delta")
     assert middle > 3
@@ -71,24 +68,32 @@ def test_a_streamed_response_is_the_same_in_events(server: Serving) -> None:
         *["output_text.delta"] * middle,
         *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
     ]
-    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert text == whole.output_text
     last = events[-1]
     assert last.type == "response.incomplete"
-    assert last.response.usage == whole.usage
-    assert last.response.output_text == text
-    same = ("status", "model", "incomplete_details", "temperature", "max_output_tokens", "tool_choice", "text")
+    same = ("status", "model", "incomplete_details", "temperature", "max_output_tokens", "tool_choice", "text", "usage")
     for field in same:
         assert getattr(last.response, field) == getattr(whole, field), field
 
 
-def test_the_clients_own_stream_accumulates_it(server: Serving) -> None:
-    text = alone(server.engine, MESSAGES, temperature=0, max_tokens=24, ignore_eos=True).text
-    more = {"ignore_eos": True, "stop": text[8:10]}
-    with server.openai.responses.stream(**arguments(extra_body=more)) as stream:
-        kinds = {event.type for event in stream}
-        assert stream.get_final_response().output_text == text[: text.index(text[8:10])]
-    assert "response.completed" in kinds
+def test_openais_client_accumulates_reasoning_and_calls() -> None:
+    from openai.lib.streaming.responses._responses import ResponseStreamState
+
+    def writer() -> ResponseWriter:
+        return ResponseWriter("m", True, {"parallel_tool_calls": True, "tool_choice": "auto"}, None)
+
+    stream = writer()
+    events = [event for i, piece in enumerate(PIECES) for event in stream.events(0, piece, first=i == 0)]
+    adapter: TypeAdapter[Any] = TypeAdapter(openai.types.responses.ResponseStreamEvent)
+    state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=openai.omit)
+    for event in (*events, *stream.ending([USAGE])):
+        state.handle_event(adapter.validate_python(event))
+    whole = writer().whole([fold(PIECES)])
+    same = ("type", "arguments", "call_id", "name", "status")
+    items = [{name: getattr(item, name, None) for name in same} for item in state._completed_response.output]
+    assert items == [{name: item.get(name) for name in same} for item in whole["output"]]
+    assert [item["status"] for item in writer().whole([fold(CUT_OFF)])["output"]] == [
+        *("completed", "completed", "incomplete"),
+    ]
 
 
 def test_items_are_the_messages_of_a_conversation(server: Serving) -> None:
@@ -116,48 +121,14 @@ def test_items_are_the_messages_of_a_conversation(server: Serving) -> None:
     assert server.openai.responses.create(**endless(instructions="then on", input=given)).output_text == expected
 
 
-def test_the_output_can_be_sent_back(server: Serving) -> None:
-    first = server.openai.responses.create(**endless(max_output_tokens=40))
-    assert first.usage.input_tokens_details.cached_tokens == 0
-    again: list[Any] = [*MESSAGES, *first.output, {"role": "user", "content": "and then"}]
-    second = server.openai.responses.create(**endless(input=again))
-    assert second.usage.input_tokens_details.cached_tokens > 0
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_those_of_the_engine(server: Serving, stream: bool) -> None:
-    expected = alone(server.engine, MESSAGES, temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
-    given = endless(top_logprobs=2, include=["message.output_text.logprobs"])
-    if stream:
-        (*_, last) = server.openai.responses.create(**given, stream=True)
-        assert last.type == "response.incomplete"
-        response = last.response
-    else:
-        response = server.openai.responses.create(**given)
-    (item,) = response.output
-    assert item.type == "message"
-    (part,) = item.content
-    assert part.type == "output_text"
-    assert part.logprobs is not None
-    assert [token.logprob for token in part.logprobs] == [token.logprob for token in expected.logprobs]
-    assert all(len(token.top_logprobs) == 2 for token in part.logprobs)
-
-
-def test_an_answer_is_of_the_format(server: Serving) -> None:
-    """The vocabulary of this model has no braces, but digits."""
+def test_what_a_request_says_is_repeated(server: Serving) -> None:
     schema = {"type": "integer", "minimum": 100, "maximum": 999}
     format: Any = {"format": {"type": "json_schema", "name": "number", "schema": schema, "strict": True}}
-    response = server.openai.responses.create(**arguments(text=format))
-    assert 100 <= int(response.output_text) <= 999
-    assert response.status == "completed"
-    assert response.text.to_dict() == format
-
-
-def test_what_a_request_says_is_repeated(server: Serving) -> None:
-    more = {"metadata": {"a": "b"}, "user": "me", "store": False, "top_p": 0.5, "instructions": "on"}
+    more = {"metadata": {"a": "b"}, "user": "me", "store": False, "top_p": 0.5, "instructions": "on", "text": format}
     response = server.openai.responses.create(**arguments(**more, include=["reasoning.encrypted_content"]))
     assert (response.metadata, response.top_p, response.instructions) == ({"a": "b"}, 0.5, "on")
     assert (response.temperature, response.max_output_tokens, response.store) == (0, 24, False)  # type: ignore[attr-defined]
+    assert response.text.to_dict() == format
 
 
 def test_a_last_message_of_the_assistants_is_not_continued(server: Serving) -> None:
@@ -170,52 +141,13 @@ def test_a_last_message_of_the_assistants_is_not_continued(server: Serving) -> N
     assert server.openai.responses.create(**endless(input=messages)).output_text == expected.choices[0].message.content
 
 
-def test_tokens_can_be_counted_before(server: Serving) -> None:
-    response = server.openai.responses.create(**endless(instructions="on"))
-    counted = server.openai.responses.input_tokens.count(model="any", input=QUESTION, instructions="on")
-    assert (counted.input_tokens, counted.object) == (response.usage.input_tokens, "response.input_tokens")
-
-
 def test_a_base_url_may_lack_the_version(server: Serving) -> None:
     assert server.post("/responses", arguments()).json()["object"] == "response"
+    counted = server.openai.responses.input_tokens.count(model="any", input=QUESTION)
+    assert counted.object == "response.input_tokens"
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [5]}, "input[0]"),
-        ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
-        ({"instructions": 5}, "instructions"),
-        ({"max_output_tokens": "many"}, "max_output_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "schema": {}, "strict": 5}}}, "text.format.strict"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"truncation": "always"}, "truncation"),
-        ({"metadata": {"a": 5}}, "metadata.a"),
-        ({"parallel_tool_calls": 5}, "parallel_tool_calls"),
-    ],
-)
-def test_a_wrong_value_is_a_bad_request_that_names_the_field(
-    server: Serving, given: dict[str, Any], param: str
-) -> None:
-    response = server.post("/v1/responses", arguments(**given))
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert error["message"].startswith(param)
 
 
 def test_keywords_that_are_not_supported_are_refused_where_a_format_is_strict(server: Serving) -> None:
@@ -230,9 +162,9 @@ def test_keywords_that_are_not_supported_are_refused_where_a_format_is_strict(se
 def test_wishes_are_ignored_with_a_warning(server: Serving) -> None:
     response = server.post("/v1/responses", arguments(text={"verbosity": "low"}, truncation="auto"))
     assert response.status_code == 200
-    told = response.headers[HEADER]
-    assert told.startswith("text.verbosity is ignored: ")
-    assert told.endswith("; truncation is ignored: this server cuts no prompt")
+    warning = response.headers[HEADER]
+    assert warning.startswith("text.verbosity is ignored: ")
+    assert warning.endswith("; truncation is ignored: this server cuts no prompt")
 
 
 def test_a_prompt_that_is_too_long_has_a_status_or_is_a_stream_that_failed(server: Serving) -> None:
@@ -247,17 +179,14 @@ def test_a_prompt_that_is_too_long_has_a_status_or_is_a_stream_that_failed(serve
     assert "maximum context length" in last.response.error.message
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_error_before_the_first_event_has_a_status(server: Serving, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError):
-        server.openai.responses.create(**arguments(input=[], stream=stream))
+def test_an_error_has_a_status_before_the_first_event_and_fails_the_response_later(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError):
+            server.openai.responses.create(**arguments(input=[], stream=stream))
     with pytest.raises(openai.NotFoundError):
         server.openai.responses.retrieve("resp_1")
-
-
-def test_an_error_in_the_middle_is_a_response_that_failed(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     breaking(server.engine, monkeypatch, steps=6)
     *_, last = server.openai.responses.create(**endless(stream=True))
-    assert last.type == "response.failed"
-    assert last.response.status == "failed"
-    assert "secret" not in last.response.error.message
+    assert (last.type, last.response.status) == ("response.failed", "failed")

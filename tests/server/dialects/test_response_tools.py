@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.pairs import in_turn
 from tests.server.http_server import Serving
 
 
@@ -103,7 +104,7 @@ def test_a_wrong_choice_of_functions_is_a_bad_request(hermes: Serving, choice: d
     assert response.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize("kind", ["web_search", "image_generation", "local_shell", "mcp", "custom"])
+@in_turn("kind", ["web_search", "image_generation", "local_shell", "mcp", "custom"])
 def test_tools_that_are_no_functions_are_left_out_with_a_warning(hermes: Serving, kind: str) -> None:
     body = {**CODEX, "max_output_tokens": 2, "tools": [function("f"), {"type": kind}, {"type": kind}]}
     response = hermes.post("/v1/responses", body)
@@ -115,8 +116,8 @@ def test_tools_that_are_no_functions_are_left_out_with_a_warning(hermes: Serving
     assert "X-PolarLM-Warning" not in alone.headers
 
 
-@pytest.mark.parametrize(
-    ("tools", "field"),
+@in_turn(
+    "tools field",
     [
         ([{"type": "namespace", "name": "a", "tools": [function('"')]}], "tools[0].tools[0].name"),
         ([{"type": "web_search"}, function("f"), function('"')], "tools[2].name"),

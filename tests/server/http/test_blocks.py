@@ -17,6 +17,7 @@ from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import read_command_line
 from polarlm.server.http import streams
 from polarlm.server.http.plain import blocks
+from tests.pairs import in_turn
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import Process
@@ -65,8 +66,8 @@ def test_a_block_is_put_once_or_twice_and_read_whole_or_in_part(server: Serving)
     assert ask(server, "GET", PATH, Range="bytes=9999-")[0] == 416
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
+@in_turn(
+    "path body",
     [
         (PATH, OBJECT[:-1]),
         (PATH, OBJECT[:60] + b"!" + OBJECT[61:]),

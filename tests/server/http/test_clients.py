@@ -38,7 +38,7 @@ def url(server: Serving) -> str:
 # -- the makers' own ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 200 tokens of the demonstration model, twice
 def test_openai_parses_a_response(server: Serving) -> None:
     response = server.openai.responses.parse(
         model="any", input="The weather in Paris?", text_format=Weather, max_output_tokens=200, temperature=0
@@ -72,7 +72,7 @@ def litellm() -> Iterator[Any]:
         yield litellm
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", ""), ("ollama_chat/any", "")])
 def test_litellm_answers_and_streams(litellm: Any, url: str, model: str, path: str) -> None:
     given = {"api_base": url + path, "api_key": "any", "temperature": 0, "max_tokens": 16, "timeout": 120}
@@ -87,7 +87,7 @@ def test_litellm_answers_and_streams(litellm: Any, url: str, model: str, path: s
 # -- LangChain ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain_answers_streams_and_has_structured_output(url: str, responses: bool) -> None:
     from langchain_openai import ChatOpenAI
@@ -115,7 +115,7 @@ def pydantic_models(url: str) -> Iterator[Any]:
     yield AnthropicModel("any", provider=AnthropicProvider(base_url=url, api_key="any"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize("number", range(3))
 def test_pydantic_ai_answers_and_has_structured_output(url: str, number: int) -> None:
     pytest.importorskip("pydantic_ai", reason="pydantic-ai needs Python 3.11")

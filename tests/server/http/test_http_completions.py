@@ -141,24 +141,6 @@ def test_a_prompt_of_one_token_has_no_log_probability(shared: Serving) -> None:
     assert choice.logprobs.token_logprobs == [None]
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"echo": "yes"}, "echo"),
-        ({"suffix": 3}, "suffix"),
-        ({"best_of": 3}, "best_of"),
-        ({"best_of": 1, "n": 1, "echo": 1}, "echo"),
-        ({"best_of": True}, "best_of"),
-        ({"suffix": "the end"}, "suffix"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(shared: Serving, more: Any, param: str) -> None:
-    response = shared.post("/v1/completions", {"prompt": "the rain", "max_tokens": 1, **more})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param)
-    assert error["message"].startswith(param)
-
-
 def test_best_of_n_changes_nothing(shared: Serving) -> None:
     assert len(complete(shared, prompt="the rain", n=2, best_of=2).choices) == 2
 

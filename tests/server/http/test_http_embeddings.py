@@ -11,6 +11,7 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.lazily import openai
+from tests.pairs import in_turn
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 
@@ -63,8 +64,8 @@ def test_llama_servers_shape_has_a_list_of_vectors(shared: Serving, path: str, f
     assert two == [{"index": at, "embedding": [pytest.approx(vector)]} for at, vector in enumerate(expected)]
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "part"),
+@in_turn(
+    "body param part",
     [
         ({}, "input", "input or content is missing"),
         ({"input": TEXT, "content": TEXT}, "input", "not both"),

@@ -11,6 +11,7 @@ import pytest
 
 from polarlm.engine import Engine, PromptOptions
 from tests.encoders import make_folder
+from tests.pairs import in_turn
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 
@@ -78,8 +79,8 @@ def test_many_texts_come_in_order(shared: Serving) -> None:
     eventually(lambda: not shared.busy)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
+@in_turn(
+    "path body",
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "rain"}]}),
         ("/v1/completions", {"prompt": "rain"}),

@@ -15,7 +15,7 @@ from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.guard import Guard
 from tests.lazily import openai
-from tests.pairs import each
+from tests.pairs import each, in_turn
 from tests.server.http_server import KEY, Serving, serving
 
 BODY = {"prompt": "the rain", "max_tokens": 2}
@@ -56,8 +56,8 @@ def passes(host: str, reached: str, headers: list[tuple[bytes, bytes]], **settin
     return seen == [200]
 
 
-@pytest.mark.parametrize(
-    ("host", "reached", "name"),
+@in_turn(
+    "host reached name",
     [
         ("127.0.0.1", "127.0.0.1", "127.0.0.1:8080"),
         ("127.0.0.1", "127.0.0.1", "localhost:8080"),
@@ -77,8 +77,8 @@ def test_the_servers_own_names_pass(host: str, reached: str, name: str) -> None:
     assert passes(host, reached, [(b"host", name.encode())])
 
 
-@pytest.mark.parametrize(
-    ("host", "reached", "name"),
+@in_turn(
+    "host reached name",
     [
         ("127.0.0.1", "127.0.0.1", "evil.example"),
         ("127.0.0.1", "127.0.0.1", "127.0.0.1.evil.example:8080"),
@@ -240,7 +240,7 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
 # -- API key ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "given",
     [
         [],
@@ -302,8 +302,8 @@ def test_a_body_far_too_large_is_an_error_that_clients_understand(server: Servin
     assert caught.value.code == "request_too_large"
 
 
-@pytest.mark.parametrize(
-    ("data", "part"),
+@in_turn(
+    "data part",
     [
         (b"", "JSON"),
         (b"{", "JSON"),

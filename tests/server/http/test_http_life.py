@@ -14,6 +14,8 @@ import pytest
 from polarlm.engine import Engine
 from polarlm.server.http import streams
 from tests.lazily import anthropic
+from tests.pairs import in_turn
+from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 
@@ -21,15 +23,7 @@ WORDS = "the rain " * 8
 CHAT = {"messages": [{"role": "user", "content": WORDS}]}
 SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 OPTIONS = {"options": {"num_predict": 4, "temperature": 0}}
-BODIES: dict[str, dict[str, Any]] = {  # by path
-    "/v1/chat/completions": CHAT | SHORT,
-    "/v1/completions": {"prompt": WORDS} | SHORT,
-    "/v1/responses": {"input": WORDS, "max_output_tokens": 4, "temperature": 0, "ignore_eos": True},
-    "/v1/messages": CHAT | SHORT,
-    "/completion": {"prompt": WORDS} | SHORT,
-    "/api/chat": CHAT | OPTIONS,
-    "/api/generate": {"prompt": WORDS} | OPTIONS,
-}
+BODIES = {api.path: api.body(WORDS, **SHORT) for api in APIS.values()}
 
 
 @pytest.fixture
@@ -46,7 +40,7 @@ def is_sign(frame: str) -> bool:
     return line.get("done") is False and "" in (line.get("response"), line.get("message", {}).get("content"))
 
 
-@pytest.mark.parametrize("path", BODIES)
+@in_turn("path", BODIES)
 def test_a_stream_shows_life_before_its_first_token(server: Serving, path: str) -> None:
     body = BODIES[path] | {"stream": True}
     separator = "\n" if path.startswith("/api/") else "\n\n"

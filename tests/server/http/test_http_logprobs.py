@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
-from tests.lazily import openai
 from tests.pairs import each
 from tests.server.http_server import Serving, serving
 
@@ -99,14 +98,6 @@ def test_an_answer_without_tokens_has_an_empty_list(server: Serving) -> None:
     assert answer.choices[0].logprobs.content == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_absent_unless_requested(server: Serving, stream: bool) -> None:
-    answers = [chat(server, logprobs=False, stream=stream), complete(server, stream=stream)]
-    for answer in answers:
-        parts = list(answer) if stream else [answer]
-        assert all(choice.logprobs is None for part in parts for choice in part.choices)
-
-
 # -- plain prompts ---------------------------------------------------------------------------------------------
 
 
@@ -170,29 +161,6 @@ def test_tokens_of_a_stop_string_are_told(server: Serving, stream: bool) -> None
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"top_logprobs": -1}, "top_logprobs"),
-        ({"top_logprobs": True}, "top_logprobs"),
-        ({"logprobs": 3}, "logprobs"),
-    ],
-)
-def test_a_wrong_request_names_the_field(server: Serving, given: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        chat(server, **given)
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize("logprobs", [True, -1, 21, 1.5])
-def test_a_plain_prompt_asks_by_a_number(server: Serving, logprobs: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        complete(server, logprobs=logprobs)
-    assert caught.value.param == "logprobs"
 
 
 def test_every_number_is_finite(server: Serving) -> None:

@@ -14,6 +14,7 @@ from polarlm.engine import Engine
 from polarlm.server.answers.pieces import Piece
 from polarlm.server.http import bodies, streams
 from tests.lazily import openai
+from tests.server.apis import breaking
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 from tests.tiny import held
@@ -109,28 +110,6 @@ def test_a_chat_tells_how_far_its_prompt_is(server: Serving) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_progress")
 
 
-def test_a_server_that_hides_what_is_cached_tells_no_progress(tiny: Engine) -> None:
-    with serving(tiny, hide_cached_tokens=True) as server:
-        body = {"messages": [{"role": "user", "content": "the rain"}], "max_tokens": 3, "stream": True}
-        response = server.post("/v1/chat/completions", body | {"return_progress": True})
-        assert response.status_code == 200
-        assert "prompt_progress" not in response.text
-
-
-def breaking(engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """After so many steps, every step fails."""
-    step, done = engine._model.step, 0
-
-    def failing(*arguments: Any) -> Any:
-        nonlocal done
-        done += 1
-        if done > steps:
-            raise RuntimeError("a secret of the engine's")
-        return step(*arguments)
-
-    monkeypatch.setattr(engine._model, "step", failing)
-
-
 def test_an_error_in_the_middle_is_the_last_event(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         breaking(server.engine, patch, steps=6)
@@ -151,14 +130,6 @@ def test_openais_client_raises_it(server: Serving, monkeypatch: pytest.MonkeyPat
     assert next(answer).choices
     with pytest.raises(openai.APIError):
         list(answer)
-
-
-def test_without_a_stream_it_is_the_status(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaking(server.engine, monkeypatch, steps=6)
-    response = server.post("/v1/completions", ENDLESS)
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "internal"
-    assert "secret" not in response.text
 
 
 # -- clients that go away --------------------------------------------------------------------------------------
@@ -183,27 +154,7 @@ def test_a_client_that_leaves_in_mid_stream_cancels_its_answers(server: Serving,
     assert_all_free(server, n)
 
 
-IN_DIALECTS: dict[str, dict[str, Any]] = {
-    "/v1/messages": {"messages": [{"role": "user", "content": "the rain"}], "stream": True, "ignore_eos": True},
-    "/v1/responses": {"input": "the rain", "stream": True, "ignore_eos": True},
-    "/api/chat": {"messages": [{"role": "user", "content": "the rain"}], "options": {"ignore_eos": True}},
-}
-
-
-@pytest.mark.parametrize("path", IN_DIALECTS)
-def test_a_client_of_any_dialect_that_leaves_cancels_its_answer(server: Serving, path: str) -> None:
-    server.gate.close()
-    server.gate.let(40)
-    with server.send(path, IN_DIALECTS[path]) as connection:
-        received = b""
-        while received.count(b"\n") < 6:
-            received += connection.recv(4096)
-    assert_all_free(server, 1)
-
-
-# A client leaves in the queue, in its prompt or in its answer, which only a stream has begun to send.
-@pytest.mark.parametrize("units", [0, 1, 12])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "units"), [(False, 0), (True, 1), (False, 12)])  # in the queue, prompt, answer
 def test_a_client_that_leaves_before_its_answer_does_so_too(server: Serving, stream: bool, units: int) -> None:
     server.gate.close()
     with server.send("/v1/completions", {**ENDLESS, "stream": stream}):

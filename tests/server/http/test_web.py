@@ -25,6 +25,7 @@ from polarlm.server.http.guard import Guard
 from polarlm.server.http.uvicorn_connection import WebConnection
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.running.listening import tcp_socket
+from tests.pairs import in_turn
 from tests.server.http_server import join
 from tests.server.lines import PATIENCE, eventually
 
@@ -309,8 +310,8 @@ def test_a_request_to_upgrade_is_answered_without_a_word_in_the_log(
     assert not [record for record in log.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize(
-    ("target", "host", "status"),
+@in_turn(
+    "target host status",
     [
         ("http://localhost/health?a=1", "localhost", 200),
         ("HTTP://LocalHost:80/health", "localhost:80", 200),

@@ -16,6 +16,7 @@ from polarlm.server.http.warnings import HEADER
 from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running import journal
+from tests.pairs import in_turn
 from tests.server.conftest import Running
 from tests.server.http_server import Serving
 from tests.server.lines import Client
@@ -214,8 +215,8 @@ def result(id: str | None, content: str, **more: Any) -> dict[str, Any]:
 SYSTEM, ON, NEXT = {"role": "system", "content": "Stay."}, assistant("on"), user("next")
 
 
-@pytest.mark.parametrize(
-    ("behind", "expected", "warning"),
+@in_turn(
+    "behind expected warning",
     [
         ([result("b", "B"), result("a", "A")], "f=A g=B", None),
         ([SYSTEM, result("a", "A"), user("and"), result("b", "B")], "f=A g=B system=Stay. user=and", None),
@@ -335,8 +336,8 @@ FUNCTION = function("f", None)["function"]
 F_OF_ANTHROPIC = {"name": "f", "input_schema": {"type": "object"}}
 
 
-@pytest.mark.parametrize(
-    ("path", "tools", "choice"),
+@in_turn(
+    "path tools choice",
     [
         ("/v1/chat/completions", [OTHERS, {"type": "function", "function": {"name": "f"}}], {"type": "bash_20250124"}),
         ("/v1/chat/completions", [{"type": "custom", "custom": {"name": "p"}}], "required"),

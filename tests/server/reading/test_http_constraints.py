@@ -14,6 +14,7 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.engine.sampling.compilations import MOST_WAITING, TURNS
+from tests.pairs import in_turn
 from tests.sampling.test_hostile_grammars import HOSTILE
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
@@ -67,8 +68,8 @@ def test_a_conversation_and_a_stream_of_one_form(server: Serving) -> None:
     assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
 
 
-@pytest.mark.parametrize(
-    ("more", "reason"),
+@in_turn(
+    "more reason",
     [
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "Unsatisfiable schema: minimum (3)"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}}, '"not"'),

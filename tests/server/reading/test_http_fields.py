@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,17 +67,6 @@ def test_a_bad_bias_is_not_repeated_at_length(server: Serving) -> None:
     assert response.status_code == 400
     assert "logit_bias" in response.json()["error"]["message"]
     assert len(response.text) < 400
-
-
-def test_a_prompt_that_is_too_long_is_told_in_numbers(server: Serving) -> None:
-    response = server.post("/v1/completions", {"prompt": [7] * 300})
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert (error["n_prompt_tokens"], error["n_ctx"]) == (300, CONTEXT)
-    assert "exceeds the available context size" in error["message"]  # as clients look for
-    response = server.post("/v1/completions", {"prompt": "the rain " * 10_000})
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["n_ctx"]) == (400, "context_length_exceeded", CONTEXT)
 
 
 # -- honoured --------------------------------------------------------------------------------------------------------
@@ -168,20 +156,6 @@ def test_a_server_may_take_raw_prompts_as_text(tiny: Engine) -> None:
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------
-
-
-def test_a_server_may_be_silent_about_its_cache(tiny: Engine) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
-    with serving(tiny, hide_cached_tokens=True) as server:
-        for _ in range(2):
-            answer = complete(server, cache_prompt=None)
-            assert answer["usage"]["prompt_tokens_details"] is None
-            assert answer["usage"]["prompt_tokens"] > 0
-        events = [
-            line[6:] for line in server.post("/v1/completions", body).text.splitlines() if line.startswith("data")
-        ]
-        assert json.loads(events[-2])["usage"]["prompt_tokens_details"] is None
-        assert "cached" not in server.http.get("/metrics").text
 
 
 def test_the_socket_hides_cached_tokens_too(start: Any) -> None:

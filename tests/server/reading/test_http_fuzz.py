@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from polarlm.engine import Engine
 from polarlm.server.http.app import create_app
 from polarlm.server.reading import constraints
+from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
 from tests.tiny import assert_idle
 
@@ -307,6 +309,48 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
     for path, body in VALID.items():
         assert server.post(path, body).status_code == 200
     json.loads(server.http.get("/conversations").text, parse_constant=pytest.fail)  # as a page reads it
+
+
+_CALL = {"name": "weather", "arguments": '{"city": "Rome"}'}
+_TOOL = {"name": "time", "description": "a", "parameters": {"type": "object", "properties": {"a": {}}}}
+HISTORIES: dict[str, list[Any]] = {  # an answer that calls a tool, and the tool's result
+    "messages": [
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "rain"}]},
+    ],
+    "responses": [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "a", **_CALL},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "rain"}]},
+    ],
+    "ollama": [
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"function": _CALL}]},
+        {"role": "tool", "tool_name": "weather", "content": "rain"},
+    ],
+}
+
+
+@pytest.mark.slow  # hundreds of requests
+@pytest.mark.parametrize("name", HISTORIES)
+def test_no_body_with_tools_breaks_the_server(hermes: Serving, name: str) -> None:
+    api = APIS[name]
+    body = api.body([{"role": "user", "content": "How is it?"}, *HISTORIES[name]], max_tokens=2, tools=[_TOOL])
+    assert hermes.post(api.path, body).status_code == 200
+    rng, seen = random.Random(name), Counter[int]()
+    for _ in range(250):
+        data = json.dumps(changed(body, rng)).encode()
+        response = hermes.http.post(api.path, content=data, headers={"Content-Type": "application/json"})
+        assert response.status_code in (200, 400), f"{data!r} → {response.text}"
+        assert response.status_code == 200 or has_shape(api.path, response.json())
+        seen[response.status_code] += 1
+    assert seen[200] > 10
+    assert seen[400] > 50
 
 
 @pytest.mark.slow

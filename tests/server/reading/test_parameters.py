@@ -20,6 +20,7 @@ from polarlm.server.reading.fields import FIELDS
 from polarlm.server.reading.prompts import MOST_SALT
 from polarlm.server.reading.sampling import MAX_BIAS_TEXT, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
 from polarlm.server.reading.values import BadRequest, read_json
+from tests.pairs import in_turn
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -59,8 +60,8 @@ def test_parameters_that_json_spells_differently() -> None:
     assert read({"prompt": "a", "n_cmpl": 3}).n == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "meant"),
+@in_turn(
+    "name value meant",
     [
         ("top_k", -1, 0),
         ("top_p", 0, 1e-9),
@@ -89,8 +90,8 @@ def test_values_of_other_servers_are_accepted(name: str, value: Any, meant: Any)
     assert isinstance(params(max_tokens=5.0).max_tokens, int)
 
 
-@pytest.mark.parametrize(
-    ("bias", "meant"),
+@in_turn(
+    "bias meant",
     [
         ([[42, 1.5], [43, False]], {42: 1.5, 43: -math.inf}),
         ({"42": False}, {42: -math.inf}),
@@ -119,7 +120,7 @@ def test_the_limits_of_all_parameters_are_checked_once_for_a_request(monkeypatch
     assert checked.count(SAMPLING) == 1
 
 
-@pytest.mark.parametrize("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])
+@in_turn("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])
 def test_null_is_the_default(name: str) -> None:
     assert read({"prompt": "a", name: None}) == read({"prompt": "a"})
 
@@ -129,8 +130,8 @@ def test_log_probabilities_are_requested_by_a_number(count: int) -> None:
     assert params(logprobs=count) == SamplingParams(logprobs=count)
 
 
-@pytest.mark.parametrize(
-    ("fields", "count"),
+@in_turn(
+    "fields count",
     [
         ({}, None),
         ({"logprobs": False}, None),
@@ -147,8 +148,8 @@ def test_log_probabilities_are_requested_by_a_switch_with_a_number_beside_it(
     assert read({"prompt": "a", **fields}, switched_logprobs=True).params == SamplingParams(logprobs=count)
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
+@in_turn(
+    "fields field",
     [
         *(({"logprobs": bad}, "logprobs") for bad in (1, "true", [1])),
         *(({"logprobs": True, "top_logprobs": bad}, "top_logprobs") for bad in (-1, 21, 1.5, True, "x", {"x": 1})),
@@ -167,8 +168,8 @@ def test_unknown_fields_are_ignored() -> None:
     assert read({"prompt": "a", "nothing_like_it": {"x": [1]}}) == read({"prompt": "a"})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
+@in_turn(
+    "name value",
     [
         ("tools", []),
         ("tool_choice", "none"),
@@ -231,8 +232,8 @@ def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value:
     assert caught.value.message.startswith(f"{name} is {value}, but must be a whole number")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
+@in_turn(
+    "name value",
     [
         *((name, bad) for name in ("temperature", "top_p", "min_p") for bad in (math.nan, math.inf, True, "x", -1)),
         *(
@@ -313,8 +314,8 @@ def test_as_many_values_as_are_allowed_are_taken() -> None:
     assert len(params(stop=["x"] * MAX_STOPS).stop) == MAX_STOPS
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
+@in_turn(
+    "body field",
     [
         ({}, "messages"),
         ({"prompt": "a", "messages": [USER]}, "messages"),
@@ -366,7 +367,7 @@ def test_a_caller_chooses_which_prompt_fields_it_takes() -> None:
         read({"prompt": "a"}, takes=["messages"])
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "data",
     [
         b"",

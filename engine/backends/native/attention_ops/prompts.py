@@ -186,7 +186,7 @@ def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[TileCach
     """The quantized blocks from position `oldest` on, in parts: their cache, position of the first token, block ids."""
     format, size = cache.format, cache.format.block_size
     kept = MOST // (8 * format.kv_heads * format.head_dim)  # tokens whose memory still fits the buffer pool
-    # A power of two is a multiple of the kernel's tile, so results are those of a single part.
+    # A power of two is a multiple of the kernel's tile, so results equal a single part's.
     block_tile = max(1, min(_DECODED, 1 << (kept.bit_length() - 1)) // size)
     skipped = max(0, oldest - span.table_start) // size
     return [

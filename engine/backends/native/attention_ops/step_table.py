@@ -80,7 +80,7 @@ class StepTable:
             first = view.position - view.current_start
             for i in range(first, first + rows):
                 places += slots[i // n], i % n
-        # The short units, those of chunk 0, come last: whatever starts last decides how long other threads wait.
+        # The short units (chunk 0) come last: whatever starts last decides how long other threads wait.
         for number in range(len(views)):
             units[0] += number, 0
         self.unit_counts = [len(one) // UNIT for one in units]

@@ -75,7 +75,7 @@ class AttentionOps:
         group = heads // format.kv_heads
         sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
         is_capped = rule.softcap is not None
-        # The first kind comes last, since it has the short units, those of chunk 0. The launches overlap.
+        # The first kind comes last, since it has the short units (chunk 0). The launches overlap.
         for stored, kind in reversed(list(zip(cache.kinds, table.kinds, strict=True))):
             keys, values = stored.memory
             arguments = AttendArguments(

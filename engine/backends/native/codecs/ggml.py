@@ -175,7 +175,7 @@ class GroupedKeys(_GroupedTiles):
                         total[part].set(e.fma(dot.to_float(), factor, total[part].get()))
 
         chunks = range(0, parts, together)
-        # Where few registers hold the sums, those of a chunk are finished before the next one's.
+        # Where few registers hold the sums, a chunk's sums are finished before the next one's.
         turns: list[Sequence[int]] = [[chunk] for chunk in chunks] if e.level.keeps_order else [chunks]
         for own_chunks in turns:
             with e.loop(0, self._groups) as group:

@@ -75,7 +75,7 @@ def route(spec: Choice) -> Kernel[RouteArguments]:
                 score = e.load(scores + at, F32)
                 total.add(score)
                 e.store(expert, ids + number * 4)
-                # The sum that weights are divided by is that of the scores.
+                # Weights are divided by the sum of the scores.
                 weight = score * e.load(args.factors + at, F32) if spec.has_factors else score
                 e.store(weight, weights + number * 4)
             factor = args.scale / total.get() if spec.renormalizes else args.scale

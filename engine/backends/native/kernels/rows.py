@@ -261,7 +261,7 @@ def softcap_rows() -> Kernel[SoftcapArguments]:
 
 @cache
 def scale_rows() -> Kernel[ScaleArguments]:
-    """x times a number, in place; units and strides as those of `softcap_rows`."""
+    """x times a number, in place; units and strides as in `softcap_rows`."""
 
     def emit(e: Emitter, args: ScaleArguments, begin: Value, end: Value, scratch: Value) -> None:
         factor = e.load(args.factor, F32)

@@ -103,11 +103,11 @@ class LayerCache:
         return k, v
 
 
-Cached = TypeVar("Cached", bound=LayerCache)  # of one type for both kinds of blocks
+Cached = TypeVar("Cached", bound=LayerCache)  # one type for both kinds of blocks
 
 
 def _taken(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """array[:, blocks], contiguous. `np.take` would copy all of an array of which a finer kind has a part."""
+    """array[:, blocks], contiguous. `np.take` would copy a whole array even where a finer kind has a part."""
     return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
 
 

@@ -18,7 +18,7 @@ Make = Callable[[tuple[int, ...], Any], np.ndarray]
 
 
 def stored_blocks(format: CacheFormat, count: int, stored_as: str, memory: Make = zeros) -> tuple[Sides, Sides | None]:
-    """Return the arrays of `count` quantized blocks in the representation `stored_as`, and those of the finer kind if
+    """Return the arrays of `count` quantized blocks in the representation `stored_as`, and the finer kind's arrays if
     the format has one: as many as fit into the same memory.
 
     memory: makes the arrays of keys and of values, of a shape and a type.

@@ -48,6 +48,32 @@ def random_fields(
     return fields
 
 
+def scored(
+    codec: Codec, level: Level, n: int, d: int, heads: int, outliers: float = 1
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """The fields of three random blocks, random queries (H, D) whose first 32 channels are `outliers` times as large,
+    and the scores by a level's kernel (3, H, N)."""
+    rng = np.random.default_rng(1)
+    fields, key_tiles = random_fields(rng, codec, (3,), n, d), keys(codec, n, d)
+    assert key_tiles is not None
+    queries = rng.standard_normal((heads, d)).astype(np.float32)
+    queries[:, :32] *= outliers
+    return fields, queries, scores(key_tiles, level, key_tiles.pack(fields), queries, n)
+
+
+def mix_of_random_blocks(
+    codec: Codec, level: Level, n: int, d: int, heads: int
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """The fields of three random blocks, weights (3, H, N), which are zeros for one head and block, and 7 plus the sums
+    by a level's kernel (H, D)."""
+    rng = np.random.default_rng(2)
+    fields, value_tiles = random_fields(rng, codec, (3,), n, d), values(codec, n, d)
+    assert value_tiles is not None
+    weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
+    weights[1, 0] = 0
+    return fields, weights, mixed(value_tiles, level, value_tiles.pack(fields), weights, d)
+
+
 def in_memory(x: np.ndarray) -> np.ndarray:
     """The same bytes at an aligned address."""
     memory = aligned(x.nbytes)
@@ -111,34 +137,3 @@ def mixed(tiles: ValueTiles, level: Level, packed: np.ndarray, weights: np.ndarr
     kernel = mix_kernel(tiles, n, d, heads)
     run(kernel, level, len(packed), (in_memory(packed), in_memory(weights.astype(np.float32)), sums))
     return sums.view(np.float32).reshape(heads, -1)[:, :d]
-
-
-def check_inverse(codec: Codec, n: int, d: int, seed: int) -> None:
-    """`unpack` is the exact inverse of `pack`, and keeps the leading axes: of all tiles that the codec has."""
-    lead = 2, 3
-    fields = random_fields(np.random.default_rng(seed), codec, lead, n, d)
-    for own in sides(codec, n, d):
-        packed = own.pack(fields)
-        assert packed.dtype == np.uint8
-        assert packed.shape == (*lead, own.nbytes)
-        assert own.nbytes % 64 == 0
-        back = own.unpack(packed)
-        assert list(back) == list(fields)
-        for name, field in fields.items():
-            assert back[name].dtype == field.dtype
-            assert back[name].shape == field.shape
-            assert back[name].tobytes() == field.tobytes()
-
-
-def check_size(codec: Codec, n: int, d: int) -> None:
-    """Tiles have the bytes of the codec's fields, up to a multiple of 64."""
-    stored = sum(field.nbytes for field in codec.fields(n, d).values())
-    for own in sides(codec, n, d):
-        assert stored <= own.nbytes < stored + 64
-
-
-def sides(codec: Codec, n: int, d: int) -> list[KeyTiles | ValueTiles]:
-    """The tiles of keys and of values, or of keys alone if the codec stores no values."""
-    found = [own for own in (keys(codec, n, d), values(codec, n, d)) if own is not None]
-    assert found
-    return found

@@ -14,12 +14,6 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 
 
-def test_a_codec_without_a_module_has_no_tiles() -> None:
-    codec = codecs.get("kivi4")
-    assert tiles.keys(codec, 64, 64) is None
-    assert tiles.values(codec, 64, 64) is None
-
-
 def test_the_module_of_the_codec_makes_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("f16")
     module.keys = lambda codec, block_size, head_dim: (codec.name, block_size, head_dim)  # type: ignore[attr-defined]

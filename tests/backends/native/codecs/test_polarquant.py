@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from polarlm.engine.codecs.polarquant import CENTRES, angles_of, level_count, rows_of, upper_table
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import fields_of, streams
 from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
@@ -45,47 +41,11 @@ class Pairs(NamedTuple):
         return cls(radius, factor.reshape(angles.shape).astype(np.float64), direction)
 
 
-@given(
-    st.integers(1, 32),
-    st.sampled_from([16, 48, 64, 128]),
-    st.sampled_from(["polarquant", "polarquant+none", "polarquant+dense"]),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=60, deadline=None)
-def test_unpacking_gives_back_the_fields(eighths: int, n: int, name: str, seed: int) -> None:
-    attend.check_inverse(codecs.get(name), n, 8 * eighths, seed)
-
-
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_no_blocks_have_no_tiles(side: str) -> None:
-    own = getattr(tiles, side)(CODEC, 64, 64)
-    fields = attend.random_fields(np.random.default_rng(0), CODEC, (2, 0), 64, 64)
-    packed = own.pack(fields)
-    assert packed.shape == (2, 0, own.nbytes)
-    assert {name: x.shape for name, x in own.unpack(packed).items()} == {name: x.shape for name, x in fields.items()}
-
-
-def test_a_tile_has_four_bits_per_value() -> None:
-    for side in (tiles.keys, tiles.values):
-        own = side(CODEC, 64, 128)
-        assert own.nbytes == 64 * 128 // 2
-
-
-def test_what_has_no_tiles() -> None:
-    assert tiles.keys(CODEC, 24, 64) is None
-    assert tiles.values(CODEC, 24, 64) is None
-    assert tiles.keys(codecs.get("polarquant-online"), 64, 64) is None
-
-
 @some_sizes
 def test_scores(level: Level, size: tuple[int, int, int]) -> None:
     """Within half a step of factors and of products, and a rounding of each half without VBMI."""
     d, n, heads = size
-    rng = np.random.default_rng(1)
-    fields = attend.random_fields(rng, CODEC, (3,), n, d)
-    own = tiles.keys(CODEC, n, d)
-    queries = rng.standard_normal((heads, d)).astype(np.float32)
-    got = attend.scores(own, level, own.pack(fields), queries, n)
+    fields, queries, got = attend.scored(CODEC, level, n, d, heads)
 
     pairs, has_permutes = Pairs.read(fields, d), level.wide_tables
     exact = np.einsum("hd,bnd->bhn", queries.astype(np.float64), CODEC.decode(fields).astype(np.float64))
@@ -100,13 +60,6 @@ def test_scores(level: Level, size: tuple[int, int, int]) -> None:
     size = np.einsum("bnp,hbnp->bhn", pairs.radius * pairs.factor, product)
     assert (np.abs(got - exact) <= 1.001 * bound + 1e-5 * size).all()
     assert np.sqrt(((got - exact) ** 2).mean() / (exact**2).mean()) < 0.01
-
-
-@some_levels
-def test_a_query_of_zeros(level: Level) -> None:
-    own = tiles.keys(CODEC, 16, 16)
-    fields = attend.random_fields(np.random.default_rng(2), CODEC, (1,), 16, 16)
-    assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
 
 
 @some_levels
@@ -190,22 +143,3 @@ def test_a_token_with_a_large_weight_and_a_small_value(level: Level) -> None:
     exact = np.einsum("bhn,bnd->hd", weights, CODEC.decode(fields).astype(np.float64))
     got = attend.mixed(own, level, own.pack(fields), weights, 64) - 7
     assert ((got - exact) ** 2).mean() < 5e-4 * (exact**2).mean()
-
-
-@special_levels
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_instructions(level: Level, side: str) -> None:
-    """Products of a query, factors and directions are looked up and multiplied in whole registers; with AVX-512 they
-    stay there."""
-    own = getattr(tiles, side)(CODEC, 64, 64)
-    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
-    if side == "values":
-        wanted = {"vpshufb": 4, "vpmulhrsw": 12, "vpackuswb": 6, OF_SMALL_BYTES[level.name]: 12}
-    elif "avx512vbmi" in level.needs:
-        wanted = {"vpermb": 6, "vpdpbusd": 6}
-    else:
-        wanted = {"vpshufb": 6, "vpmaddubsw": 6, "vpmulhrsw": 3}
-    for instruction, least in wanted.items():
-        assert loop.count(instruction) >= least, instruction
-    if level.lanes == 16:
-        assert loop.on_stack == 0

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.engine import codecs
 from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, Loop, special_levels
 from tests.codecs.data import TABLED, streams
 from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
@@ -21,8 +18,6 @@ from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.jit.isa.levels import Level
 
 NAMES = (*TABLED, "ring4+norm16")
-OF_EACH_SIZE = ("ring3", "ring3.5", "ring4", "ring5", "trellis3", "trellis3.5", "trellis4")
-every_codec = in_turn("name", NAMES)
 # A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.
 levels_and_codecs = in_turn("level name", each(SOME, NAMES))
 
@@ -45,43 +40,12 @@ def bytes_and_norms(codec: Codec, fields: dict[str, np.ndarray]) -> tuple[np.nda
     return bytes_, codec.rounding.norms.unpack(norms).astype(np.float64)  # type: ignore[union-attr]
 
 
-@given(
-    st.sampled_from(NAMES),
-    st.sampled_from([8, 16, 48, 64, 80, 96, 128, 256]),
-    st.sampled_from([16, 48, 64, 128]),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=60, deadline=None)
-def test_unpacking_gives_back_the_fields(name: str, d: int, n: int, seed: int) -> None:
-    attend.check_inverse(codecs.get(name), n, d, seed)
-
-
-@every_codec
-def test_a_tile_takes_the_bytes_of_the_codec(name: str) -> None:
-    attend.check_size(codecs.get(name), 64, 128)
-
-
-@in_turn("name", NAMES)
-def test_names_differ_where_layouts_differ(name: str) -> None:
-    codec = codecs.get(name)
-    every = [side(codec, n, d) for side in (tiles.keys, tiles.values) for n in (16, 64) for d in (64, 128)]
-    assert len({own.name for own in every if own is not None}) == len(every)
-
-
-def test_blocks_that_do_not_fill_vectors_have_no_tiles() -> None:
-    assert tiles.keys(codecs.get("ring4"), 24, 64) is None
-    assert tiles.values(codecs.get("ring4"), 24, 64) is None
-
-
 @levels_and_codecs
 def test_scores(name: str, level: Level) -> None:
     """Exact integers, and within half a step of the table and half a step of the query of the decoded keys."""
     d, n, heads = attend.sizes(NAMES.index(name), level)
-    codec, rng = codecs.get(name), np.random.default_rng(1)
-    fields = attend.random_fields(rng, codec, (3,), n, d)
-    own = tiles.keys(codec, n, d)
-    queries = rng.standard_normal((heads, d)).astype(np.float32)
-    got = attend.scores(own, level, own.pack(fields), queries, n)
+    codec = codecs.get(name)
+    fields, queries, got = attend.scored(codec, level, n, d, heads)
 
     table, limit = table_of(codec), np.float32(127)
     bytes_, norms = bytes_and_norms(codec, fields)
@@ -102,25 +66,13 @@ def test_scores(name: str, level: Level) -> None:
     np.testing.assert_array_less(np.abs(got - exact), 1.001 * roundings + 1e-5 * size + 1e-12)
 
 
-@some_levels
-def test_a_query_of_zeros(level: Level) -> None:
-    codec = codecs.get("ring4")
-    own = tiles.keys(codec, 16, 16)
-    fields = attend.random_fields(np.random.default_rng(2), codec, (1,), 16, 16)
-    assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
-
-
 @levels_and_codecs
 def test_mix(name: str, level: Level) -> None:
     """Exact integers, and within half a step of the table and of the weights of the mix of the decoded values. A step
     of weights is 1/255 of the largest sum of two neighbours."""
     d, n, heads = attend.sizes(NAMES.index(name) + 3, level)
-    codec, rng = codecs.get(name), np.random.default_rng(3)
-    fields = attend.random_fields(rng, codec, (3,), n, d)
-    own = tiles.values(codec, n, d)
-    weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
-    weights[1, 0] = 0
-    got = attend.mixed(own, level, own.pack(fields), weights, d)
+    codec = codecs.get(name)
+    fields, weights, got = attend.mix_of_random_blocks(codec, level, n, d, heads)
 
     table, limit = table_of(codec), 255
     bytes_, norms = bytes_and_norms(codec, fields)
@@ -166,25 +118,3 @@ def test_points_are_numbered_by_mirror_images(name: str) -> None:
     assert (upper[:-16, 0] == lower[:-16, 0]).all()
     differ = upper[:, 0] != lower[:, 0]
     assert not upper[differ, 1].any()
-
-
-@special_levels
-@pytest.mark.parametrize(
-    ("name", "side"), [("ring4", "keys"), ("ring3.5", "values"), ("turbo3", "keys"), ("turbo4", "values")]
-)
-def test_instructions(name: str, side: str, level: Level) -> None:
-    """Bytes are looked up and multiplied in whole registers: 16 bytes of a table at once, and those of mirror images
-    together; with AVX-512 64 bytes, or two tables of as many words. With its 32 registers hardly a vector goes to the
-    stack and back; the tables alone are more than the 16 of AVX2."""
-    own = getattr(tiles, side)(codecs.get(name), 64, 64)
-    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
-    lookup = "vpshufb"
-    if name.startswith("ring") and level.lanes == 16:
-        lookup = "vperm[it]2b" if "avx512vbmi" in level.needs else "vperm[it]2w"
-    assert loop.count(lookup) >= 4
-    if lookup == "vpshufb" and name.startswith("ring"):  # parts of both tables, and of what differs, in each register
-        registers, parts = {"ring4": (8, 8), "ring3.5": (16, 4)}[name]
-        assert loop.count(lookup) == registers * (2 * parts + 1)
-    assert loop.count((OF_BYTES if side == "keys" else OF_SMALL_BYTES)[level.name]) >= 12
-    if level.lanes == 16:
-        assert loop.on_stack <= (0.02 if "avx512vbmi" in level.needs else 0.2) * len(loop)

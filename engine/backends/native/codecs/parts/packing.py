@@ -38,7 +38,7 @@ class Packing(Planes):
         return [[part.bits(BYTES) for part in code] for code in codes]
 
     def emit_low(self, e: Emitter, at: Value, count: int) -> list[Value]:
-        """Bytes (64,) whose two lowest bits are those of the codes of a run; further bits are anything."""
+        """Bytes (64,) whose two lowest bits are a run's codes; further bits are anything."""
         stored = [e.load(at, _WORDS, 64 * i) for i in range(self.stored(count))]
         codes: dict[int, Value] = {}
         for code, low, byte, place, bits in self.pieces(count):

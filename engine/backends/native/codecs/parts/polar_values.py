@@ -39,7 +39,7 @@ _CODE = 0x0F0F0F0F  # the low four bits of each byte of a word
 # What the largest weight and radius are as int16, the largest factor and direction as bytes. With 60, directions are
 # nearly whole numbers (60, 50.87, 33.99, 11.93), and the sum of two products fits int16: 2 · 255 · 60 < 2¹⁵.
 _WORD, _FACTOR, _DIRECTION = 32767, 255, 60
-# For each channel of a unit, the lane that sums its first 4 tokens, with lanes of cosines before those of sines; the
+# For each channel of a unit, the lane that sums its first 4 tokens, with lanes of cosines before lanes of sines; the
 # lane that sums the next 4 tokens follows it.
 _CHANNELS = [16 * axis + 4 * pair + 2 * half for half in (0, 1) for pair in range(4) for axis in (0, 1)]
 

@@ -28,7 +28,7 @@ class SectionTiles:
         return pack(self._schema, self.to_streams(self._sections.unpack(tiles)))
 
     def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The streams of the codec → those of the sections."""
+        """The codec's streams → the sections' streams."""
         return streams
 
     def to_streams(self, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -257,7 +257,7 @@ class TableValues(_TableTiles):
                     finish(number // along * (4 * self._lanes * width))
             return
         code_tile = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
-        # Where few registers hold sums, those of a channel are finished before the next one's.
+        # Where few registers hold sums, a channel's sums are finished before the next one's.
         turns: list[Sequence[int]] = [[channel] for channel in range(width)] if e.level.keeps_order else [range(width)]
         none = e.constant_bytes(bytes(self._packing.nbytes(along))) if flip else block  # codes before the first ones
         with e.loop(0, chunks) as chunk:

@@ -59,7 +59,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
     specialized for one. sink_scores (H,): scores whose values are 0, if it is for these. segments (count,): a `Segment`
     each. The segments of a sequence may be split among several launches: is_first, is_last. Between them row_max and
     row_sum (T, H) hold the maxima and the sums of weights, and out the weighted sums. The last launch multiplies
-    results by scale_back (H,) and rotates them: before (D,) and rotation are those of a `Rotation`.
+    results by scale_back (H,) and rotates them: before (D,) and rotation are a `Rotation`'s.
     """
     layout, row_bytes = Scratch(spec.dim), 4 * spec.dim
 

@@ -62,7 +62,7 @@ class Attention:
 
 
 def query_tile_of(group: int, rows: int) -> int:
-    """The query tile for `rows` rows: that of one row, which is compiled already, unless it is small."""
+    """The query tile for `rows` rows: one row's tile, which is compiled already, unless it is small."""
     size = -(-group // -(-group // MOST_QUERIES))
     return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
 

@@ -54,7 +54,7 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
     def emit(e: Emitter, args: TextArguments, begin: Value, end: Value, scratch: Value) -> None:
         group, kv_heads, reach = args.group, args.kv_heads, args.reach
         state = Unit(e, Prompt(dim), layout, scratch, None, args.row_stride)
-        # Rows have positions `reach` after those of the keys that they see, so that the last key seen is their own.
+        # Rows have positions `reach` after the keys that they see, so that the last key seen is their own.
         window = reach * 2 + 1
         with e.loop(begin, end) as unit:
             head, own = unit % kv_heads, read(e, TextRows, args.texts, unit // kv_heads)

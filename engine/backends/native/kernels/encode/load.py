@@ -89,7 +89,7 @@ def measure(unit: Unit) -> None:
 def _centre(unit: Unit, source: Value) -> None:
     """Store the block mean of the vectors at `source`, and write what it decodes to → `unit.mean` (D,).
 
-    The arithmetic is that of `conditioning.centre`.
+    The arithmetic is the same as in `conditioning.centre`.
     """
     e, stride = unit.e, unit.dim * 4
     top = e.variable(e.zero(_F8))

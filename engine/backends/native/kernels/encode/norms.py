@@ -13,7 +13,7 @@ _F16 = vector(F32, LANES)
 
 
 def write_norms(unit: Unit) -> None:
-    """Replace `norms` by those of least cost, given the targets in `x` and their errors in `errors`, overwritten.
+    """Replace `norms` by norms of least cost, given the targets in `x` and their errors in `errors`, overwritten.
 
     Where several norms are tried, the costs with them → `costs`.
     """

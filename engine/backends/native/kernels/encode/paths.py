@@ -3,7 +3,7 @@ each state.
 
 Four tokens are searched together: a vector has their four survivors each, token after token. A survivor's errors of
 earlier pairs are in its lane; as survivors replace one another, these lanes are permuted while the errors are summed.
-With feedback along tokens, rounds of tokens follow one another, each of which needs the errors of those before it. So
+With feedback along tokens, rounds of tokens follow one another, and each needs the errors of earlier rounds. So
 rows are in the order of rounds: round r has tokens r, r + T, r + 2T, …
 
 For a token of D channels, D²/4 multiply-adds of vectors and half as many permutations, and for each pair some 300
@@ -56,7 +56,7 @@ def path_tables(bits: int) -> PathTables:
 
 
 class _Search:
-    """Emits the search. Addresses of rows of tokens are those of the first of the four."""
+    """Emits the search. Addresses of rows of tokens point to the first of the four."""
 
     def __init__(self, unit: Unit, tables: PathTables, pointer: Value) -> None:
         e = self.e = unit.e
@@ -155,7 +155,7 @@ class _Search:
         e = self.e
 
         def merged(first: Value, second: Value, step: int) -> Value:
-            """Minima over pairs of lanes that are `step` apart: of `first`, and beside them those of `second`."""
+            """Minima over pairs of lanes that are `step` apart: of `first`, and beside them minima of `second`."""
             low = [lane - step + LANES if lane & step else lane for lane in range(LANES)]
             high = [lane + LANES if lane & step else lane + step for lane in range(LANES)]
             return e.imin(e.shuffle(first, second, low), e.shuffle(first, second, high))

@@ -57,7 +57,7 @@ class Encoding:
     bits: bits of a code. width: values per code, 2 for `ring`, 1 for `turbo`. tokens: N, a multiple of 16.
     tilted: norms are tilted, by `mean_query` (D,) and the second moment of queries, `matrix` (D, D); else they are
     fitted, by the metric's `matrix`. along_tokens: whether there is feedback along tokens. mean_bits: bits of the block
-    mean that is subtracted; 0 for none. has_metric: if False, codes are those of the nearest points, and norms are the
+    mean that is subtracted; 0 for none. has_metric: if False, codes name the nearest points, and norms are the
     RMS, at most `largest`.
 
     feedback (D, D): the metric's. With feedback along tokens it has diagonals: (P + 1, width, width, P') float32, P' =

@@ -69,7 +69,7 @@ class Inputs(Enum):
 
 def inputs_for(format: WeightFormat, columns: int, level: Level, *, waits: bool) -> Inputs:
     """How products with a matrix read their inputs. columns: of the matrix. waits: whether the products wait for the
-    weights to come from memory, as those of a step do: then words would only cost precision."""
+    weights to come from memory, as a step's weights do: then words would only cost precision."""
     if format.unpack is not None:
         return Inputs.CODES
     becomes_words = format.nbytes == 2 and columns % GROUP == 0 and level.multiplies_words and not waits
@@ -118,7 +118,7 @@ class RowArguments(NamedTuple):
 def quantize_rows(
     normed: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, picks: bool = False
 ) -> Kernel[RowArguments]:
-    """Rows of x → panels of int16, one unit per row. The largest magnitude of a group becomes that of `inputs`.
+    """Rows of x → panels of int16, one unit per row. A group's largest magnitude becomes the largest of `inputs`.
 
     normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
     picks: a unit is a row of the panels, whose row of x is in sources (units,) int32; negative: it is not written.
@@ -157,7 +157,7 @@ def quantize_rows(
 
 
 def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
-    """The sums in the numbers of a row, int32 (3,), or with those of products (6,). words: the row's 32 int16 as pairs,
+    """The sums in the numbers of a row, int32 (3,), or with sums of products (6,). words: the row's 32 int16 as pairs,
     int32 (16,)."""
     zero, ones = e.zero(words.type), e.constant(words.type, [0x10001] * 16)
     pairs, fours = e.level.dot2(e, zero, words, ones), zero

@@ -26,7 +26,7 @@ from polarlm.engine.weight_formats import WeightFormat
 # this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third. See `ahead`, too.
 AHEAD = 8192
 _F16 = vector(F32, ROWS)
-_FEW_SUMS = 8  # of which a dot product waits for the last one: two begin in a cycle, and each takes four
+_FEW_SUMS = 8  # a dot product waits for its sum's last one: two begin in a cycle, and each takes four
 
 
 def ahead(level: Level, row_tile: int) -> int:

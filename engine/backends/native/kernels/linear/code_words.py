@@ -65,7 +65,7 @@ class Words:
         """Add the products of a panel's rows with words to `sums`, of each tile and row.
 
         tiles: addresses of the words of `parts` times 32 inputs. inputs: address of the first ones in the panel.
-        next_inputs: those of the next panel, which are prefetched: far apart, the hardware does not foresee them.
+        next_inputs: the next panel's inputs, which are prefetched: far apart, the hardware does not foresee them.
         before: emits what precedes each 32 inputs, their number given.
         """
         e, row_tile, size = self._e, len(sums[0]), _PAIRS // self._groups
@@ -97,7 +97,7 @@ class Words:
         ]
 
     def _products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
-        """Add the products of two pairs of inputs to those of each tile and row. at: addresses of the tiles' words."""
+        """Add products of two pairs of inputs to the sums of each tile and row. at: addresses of the tiles' words."""
         e = self._e
         for number in range(2):  # of more, LLVM multiplies row by row and keeps the words on the stack
             words = [e.load(own, _I16, _VECTOR * number) for own in at]
@@ -108,7 +108,7 @@ class Words:
 
     def _half_products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in
-        all rows but those of `_whole_rows`."""
+        all rows except `_whole_rows`."""
         e, whole = self._e, _whole_rows(len(dots[0]))
         words = [[e.load(own, _WORDS, _VECTOR * number) for number in range(2)] for own in at]
         for row in range(len(dots[0])):

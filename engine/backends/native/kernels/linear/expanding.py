@@ -26,7 +26,7 @@ from polarlm.engine.weight_formats import WeightFormat
 _PANELS = 64  # whose sums are kept while a block is expanded: enough that products cost much more than expanding it
 SUMS = 128  # the offset of the sums in the scratch memory
 _ROW = 4 * ROWS
-_INPUTS = 256  # whose codes become words at a time: those of the largest block
+_INPUTS = 256  # inputs whose codes become words at a time: the largest block's
 
 Before = Callable[[Value, int, Value], None]
 """Emits what precedes the products of 32 inputs, given the panel's number, which of the tiles are multiplied, and the
@@ -131,7 +131,7 @@ def expanded_sums(
 
 
 def _place(tile: int, row: int, row_tile: int) -> int:
-    """The offset of the sums of a tile and row in those of a panel."""
+    """The offset of a tile's and row's sums in a panel's sums."""
     return _ROW * (tile * _PANELS * row_tile + row)
 
 
@@ -227,7 +227,7 @@ class _Numbers(_InWords):
         super().__init__(e, self._words, tiles, memory)
 
     def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
-        """As that of `_Words`."""
+        """As in `_Words`."""
         self._parts = self._e.imin(blocks - block, self.blocks)
         for tile, out in zip(tiles, self._places, strict=False):
             with self._e.loop(0, self._parts) as number:

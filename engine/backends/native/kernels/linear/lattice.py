@@ -99,7 +99,7 @@ class LatticeExpander:
         return [e.shuffle(both, both, range(half, 2 * ROWS, 2)) for half in (0, 1)]
 
     def _signed(self, values: Value, signs: Value, number: int) -> Value:
-        """Four values of each row, those of quad `number`, int8 (64,), with their signs."""
+        """Four values of each row, in quad `number`, int8 (64,), with their signs."""
         e, own = self._e, signs.bits(_BYTES)
         spread = e.shuffle(own, own, [lane & ~3 | number // 2 for lane in range(_BYTES.count)])
         mask = [1 << 4 * (number % 2) + place for place in QUAD] * ROWS

@@ -26,7 +26,7 @@ from polarlm.engine.weight_formats import WeightFormat
 
 _TILES = 16  # of weights that are multiplied by inputs while these are in the cache
 _PANELS = 32  # whose sums are kept meanwhile: enough that products cost much more than expanding codes
-_INPUTS = 256  # that are multiplied at a time: those of the largest block
+_INPUTS = 256  # inputs that are multiplied at a time: the largest block's
 _PRODUCTS = 8  # matrices that are written before they are scaled and added
 _ROW, _MATRIX = 4 * ROWS, 4 * ROWS * ROWS  # bytes of float32, or of the bfloat16 of 32 inputs
 _PANEL = MATRIX_ROW * ROWS  # bytes of 32 inputs

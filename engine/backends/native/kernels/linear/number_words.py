@@ -24,7 +24,7 @@ from polarlm.engine.weight_formats import WeightFormat
 NUMBER_BYTES = 2 * GROUP * ROWS  # of 32 inputs of 16 outputs
 _SUM_BITS = 17
 _SHARE = 8  # of the largest word in the largest sum: a word has 14 bits
-_CHAINS = 4  # of sums, none of which waits for another
+_CHAINS = 4  # sums that do not wait for each other
 _LEAST = 2.0**-60  # below which the power of two of a sum might not be an ordinary number
 _EXPONENT = 0x7F800000  # the bits of a float32's power of two
 _BIAS = 127

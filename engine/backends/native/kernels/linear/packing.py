@@ -76,7 +76,7 @@ def origins(format: WeightFormat) -> dict[str, Origins]:
     """Field → the origins of its bytes in a block: of `Grouped`, without scales that are powers of two, or of
     `lattice_fields`.
 
-    Raises ValueError if a bit is not that of one stored bit.
+    Raises ValueError if a bit does not come from one stored bit.
     """
     single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
     blocks = np.concatenate([np.zeros((1, format.nbytes), np.uint8), single])
@@ -104,7 +104,7 @@ def _fields(format: WeightFormat, blocks: np.ndarray) -> dict[str, np.ndarray]:
 
 @cache
 def pack(format: WeightFormat) -> Kernel[PackArguments]:
-    """Rows of a matrix, as in the file → tiles; a unit is a tile of 16 rows, all of which exist.
+    """Rows of a matrix, as in the file → tiles; a unit is a tile of 16 rows that all exist.
 
     For a format without codes `blocks` is the number of inputs.
     """

@@ -72,7 +72,7 @@ class Product:
 
 
 class ExpertRows(NamedTuple):
-    """The rows of an expert: those of consecutive panels. Without rows, the other numbers mean nothing."""
+    """The rows of an expert, in consecutive panels. Without rows, the other numbers mean nothing."""
 
     expert: Int64
     panel: Int64
@@ -197,7 +197,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
 
 class _Operands(NamedTuple):
-    """What a unit multiplies: its number among those of a matrix, and the addresses and rows of that matrix."""
+    """What a unit multiplies: its number in a matrix, and the addresses and rows of that matrix."""
 
     unit: Value
     weights: Value
@@ -229,12 +229,12 @@ def units(spec: Product, tiles: int) -> int:
 
 
 def _tiles_of_unit(spec: Product) -> int:
-    """Tiles per unit; with an activation one, and that of the up projection."""
+    """Tiles per unit; with an activation one, and the up projection's tile."""
     return 1 if spec.activation is not None else spec.tiling.tiles
 
 
 def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows: int) -> int:
-    """Pieces that a product has the time to prefetch. units, blocks, rows: those of its launch."""
+    """Pieces that a product has the time to prefetch. units, blocks, rows: as in its launch."""
     if not _prefetches(spec, level):
         return 0
     return units * -(-rows // spec.row_tile) * _parts(spec, level) * _steps(spec, blocks) // STEPS

@@ -15,7 +15,7 @@ _FEW_PANELS = 2  # for which unpacking weights again would cost more than loadin
 
 
 class Tiling(NamedTuple):
-    """What a kernel multiplies at once: rows of inputs, those of a panel, and tiles of weights.
+    """What a kernel multiplies at once: rows of inputs (a panel), and tiles of weights.
 
     unpacks_again: codes are unpacked for each panel, unless they take more than a shift and a mask.
     """
@@ -62,7 +62,7 @@ def expert_tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Til
 
 def largest_tiling(level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     """The tiling for many rows. Of float32, it is one whose sums are few where the largest is for words in memory. Of
-    codes, it is that of the level's matrices, if it has any."""
+    codes, it is the tiling of the level's matrices, if it has any."""
     if level.matrix_rows and inputs is Inputs.CODES:
         return Tiling(level.matrix_rows, 1)
     unpacks = level.unpacks_first and not level.has_room

@@ -38,7 +38,7 @@ class TritExpander:
         return out
 
     def _expand(self, at: Value, out: Value, step: int, digits: int) -> None:
-        """Write the codes of four bytes of each row; those of the next digits follow after `step` others."""
+        """Write the codes of four bytes of each row; codes of the next digits follow after `step` others."""
         e = self._e
         packed = e.load(at, _WORDS)
         halves = [packed & _EVEN, packed >> 8 & _EVEN]

@@ -16,7 +16,7 @@ from polarlm.engine.jit.lang.values import F32, I32, I64, Type, Value, vector
 
 @dataclass(frozen=True)
 class Matrix:
-    """A value head's state in a slot, by its addresses. keys: those of its key head, float32 (A, N)."""
+    """A value head's state in a slot, by its addresses. keys: its key head's keys, float32 (A, N)."""
 
     matrix: Value
     keys: Value

@@ -15,7 +15,7 @@ class Rows(Unit):
     """Emits the work of a unit on rows of one block."""
 
     def add(self, row: Value, count: Value, place: Value) -> None:
-        """Add `count` rows from `row` on, the first of which has this place in the block, and compute their results."""
+        """Add `count` rows from `row` on, the first at this place in the block, and compute their results."""
         e, spec = self.e, self.spec
         if not spec.is_prompt:
             self._prefetch()
@@ -77,7 +77,7 @@ class Rows(Unit):
         return silu(e, total)
 
     def _add_to(self, head: Value, row: Value, count: Value, place: Value) -> None:
-        """Add rows to a value head, and compute its results; `rows` and `scores` are those of its key head."""
+        """Add rows to a value head, and compute its results; `rows` and `scores` are its key head's."""
         e, spec, args = self.e, self.spec, self.args
         of_slot = self.slot * spec.value_heads + head
         matrix = self.matrix(head)

@@ -1,4 +1,4 @@
-"""Short convolutions: each row is a weighted sum of its own inputs and of those of the last rows, times a gate."""
+"""Short convolutions: each row is a weighted sum of its own inputs and the last rows' inputs, times a gate."""
 
 from __future__ import annotations
 

@@ -1,0 +1,139 @@
+"""Tiles of every codec: exact packing, and blocks as float32 at every level of CPU features, against the codecs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polarlm.engine import codecs
+from polarlm.engine.codecs import Codec
+from tests.backends.native.codecs import attend
+from tests.codecs.data import TABLED
+from tests.jit.levels import SOME, run, some_levels
+from tests.pairs import each, in_turn
+
+from polarlm.engine.backends.native import codecs as tiles  # isort: skip
+from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
+
+from polarlm.engine.backends.native.kernels.attention.decoding import Decoding, decode  # isort: skip
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.isa.levels import Level
+
+NAMES = (*TABLED, "ring4+norm16", "f16", "q8_0", "q4_0", "polarquant", "polarquant+none", "polarquant+dense")
+OF_KEYS = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
+
+
+def dim_of(name: str, d: int) -> int:
+    """A head dim near d that the codec serves."""
+    return -(-d // 32) * 32 if name.startswith("q") else d
+
+
+def sides(codec: Codec, n: int, d: int) -> list[KeyTiles | ValueTiles]:
+    """The tiles of keys and of values, or of keys alone if the codec stores no values."""
+    both = [side for side in (tiles.keys(codec, n, d), tiles.values(codec, n, d)) if side is not None]
+    assert len(both) == len(codec.serves)
+    return both
+
+
+@given(
+    st.sampled_from((*NAMES, *OF_KEYS)),
+    st.sampled_from([8, 16, 40, 48, 64, 80, 96, 128, 256]),
+    st.sampled_from([32, 48, 64, 128]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_unpacking_gives_back_the_fields(name: str, d: int, n: int, seed: int) -> None:
+    """To the bit, with the leading axes. Tiles of whole units have few more bytes than the fields."""
+    if name in OF_KEYS:
+        n = -(-n // 32) * 32
+    codec, d, lead = codecs.get(name), dim_of(name, d), (2, seed % 4)
+    fields = attend.random_fields(np.random.default_rng(seed), codec, lead, n, d)
+    stored = sum(field.nbytes for field in codec.fields(n, d).values())
+    for side in sides(codec, n, d):
+        packed = side.pack(fields)
+        assert packed.dtype == np.uint8
+        assert packed.shape == (*lead, side.nbytes)
+        assert side.nbytes % 64 == 0
+        assert d % 32 or stored <= side.nbytes < stored + stored // 16 + 64
+        back = side.unpack(packed)
+        assert list(back) == list(fields)
+        for field, values in fields.items():
+            assert back[field].dtype == values.dtype
+            assert back[field].shape == values.shape
+            assert back[field].tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("name", ["ring4", "f16", "q8_0", "polarquant"])
+def test_names_differ_where_layouts_differ(name: str) -> None:
+    made = [side for n in (16, 64) for d in (64, 128) for side in sides(codecs.get(name), n, d)]
+    assert len({side.name for side in made}) == len(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        ("ring4", 24),  # tokens that fill no vectors
+        ("polarquant", 24),
+        ("polarquant-online", 64),
+        ("polarpair-m4n4+g8", 64),
+        ("polarpair-m4n4+minmax", 64),
+        ("kivi4", 64),
+    ],
+)
+def test_what_has_no_tiles(name: str, n: int) -> None:
+    assert tiles.keys(codecs.get(name), n, 64) is None
+
+
+@some_levels
+@in_turn("name", ["ring4", "polarquant", "q8_0", "f16"])
+def test_a_query_of_zeros(name: str, level: Level) -> None:
+    codec, d = codecs.get(name), dim_of(name, 16)
+    fields = attend.random_fields(np.random.default_rng(2), codec, (1,), 16, d)
+    side = tiles.keys(codec, 16, d)
+    assert side is not None
+    assert not attend.scores(side, level, side.pack(fields), np.zeros((1, d), np.float32), 16).any()
+
+
+def check(names: tuple[str, str], level: Level, n: int, d: int, seed: int) -> None:
+    """Blocks 3, 0, 0 of two heads, with means of 8 or 16 bits or none. names: of the codecs of keys and values."""
+    rng, both, (heads, blocks) = np.random.default_rng(seed), [codecs.get(name) for name in names], (2, 4)
+    bits = (0, 8, 16)[seed % 3]
+    fields = [attend.random_fields(rng, codec, (heads, blocks), n, d) for codec in both]
+    keys, values = tiles.keys(both[0], n, d), tiles.values(both[1], n, d)
+    assert keys is not None
+    assert values is not None
+    memory = [side.pack(own) for side, own in zip((keys, values), fields, strict=True)]
+    ids = np.array([3, 0, 0], np.int64)
+    wanted = [codec.decode(own).astype(np.float64)[:, ids] for codec, own in zip(both, fields, strict=True)]
+    scale = rng.uniform(0.01, 0.1, (heads, blocks)).astype(np.float16)
+    mean = rng.integers(-127, 128, (heads, blocks, d)).astype(np.int8 if bits == 8 else np.float16)
+    if bits:
+        exact_mean = mean * scale[..., None].astype(np.float64) if bits == 8 else mean.astype(np.float64)
+        wanted[0] = wanted[0] + exact_mean[:, ids, None]
+    decoded = np.full((2, heads, len(ids), n, d), np.nan, np.float32)
+    kernel = decode(Decoding(keys, values, bits, n, d))
+    run(kernel, level, heads * len(ids), attend.decoded(memory, ids, decoded, mean, scale))
+    for side, exact in zip(decoded, wanted, strict=True):
+        assert (np.abs(side - exact) <= 1e-5 * np.abs(exact).max(axis=-1, keepdims=True)).all()
+
+
+@in_turn(
+    "level name", each(SOME, ["f16", "ring3.5", "trellis4", "turbo3", "q4_0", "polarquant", OF_KEYS[0], OF_KEYS[3]])
+)
+def test_tiles_are_decoded(name: str, level: Level) -> None:
+    check((name, "f16" if name in OF_KEYS else name), level, 64, 96 if name == "q4_0" else 80, 1)
+
+
+@pytest.mark.slow
+@given(
+    st.sampled_from(NAMES),
+    st.sampled_from([16, 24, 48, 64, 128, 256]),
+    st.sampled_from([16, 48, 64]),
+    st.integers(0, 9),
+)
+@settings(max_examples=15)
+def test_tiles_of_all_codecs_and_sizes_are_decoded(name: str, d: int, n: int, seed: int) -> None:
+    """Each example compiles a kernel."""
+    check((name, name), best(), n, dim_of(name, d), seed)

@@ -1,0 +1,178 @@
+"""Hot loops of kernels at the levels of x86-64, which any machine compiles: they hold the instructions that a level
+exists for, in whole registers, and hardly a vector goes to the stack and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from polarlm.engine import codecs
+from polarlm.engine.weight_formats import get
+from tests.backends.native.codecs import attend
+from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, OF_WORDS, X86, Loop, special_levels
+from tests.backends.native.plain_tiles import PlainKeys, PlainValues
+from tests.pairs import each, in_turn
+
+from polarlm.engine.backends.native import codecs as tiles  # isort: skip
+from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_prompt
+from polarlm.engine.backends.native.kernels.attention.steps import Attention
+from polarlm.engine.backends.native.kernels.attention.steps import attend as attend_step
+from polarlm.engine.backends.native.kernels.attention.unit import Prompt
+from polarlm.engine.backends.native.kernels.encode import encode
+from polarlm.engine.backends.native.kernels.encode.unit import Encoding
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices, inputs_for, splits
+from polarlm.engine.backends.native.kernels.linear.product import Product, product
+from polarlm.engine.backends.native.kernels.linear.tiling import (
+    SINGLE,
+    Tiling,
+    become_words,
+    largest_tiling,
+    tiling,
+)
+from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.isa.levels import Level
+
+WITH_WORDS = [level for level in X86 if level.unpacks_first]
+
+
+def has_permutes(level: Level) -> bool:
+    return "avx512vbmi" in level.needs
+
+
+def wide_lookup(level: Level) -> str:
+    """The instruction that looks up bytes of a table with more than 16 entries, or several of them."""
+    if level.lanes < 16:
+        return "vpshufb"
+    return "vperm[it]?2?b" if has_permutes(level) else "vperm[it]2w"
+
+
+def of_polar_keys(level: Level) -> dict[str, int]:
+    if has_permutes(level):
+        return {"vpermb": 6, "vpdpbusd": 6}
+    return {"vpshufb": 6, "vpmaddubsw": 6, "vpmulhrsw": 3}
+
+
+def of_polar_values(level: Level) -> dict[str, int]:
+    return {"vpshufb": 4, "vpmulhrsw": 12, "vpackuswb": 6, OF_SMALL_BYTES[level.name]: 12}
+
+
+def of_table(level: Level) -> float:
+    """The share of instructions that may use the stack in a loop with a table."""
+    return 0.02 if has_permutes(level) else 0.2
+
+
+# Codec, side → the least number of each instruction, and the share of instructions that may use the stack with the 32
+# registers of AVX-512.
+Counts = Callable[[Level], dict[str, int]]
+OF_CODECS: dict[tuple[str, str], tuple[Counts, Callable[[Level], float]]] = {
+    ("ring4", "keys"): (lambda level: {wide_lookup(level): 4, OF_BYTES[level.name]: 12}, of_table),
+    ("ring3.5", "values"): (lambda level: {wide_lookup(level): 4, OF_SMALL_BYTES[level.name]: 12}, of_table),
+    ("turbo3", "keys"): (lambda level: {"vpshufb": 4, OF_BYTES[level.name]: 12}, of_table),
+    ("polarpair-m4n4", "keys"): (lambda level: {wide_lookup(level): 4, OF_BYTES[level.name]: 24}, of_table),
+    ("q8_0", "values"): (lambda level: {OF_BYTES[level.name]: 24}, lambda level: 0.1),
+    ("q4_0", "keys"): (
+        lambda level: {OF_SMALL_BYTES[level.name]: 24},
+        lambda level: 0.1 if "avx512vnni" in level.needs else 1,
+    ),
+    ("polarquant", "keys"): (of_polar_keys, lambda level: 0),
+    ("polarquant", "values"): (of_polar_values, lambda level: 0),
+    ("f16", "keys"): (lambda level: {"vcvtph2ps": 8, "vfmadd231ps": 24}, lambda level: 0),
+    ("f16", "values"): (lambda level: {"vcvtph2ps": 8, "vfmadd231ps": 24}, lambda level: 0),
+}
+
+
+@special_levels
+@in_turn("codec_and_side", OF_CODECS)
+def test_loops_over_codes(codec_and_side: tuple[str, str], level: Level) -> None:
+    """Codes are looked up and multiplied by three queries or three rows of weights."""
+    name, side = codec_and_side
+    side_tiles = getattr(tiles, side)(codecs.get(name), 64, 64)
+    kernel = attend.scores_kernel(side_tiles, 64, 3) if side == "keys" else attend.mix_kernel(side_tiles, 64, 64, 3)
+    loop, (least, share) = Loop(kernel, level), OF_CODECS[codec_and_side]
+    for instruction, count in least(level).items():
+        assert loop.count(instruction) >= count, instruction
+    if level.lanes == 16:
+        assert loop.on_stack <= share(level) * len(loop)
+
+
+def encoder(along_tokens: bool) -> Kernel:
+    encoding = Encoding(8, 2, 64, tilted=not along_tokens, along_tokens=along_tokens, mean_bits=8)
+    return encode(encoding, (tiles.keys, tiles.values)[along_tokens](codecs.get("ring4"), 64, 64))
+
+
+OF_FLOATS: dict[str, Callable[[], Kernel]] = {
+    "a step's blocks in full precision": lambda: attend_step(
+        Attention(PlainKeys(64, 64), PlainValues(64, 64), 8, 64, 64, group=3, query_tile=3)
+    ),
+    "a prompt": lambda: attend_prompt(Prompt(64)),
+    "a prompt of wide heads": lambda: attend_prompt(Prompt(128)),
+    "feedback along channels": lambda: encoder(along_tokens=False),
+    "feedback along tokens": lambda: encoder(along_tokens=True),
+}
+
+
+@special_levels
+@in_turn("kernel", OF_FLOATS)
+def test_loops_over_floats(kernel: str, level: Level) -> None:
+    """At least half of the instructions are multiply-adds, and their sums never go to the stack."""
+    loop = Loop(OF_FLOATS[kernel](), level, product=True)
+    assert loop.count(r"vfmadd\d+ps") >= max(4, len(loop) / 2)
+    assert loop.on_stack == 0
+
+
+@special_levels
+@in_turn("name rows", [("q4_1", 1), ("q6_k", 4), ("q8_0", 8), ("iq4_xs", 1), ("q4_1", 64)])
+def test_products_of_codes(name: str, rows: int, level: Level) -> None:
+    """16 dot products of pairs of words for each row and 32 inputs, or of fours of bytes with the high and with the low
+    bytes of inputs. AVX2 has 16 registers for twice as many vectors."""
+    sizes = tiling(rows, level)
+    if become_words(sizes, level) or are_matrices(level, sizes.rows):  # other tests compile these
+        sizes = Tiling(*level.code_tiles[0])
+    loop = Loop(product(Product(get(name), sizes)), level)
+    products = 16 * sizes.rows * sizes.tiles * (16 // level.lanes)
+    of_bytes = splits(level, sizes.rows)
+    assert loop.count((OF_BYTES if of_bytes else OF_WORDS)[level.name]) == products
+    if name == "iq4_xs":
+        assert loop.count("vpshufb") >= (8 if of_bytes else 16)
+    if level.lanes == 16:
+        assert loop.on_stack <= products / 4
+
+
+@in_turn("level name", each(WITH_WORDS, ["q4_1", "q6_k", "iq3_s", "tq1_0", "f16"]))
+def test_products_of_words(name: str, level: Level) -> None:
+    """Two pairs of words are multiplied at a time. For each pair there are a load and a dot product for 16 outputs and
+    each row, whose inputs are loaded once; or one product of two sums, but for each third row. Nothing else is in the
+    loop."""
+    sizes = largest_tiling(level)
+    rows, vectors = sizes.rows, sizes.tiles * 16 // level.lanes
+    kind = inputs_for(get(name), 64, level, waits=False)
+    loop = Loop(product(Product(get(name), sizes, inputs=kind)), level, share_of=OF_WORDS[level.name])
+    halved = rows - rows // 3 if level.halves_products else 0
+    products = vectors * (2 * rows - halved)
+    assert loop.count(OF_WORDS[level.name]) == products
+    assert loop.count("vpbroadcastd") == 2 * rows
+    sums = 2 * vectors * halved if "vnni" in level.features else products
+    assert len(loop) == products + 2 * (rows + vectors) + sums
+    assert loop.on_stack == 0
+
+
+@special_levels
+@pytest.mark.parametrize("name", ["iq2_s", "iq3_xxs"])
+def test_products_of_lattices(name: str, level: Level) -> None:
+    """Signs cost a subtraction for each register of values. Few registers of points or constants go to the stack."""
+    loop = Loop(product(Product(get(name), SINGLE)), level)
+    assert loop.count("vpsubb") == 8 * (16 // level.lanes)
+    assert loop.on_stack <= len(loop) / 7
+
+
+@special_levels
+@pytest.mark.parametrize("name", ["f32", "f16"])
+def test_products_of_weights_without_codes(name: str, level: Level) -> None:
+    """A multiply-add for each vector of weights and row, two inputs at a time."""
+    sizes = tiling(64, level, Inputs.FLOATS)
+    loop = Loop(product(Product(get(name), sizes, inputs=Inputs.FLOATS)), level)
+    vectors = 2 * (16 // level.lanes) * sizes.tiles
+    assert loop.count("vfmadd231ps") >= sizes.rows * vectors
+    assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
+    assert loop.on_stack == 0

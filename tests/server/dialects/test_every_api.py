@@ -1,0 +1,353 @@
+"""What every API promises, asked of each in its own words: `tests.server.apis` has the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from polarlm.engine import Engine, Usage
+from polarlm.server.answers.pieces import CallStart, Piece, fold
+from polarlm.server.http.generation import About
+from tests.pairs import in_turn
+from tests.server.apis import APIS, CALLING, CONVERSATIONS, Reply, alone, breaking, events
+from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
+from tests.server.reading.test_http_fuzz import has_shape
+from tests.tiny import forget, held
+
+QUESTION = "then he ran on"
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Oslo", "Bern"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city"],
+}
+TOOLS = [
+    {"name": "weather", "description": "The weather.", "parameters": WEATHER},
+    {"name": "time", "parameters": {"type": "object", "properties": {}}},
+]
+EACH = pytest.mark.parametrize("name", APIS)
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    with serving(tiny) as running:
+        yield running
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_an_answer_is_the_engines_whole_and_streamed(server: Serving, name: str) -> None:
+    api = APIS[name]
+    expected = alone(server.engine, api.prompt(QUESTION), max_tokens=12, **GREEDY)
+    for stream in (False, True):
+        forget(server.engine)
+        reply = api.ask(server, QUESTION, stream=stream, **GREEDY)
+        assert (reply.text, reply.reason) == (expected.text, "length"), stream
+        assert (reply.prompt_tokens, reply.completion_tokens) == (expected.usage.prompt_tokens, 12)
+        assert not reply.cached_tokens
+
+
+@EACH
+def test_a_stop_string_ends_an_answer(server: Serving, name: str) -> None:
+    api = APIS[name]
+    text = alone(server.engine, api.prompt(QUESTION), max_tokens=24, **GREEDY).text
+    stop = text[8:10]
+    for stream in (False, True):
+        reply = api.ask(server, QUESTION, stream=stream, max_tokens=24, stop=["no such text", stop], **GREEDY)
+        assert (reply.text, reply.reason) == (text[: text.index(stop)], "stop"), stream
+
+
+@EACH
+def test_sampling_is_that_of_the_request(server: Serving, name: str) -> None:
+    """An empty cache before each: a prefix that is found may be read as codes, which draws other tokens."""
+    api = APIS[name]
+
+    def answer(**more: Any) -> str:
+        forget(server.engine)
+        return api.ask(server, QUESTION, temperature=2, ignore_eos=True, **more).text
+
+    assert answer(seed=7) == answer(seed=7) != answer(seed=8)
+    assert answer(top_k=1) == alone(server.engine, api.prompt(QUESTION), max_tokens=12, **GREEDY).text
+
+
+@pytest.mark.parametrize("name", [name for name, api in APIS.items() if api.has_logprobs])
+def test_log_probabilities_are_those_of_the_engine(server: Serving, name: str) -> None:
+    api = APIS[name]
+    expected = alone(server.engine, api.prompt(QUESTION), max_tokens=12, logprobs=2, **GREEDY)
+    for stream in (False, True):
+        forget(server.engine)
+        reply = api.ask(server, QUESTION, stream=stream, logprobs=2, **GREEDY)
+        assert reply.logprobs == [token.logprob for token in expected.logprobs], stream
+    assert api.ask(server, QUESTION, **GREEDY).logprobs == []
+
+
+@EACH
+def test_an_answer_is_of_the_schema(server: Serving, name: str) -> None:
+    """The vocabulary of this model has no braces, but digits."""
+    if name == "completions":
+        pytest.skip("a raw prompt has no response_format of its own: tests/server/reading/test_http_constraints.py")
+    schema = {"type": "integer", "minimum": 100, "maximum": 999}
+    reply = APIS[name].ask(server, QUESTION, schema=schema, temperature=1)
+    assert 100 <= int(reply.text) <= 999
+    assert reply.reason == "stop"
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_turn_sent_back_finds_its_prefix_and_a_server_may_hide_it(tiny: Engine, name: str) -> None:
+    api = CONVERSATIONS[name]
+    for hidden in (False, True):
+        forget(tiny)
+        with serving(tiny, hide_cached_tokens=hidden) as server:
+            body = server.post(api.path, api.body(QUESTION, max_tokens=40, **GREEDY)).json()
+            history = [*api.prompt(QUESTION), *api.back(body), {"role": "user", "content": "and then"}]
+            second = api.ask(server, history, **GREEDY)
+            assert server.driver.snapshot().cached_tokens > 0
+            if name != "ollama":  # it has no such field
+                assert bool(second.cached_tokens) is not hidden
+            assert second.prompt_tokens > api.whole(body).prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("chat", "/v1/chat/completions/input_tokens"),
+        ("messages", "/v1/messages/count_tokens"),
+        ("responses", "/v1/responses/input_tokens"),
+    ],
+)
+def test_tokens_can_be_counted_before(server: Serving, name: str, path: str) -> None:
+    api = APIS[name]
+    counted = server.post(path, api.body(QUESTION)).json()["input_tokens"]
+    assert counted == api.ask(server, QUESTION).prompt_tokens
+    long = server.post(path, api.body("then " * 5000)).json()["input_tokens"]
+    assert long > 5000  # more than the context
+    assert server.post(path, api.body([])).status_code == 400
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_an_error_has_a_status_or_is_the_last_event(
+    server: Serving, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = APIS[name]
+    breaking(server.engine, monkeypatch, steps=6)
+    streamed = server.post(api.path, api.body(QUESTION, stream=True, max_tokens=24, **GREEDY))
+    assert streamed.status_code == 200
+    *_, last = events(streamed.text)
+    failed = last["response"] if name == "responses" else last
+    assert failed["error"]
+    assert name == "responses" or has_shape(api.path, last)
+    assert "[DONE]" not in streamed.text
+    whole = server.post(api.path, api.body(QUESTION, **GREEDY))
+    assert whole.status_code == 500
+    assert has_shape(api.path, whole.json())
+    assert "secret" not in streamed.text + whole.text
+
+
+@EACH
+def test_a_client_that_leaves_cancels_its_answer(server: Serving, name: str) -> None:
+    server.gate.close()
+    server.gate.let(40)
+    with server.send(APIS[name].path, APIS[name].body(QUESTION, stream=True, max_tokens=200, **GREEDY)) as connection:
+        received = b""
+        while received.count(b"\n") < 6:
+            received += connection.recv(4096)
+    eventually(lambda: server.outcomes() == {"cancelled": 1})
+    eventually(lambda: not server.busy)
+    with server.engine._exclusive():
+        assert not any(map(any, held(server.engine)))
+
+
+def user(*content: Any) -> list[Any]:
+    return [{"role": "user", "content": content[0] if len(content) == 1 else list(content)}]
+
+
+def tool_choice(value: Any) -> dict[str, Any]:
+    return {"tool_choice": value}
+
+
+def text_format(**format: Any) -> dict[str, Any]:
+    return {"text": {"format": format}}
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {"options": given}
+
+
+# Values that all APIs read by one function are in tests/server/reading/test_parameters.py.
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "chat": [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": user(5)}, "messages[0].content"),
+        ({"messages": user({"type": "image_url"}, "a")}, "messages[0].content[0].type"),
+        ({"stream_options": 5}, "stream_options"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"return_progress": 5}, "return_progress"),
+        ({"reasoning_effort": 5}, "reasoning_effort"),
+    ],
+    "completions": [
+        ({"echo": "yes"}, "echo"),
+        ({"suffix": 3}, "suffix"),
+        ({"suffix": "the end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"best_of": True}, "best_of"),
+    ],
+    "messages": [
+        ({"messages": []}, "messages must be an array with at least one message, not an empty array"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": user(5)}, "messages[0].content"),
+        ({"messages": user({"type": "image", "source": {}}, "a")}, "messages[0].content[0].type"),
+        ({"messages": user({"data": "on"}, "a")}, "messages[0].content[0].type"),
+        ({"messages": user({"type": "text", "text": 5}, "a")}, "messages[0].content[0].text"),
+        ({"system": 5}, "system must be a string or an array of text blocks, not 5"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop_sequences": "on"}, "stop_sequences"),
+        ({"stop_sequences": ["on", 5]}, "stop_sequences[1]"),
+        ({"tools": [{"name": "look", "input_schema": []}]}, "tools[0].input_schema"),
+        (tool_choice({"type": "some"}), "tool_choice.type"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+        ({"output_config": {"effort": 5}}, "output_config.effort"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management.edits[0]"),
+    ],
+    "responses": [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
+        ({"input": user(5)}, "input[0].content"),
+        ({"input": user({"type": "input_image"}, "a")}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
+        ({"instructions": 5}, "instructions"),
+        ({"max_output_tokens": "many"}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        (tool_choice({"type": "web_search"}), "tool_choice"),
+        (text_format(type="xml"), "text.format.type"),
+        (text_format(type="json_schema", schema=5), "text.format.schema"),
+        (text_format(type="json_schema", schema={}, strict=5), "text.format.strict"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "always"}, "truncation"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"parallel_tool_calls": 5}, "parallel_tool_calls"),
+    ],
+    "ollama": [
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": user(5)}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "images": ["eA=="]}]}, "messages[0].images"),
+        ({"messages": 5}, "messages"),
+        ({"messages": None, "prompt": "hi"}, "messages"),
+        (options(num_predict="many"), "options.num_predict"),
+        (options(temperature=-1), "options.temperature"),
+        (options(mirostat=2), "options.mirostat"),
+        ({"options": 5}, "options"),
+        ({"format": "xml"}, "format"),
+        ({"think": "hard"}, "think"),
+        ({"stream": 5}, "stream"),
+    ],
+    "generate": [
+        ({"prompt": 5}, "prompt"),
+        ({"images": ["eA=="]}, "images"),
+        ({"context": [1, 2]}, "context"),
+        ({"template": "{{ .Prompt }}"}, "template"),
+    ],
+    "completion": [
+        ({"n_predict": "x"}, "n_predict"),
+        ({"return_tokens": 1}, "return_tokens"),
+        ({"timings_per_token": "yes"}, "timings_per_token"),
+        ({"mirostat": 1}, "mirostat"),
+        ({"stream": 3}, "stream"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"prompt_string": 3}}, "prompt.prompt_string"),
+        ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "prompt.multimodal_data"),
+    ],
+}
+
+
+@in_turn("name wrong", [(name, case) for name, cases in WRONG.items() for case in cases])
+def test_a_wrong_value_is_an_error_that_names_the_field(server: Serving, name: str, wrong: Any) -> None:
+    given, place = wrong
+    response = server.post(APIS[name].path, APIS[name].body(QUESTION) | given)
+    assert response.status_code == 400
+    assert has_shape(APIS[name].path, response.json())
+    error = response.json()["error"]
+    sentence = error if isinstance(error, str) else error["message"]
+    assert sentence.startswith(place)
+    if "param" in (error if isinstance(error, dict) else {}):
+        assert error["param"] == place
+
+
+# -- reasoning and calls of tools --------------------------------------------------------------------------------------
+
+USAGE = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=7, prefill_seconds=1, generation_seconds=2)
+PIECES = [
+    Piece(reasoning="hm, "),
+    Piece(reasoning="so"),
+    Piece(text="I look "),
+    Piece(text="it up."),
+    Piece(call=CallStart(0, "call_a", "look")),
+    Piece(arguments='{"word": '),
+    Piece(arguments='"rain"}'),
+    Piece(call=CallStart(1, "call_b", "now"), arguments="{}"),
+    Piece(finish_reason="tool_calls", usage=USAGE),
+]
+CUT_OFF = [*PIECES[:6], Piece(finish_reason="length", usage=USAGE)]
+WHOLE = Reply("I look it up.", "hm, so", [["look", {"word": "rain"}], ["now", {}]], "tool_calls", 9, 7, 4)
+CUT_CALLS = {"chat": '{"word": ', "messages": {}, "responses": '{"word": '}  # Ollama's clients get whole calls alone
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_reasoning_text_and_calls_are_told_apart(hermes_engine: Engine, name: str) -> None:
+    api = CONVERSATIONS[name]
+    about = About(hermes_engine.model, parse_special=True, tells_cached=True, context=8192)
+    for pieces, expected in (
+        (PIECES, WHOLE),
+        (CUT_OFF, replace(WHOLE, calls=[["look", CUT_CALLS[name]]] if name in CUT_CALLS else [], reason="length")),
+    ):
+        _, writer = api.endpoint.read(api.body(QUESTION, stream=True), about)
+        stream = [event for i, piece in enumerate(pieces) for event in writer.events(0, piece, first=i == 0)]
+        streamed = api.streamed([event for event in (*stream, *writer.ending([USAGE])) if event is not None])
+        _, writer = api.endpoint.read(api.body(QUESTION), about)
+        for reply in (streamed, api.whole(json.loads(json.dumps(writer.whole([fold(pieces)]))))):
+            if pieces is PIECES:
+                reply.calls = [[name, json.loads(a) if isinstance(a, str) else a] for name, a in reply.calls]
+            if name == "ollama":  # it says neither that an answer called a tool nor what was cached
+                reply = replace(reply, cached_tokens=4, reason=expected.reason)
+            assert reply == expected
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_call_that_is_demanded_is_made_and_a_result_finds_the_prefix(hermes: Serving, name: str) -> None:
+    """A call may come back as an object, whose text is written anew: its ids are found all the same."""
+    api = CALLING[name]
+    more = {"tools": TOOLS, "call": "weather", "max_tokens": 200, "temperature": 1}
+    for stream in (False, True):
+        reply = api.ask(hermes, "How is it?", stream=stream, seed=3, **more)
+        ((called, arguments),) = reply.calls
+        assert (called, reply.reason, reply.text) == ("weather", "tool_calls", "")
+        jsonschema.validate(json.loads(arguments) if isinstance(arguments, str) else arguments, WEATHER)
+    history = api.prompt("How is it?")
+    for seed in range(3):
+        body = hermes.post(api.path, api.body(history, seed=seed, **more)).json()
+        before = api.whole(body)
+        history = [*history, *api.back(body)]
+        after = api.ask(hermes, history, **more | {"max_tokens": 1})
+        assert (after.cached_tokens or 0) >= 0.98 * (before.prompt_tokens + before.completion_tokens), seed
