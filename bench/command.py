@@ -97,6 +97,14 @@ def at_least(least: int) -> Check:
     return lambda number: None if number >= least else f"must be at least {least}"
 
 
+def numbers(flag: str, text: str, least: int = 1) -> list[int]:
+    """The distinct numbers in a list separated by commas, in its order. Raises FlagError for one below `least`."""
+    values = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(values) < least:
+        raise FlagError(f"{flag} takes numbers from {least} up, separated by commas, not {text!r}")
+    return list(dict.fromkeys(values))
+
+
 def cache_types(text: str, *, key_conditioning: bool = True, by_layer: bool = False) -> list[CacheType]:
     """The distinct types in a list separated by commas; all plain without `key_conditioning`. Raises FlagError.
 

@@ -97,7 +97,7 @@ struct PairTable {
 
     static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *record, int part,
                                                  int lane, const unsigned char *shared) {
-        constexpr int bytes = 2 * L::PT * L::NORM_BYTES;  // of a lane
+        constexpr int bytes = 2 * L::PT * L::NORM_BYTES;  // bytes of a lane
         const unsigned char *from = record + L::NORMS + (part * 8 + lane / 4) * bytes;
         unsigned words[bytes < 4 ? 1 : bytes / 4];
         if constexpr (bytes < 4)

@@ -11,8 +11,8 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from polarlm.bench.gpu.nvrtc import compile_text, compiler
 from polarlm.engine.errors import EngineError
+from tests.cuda.nvrtc import compile_text, compiler
 from tests.cuda.test_compile import faults, row
 from tests.cuda.variants import VARIANTS, Variant, everything
 

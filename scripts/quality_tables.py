@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +64,7 @@ def _sources(measurements: Sequence[tuple[Measured, Sequence[str]]]) -> str:
     """What was measured when, and by which commands. measurements: as of `newest_of_each`, with the types shown."""
     (first, _), *others = ((measured, own) for measured, own in measurements if own)
     of_others = (
-        f"Other rows ({'; '.join(map(_label, own))}) on {measured['date']} with\n`{_command(measured)}`."
+        f"Other rows ({'; '.join(map(_label, own))}) on {measured['date']} with\n`{measured['command']}`."
         for measured, own in others
     )
     return "\n".join([_source(first, first["exact_perplexity"]), *of_others])
@@ -101,9 +99,9 @@ def snapshots_table() -> str:
         f"{measured['model']} on {measured['text']}: {measured['snapshots']} snapshots, KL in nats ± its standard "
         "error over these; 99 %, the largest "
         f"and the same top-1 are of the first {distances[-1]} tokens; measured on {measured['date']} with\n"
-        f"`{_command(measured)}`.\n"
+        f"`{measured['command']}`.\n"
         f"At positions {stretch['start']} to {stretch['end'] - 1} of the same text the model's keys and values cost a "
-        f"KL of {', '.join(costs)}; measured with\n`{_command(presets)}`."
+        f"KL of {', '.join(costs)}; measured with\n`{presets['command']}`."
     )
     return "\n".join([*lines, "", source])
 
@@ -177,25 +175,11 @@ def _cost(row: Measured, full: float) -> str:
     return f"{100 * (row['perplexity'] / full - 1):+.1f} %, {row['kl_mean']:.2g}"
 
 
-def _command(measured: Measured) -> str:
-    """The command that measures the same. The program had other flags before November 27."""
-    words = shlex.split(measured["command"])
-    if words[0] == "polarlm":
-        return measured["command"]
-    flags = dict(itertools.pairwise(words))
-    types = ",".join(dict.fromkeys(row["type"] for row in measured["rows"]))
-    command = ["polarlm", "quality", flags["--text"]]
-    if "--weights" in flags:
-        command += ["--model", flags["--weights"]]
-    command += ["--types", types, "--windows", str(measured["windows"]), "--window", str(measured["window"])]
-    return shlex.join([*command, "--every-token-coded"])
-
-
 def _source(measured: Measured, full: float, of_what: str = "in full precision") -> str:
     windows = "1 window" if measured["windows"] == 1 else f"{measured['windows']} windows"
     return (
         f"{measured['model']} on {measured['text']}, {windows} of {measured['window']:,} tokens, "
-        f"perplexity {full:.2f} {of_what}; measured on {measured['date']} with\n`{_command(measured)}`."
+        f"perplexity {full:.2f} {of_what}; measured on {measured['date']} with\n`{measured['command']}`."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,7 +57,7 @@ def all_tables() -> str:
         if measured["memory"]:  # else rates alone were measured
             parts += ["Memory of the process:", memory_table(measured)]
             parts += ["Steps of several sequences together:", batches_table(measured)]
-        if measured.get("starts"):  # measurements of earlier versions have none
+        if measured["starts"]:
             parts += ["Starts:", starts_table(measured), starts_in_parts(measured)]
         parts += [*(f"{sentence}." for sentence in measured["left_out"]), source(measured)]
     return "\n\n".join(parts) or MISSING
@@ -95,7 +94,7 @@ def conversations() -> str:
         f"{format_result(measured)}\n\n"
         f"Random weights of the shape of Qwen3.5 0.8B on {place(measured)}; "
         f"{measured['options']['agents']} conversations; the other server was a process on the same machine; "
-        f"measured on {measured['date']} with\n`{_command(measured)}`."
+        f"measured on {measured['date']} with\n`{measured['command']}`."
     )
 
 
@@ -105,16 +104,7 @@ def pressure() -> str:
     return (
         f"{format_result(measured)}\n\n"
         f"{place(measured)}, {measured['options']['kv_memory']} for "
-        f"keys and values; measured on {measured['date']} with\n`{_command(measured)}`."
-    )
-
-
-def _command(measured: Measured) -> str:
-    """The command that measured, by its present name: sections of `bench.serving` were programs of their own."""
-    return re.sub(
-        r"python -m (polarlm\.)?bench\.serving\.(\w+)",
-        r"python -m polarlm.bench.serving --only \2",
-        measured["command"],
+        f"keys and values; measured on {measured['date']} with\n`{measured['command']}`."
     )
 
 

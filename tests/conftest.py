@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from polarlm.bench.gpu import nvrtc
 from polarlm.engine import Engine
 from polarlm.engine.loading import assembly, kept_arrays
 from polarlm.engine.storage.tiers import opening
@@ -25,7 +24,7 @@ from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 from tests.compiled import KERNELS, SETS, keeping
-from tests.cuda import kept
+from tests.cuda import kept, nvrtc
 from tests.kept_files import COMPILED, EMULATED, forget
 from tests.patience import TIMES
 

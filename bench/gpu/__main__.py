@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.bench import report
-from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types
+from polarlm.bench.command import TYPES_HELP, CacheType, at_least, cache_types, numbers
 from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.model import FORMATS, Cell, RandomModel, default_type, random_metrics
@@ -32,7 +32,7 @@ from polarlm.bench.report import Output
 from polarlm.engine import EngineError, codecs
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.cli.commands import note, run
-from polarlm.engine.cli.flags import FlagError, parse
+from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
 from polarlm.model_loaders.config import ModelConfig
 
@@ -80,8 +80,8 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     types = cache_types(options.types)
     for cache_type in types:
         cache_type.check(sizes.config.attention.head_dim)
-    contexts = _numbers("--contexts", options.contexts, _LEAST_BLOCKS * sizes.block_size)
-    batches = _numbers("--batches", options.batches, 1)
+    contexts = numbers("--contexts", options.contexts, _LEAST_BLOCKS * sizes.block_size)
+    batches = numbers("--batches", options.batches, 1)
     gpu = gpu or open_gpu()
     output = destination.path("gpu", gpu.about["name"])
     note(f"Takes {report.duration(options.budget)} at most, plus the rest of the last task")
@@ -128,14 +128,6 @@ def _one(measure: Callable[..., Row], *arguments: Any) -> list[Row]:
 
 def _write(output: Path, argv: Sequence[str], results: Results, gpu: Gpu, *, complete: bool = True) -> None:
     report.write(output, "gpu", argv, results.as_json(), gpu=gpu.about, complete=complete)
-
-
-def _numbers(flag: str, text: str, least: int) -> list[int]:
-    """The distinct numbers in a list separated by commas. Raises FlagError for one below `least`."""
-    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(numbers) < least:
-        raise FlagError(f"{flag} takes numbers from {least} up, separated by commas, not {text!r}")
-    return list(dict.fromkeys(numbers))
 
 
 def _named(cell: Cell) -> str:

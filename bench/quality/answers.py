@@ -15,14 +15,14 @@ import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence, perplexity
 from polarlm.bench.quality.figures import Figures, error_of, figures
-from polarlm.bench.quality.states import exact_logprobs, exact_states, scored
+from polarlm.bench.quality.states import exact_logprobs, exact_states, forward, scored
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 
 PROMPT, MOST = 128, 2000  # tokens that are continued, and of the longest text
-_PIECE = 100  # tokens that errors are bootstrapped over, in the place of windows
+_PIECE = 100  # tokens that errors are bootstrapped over, instead of windows
 _AS_IS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
@@ -50,12 +50,7 @@ class _Writer:
         model, store = self._model, self._model.store
         one = len(self._last) == 1
         span = store.open_step(self._sequence) if one else store.open(self._sequence, len(self._last))
-        try:
-            hidden = np.array(model.ops.to_host(model.forward([span], self._last)[-1:]))
-        except BaseException:
-            store.abort(span)
-            raise
-        store.commit(span)
+        hidden = np.array(model.ops.to_host(forward(model, span, self._last)[-1:]))
         self._states.append(hidden[0])
         logits = model.logits(model.ops.to_device(hidden))[0]
         self._last = [sample(logits, SamplerInput(self._sampling, (), uniform, len(logits)))]

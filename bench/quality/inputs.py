@@ -62,7 +62,7 @@ class QualityConfig:
     state: bool = setting(
         False,
         "--state",
-        help="measure what coded snapshots of a model's recurrent layers cost, in the place of cache types",
+        help="measure what coded snapshots of a model's recurrent layers cost, instead of cache types",
     )
     kld_base: str | None = setting(
         None,

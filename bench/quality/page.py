@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from polarlm.bench import report
-from polarlm.bench.plot_style import NO_PICTURES
+from polarlm.bench.plots import NO_PICTURES
 from polarlm.bench.quality import pictures, tables
 from polarlm.bench.quality.scores import SERVED
 from polarlm.bench.quality.tables import NONE, Table, small

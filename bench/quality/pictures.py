@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polarlm.bench.plot_labels import label_points, spread
-from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, colour_of, panels, plain_log, save
+from polarlm.bench import plots
+from polarlm.bench.plots import (
+    NO_PICTURES,
+    STYLE,
+    can_draw,
+    colour_of,
+    label_points,
+    panels,
+    plain_log,
+    save,
+    spread,
+)
 from polarlm.bench.quality.scores import SERVED
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import command, note
@@ -35,15 +45,7 @@ COLOURS = {
     _INK: ("ink", "#1c1f26", "#e7e9ee"),
     _FAINT: ("faint", "#5a606b", "#a3a9b5"),
     _GRID: ("grid", "#e3e5ea", "#333842"),
-    "#c2410c": ("ring", "#c2410c", "#fb923c"),
-    "#be123c": ("trellis", "#be123c", "#fb7185"),
-    "#1d4ed8": ("polarquant", "#1d4ed8", "#7ea6ff"),
-    "#0d9488": ("polarpair", "#0d9488", "#2dd4bf"),
-    "#7c3aed": ("turbo", "#7c3aed", "#b794ff"),
-    "#a16207": ("kivi", "#a16207", "#eab308"),
-    "#4b5563": ("q", "#4b5563", "#b6bcc8"),
-    "#111827": ("f16", "#111827", "#e7e9ee"),
-    "#db2777": ("other", "#db2777", "#f472b6"),
+    **{light: (start or "other", light, dark) for start, (light, dark) in plots.COLOURS.items()},
 }
 _PAGE_STYLE = {
     **STYLE,

@@ -14,7 +14,7 @@ import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence
 from polarlm.bench.quality.figures import Figures, figures
-from polarlm.bench.quality.states import divergence, hidden_of
+from polarlm.bench.quality.states import divergence, forward, hidden_of
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.snapshot_codes import EXACT, SnapshotCodes
 from polarlm.engine.state.prefix import PrefixCache
@@ -56,13 +56,7 @@ def continuations(
     try:
         while prompt.length + 2 * LENGTH <= len(ids):
             here = prompt.length + LENGTH
-            span = store.open(prompt, LENGTH)
-            try:
-                model.forward([span], ids[prompt.length : here])
-            except BaseException:
-                store.abort(span)
-                raise
-            store.commit(span)
+            forward(model, store.open(prompt, LENGTH), ids[prompt.length : here])
             prefixes.insert(prompt, ids)
             more = ids[here : here + LENGTH]
             exact = _continued(model, prefixes.match_prefix(ids[:here]), more, EXACT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from polarlm.bench.quality.divergence import Divergence, compare, compare_stored
 from polarlm.bench.quality.kld_file import KldFile
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.score import logprobs_of, states
-from polarlm.engine.state.store import SequenceKV
+from polarlm.engine.state.store import SequenceKV, Span
 
 _ROWS = 64  # rows of logits to compute at a time
 
@@ -33,16 +34,20 @@ def exact_states(model: Transformer, ids: Sequence[int]) -> np.ndarray:
     """Hidden states (T, E) of ids (T,) in one prefill, which reads its own keys and values in full precision."""
     sequence = model.store.new_sequence()
     try:
-        span = model.store.open(sequence, len(ids))
-        try:
-            hidden = model.forward([span], ids)
-        except BaseException:
-            model.store.abort(span)
-            raise
-        model.store.commit(span)
-        return np.array(model.ops.to_host(hidden))
+        return np.array(model.ops.to_host(forward(model, model.store.open(sequence, len(ids)), ids)))
     finally:
         model.store.release(sequence)
+
+
+def forward(model: Transformer, span: Span, ids: Sequence[int]) -> Any:
+    """Hidden states (T, E), on the device, of ids (T,) of an open span, which is committed, or aborted by an error."""
+    try:
+        hidden = model.forward([span], ids)
+    except BaseException:
+        model.store.abort(span)
+        raise
+    model.store.commit(span)
+    return hidden
 
 
 def served_states(model: Transformer, ids: Sequence[int], *, every_token_coded: bool = False) -> np.ndarray:

@@ -11,7 +11,7 @@ from contextlib import closing
 
 from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import cache_types, model_named
+from polarlm.bench.command import cache_types, model_named, numbers
 from polarlm.bench.gpu.setup import about_gpu
 from polarlm.bench.report import Output
 from polarlm.bench.speed import peers
@@ -19,7 +19,7 @@ from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject, new_child, start
 from polarlm.bench.speed.figures import Speed
 from polarlm.bench.speed.measure import DEEP_STEPS, SHORT_DEPTH, SHORT_STEPS, Measurement, Plan
-from polarlm.bench.speed.options import PROGRAM, STARTS, Options, numbers
+from polarlm.bench.speed.options import PROGRAM, STARTS, Options
 from polarlm.bench.speed.plot import draw
 from polarlm.bench.speed.tables import format_tables
 from polarlm.engine import EngineConfig
@@ -36,7 +36,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     """Measures, writes the JSON as figures come and a picture at the end, prints the tables. Raises FlagError,
     EngineError or LoadError."""
     types, threads = cache_types(options.types), options.thread_counts()
-    prompts, depths = numbers("--prompt", options.prompt), numbers("--depth", options.depth)
+    prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
     caches = _peer_caches(options.peer_types, list(paths))
     device = _chosen(options.device)

@@ -19,11 +19,11 @@ from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child, Failed
 from polarlm.bench.speed.compare import peer_paths
 from polarlm.bench.speed.options import Options
+from polarlm.bench.speed.peers import llama_cpp_python
 from polarlm.bench.speed.referee import in_turn
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.commands import note
 
-_PEER = "polarlm.bench.speed.llama_embedder"
 _OURS = "ours"
 _DEFAULT_BATCH = 512  # tokens; llama.cpp's default
 _BATCHES = 128, 256, _DEFAULT_BATCH, 1024
@@ -56,9 +56,9 @@ def _measured(path: str, python: str, options: Options) -> tuple[dict[str, str],
         engine = stack.enter_context(Engine.load(path, threads=threads))
         if not engine.model.config.is_encoder:
             raise EngineError(f"{path} is no encoder, such as BERT")
-        children = {size: stack.enter_context(closing(Child(_PEER, python))) for size in _BATCHES}
+        children = {size: stack.enter_context(closing(Child(llama_cpp_python.__name__, python))) for size in _BATCHES}
         for size, child in children.items():
-            child.call("start", path, threads, size)
+            child.call("start", path, size, threads, llama_cpp_python.EMBEDDINGS)
         rows = [_row(name, engine, children, options) for name in _LENGTHS]
         return children[_DEFAULT_BATCH].call("about"), rows
 

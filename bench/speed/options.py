@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP
+from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, numbers
 from polarlm.bench.report import Output
 from polarlm.bench.speed import peers
 from polarlm.engine.cli.flags import FlagError
@@ -89,7 +89,7 @@ class Options:
 
     def thread_counts(self) -> list[int]:
         """The numbers of threads to compare. Raises FlagError."""
-        return numbers("--threads", self.threads or "1,2")
+        return sorted(numbers("--threads", self.threads or "1,2"))
 
     def thread_count(self, default: int = 0) -> int:
         """The number of threads of a section that has one; 0 stands for all. Raises FlagError."""
@@ -106,14 +106,6 @@ class Options:
 
 
 GROUPS: Mapping[str, type] = {"Speed": Options, "Output": Output}
-
-
-def numbers(flag: str, text: str) -> list[int]:
-    """The distinct numbers in a list separated by commas, ascending. Raises FlagError for one below 1."""
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(counts) < 1:
-        raise FlagError(f"{flag} takes numbers from 1 up, separated by commas, not {text!r}")
-    return sorted(set(counts))
 
 
 def file_names(weights: str | None) -> str:

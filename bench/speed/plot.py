@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polarlm.bench.plot_labels import spread
-from polarlm.bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, save
+from polarlm.bench.plots import NO_PICTURES, STYLE, can_draw, panels, save, spread
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.figures import GENERATION
 from polarlm.bench.speed.tables import label

@@ -169,18 +169,13 @@ def source(measured: Measured) -> str:
 
 def peers_in_words(measured: Measured) -> str:
     """The peers of a measurement, each with its version or the reason why it is missing."""
-    return ", ".join(f"{peer['name']} {peer['version_or_absence']}" for peer in _peers(measured))
+    return ", ".join(f"{peer['name']} {peer['version_or_absence']}" for peer in measured["peers"])
 
 
 def label(engine: str) -> str:
     """The name of a peer in tables."""
     found = peers.find(engine)
     return engine if found is None else found.label
-
-
-def _peers(measured: Measured) -> Sequence[Mapping[str, str]]:
-    """The peers of a measurement; results of earlier versions have one."""
-    return measured["peers"] if "peers" in measured else [measured["peer"]]
 
 
 def _threads(measured: Measured) -> str:
@@ -199,7 +194,7 @@ def _about(measured: Measured) -> str:
     lines = [f"{_named(measured)} on {place}. Medians ± half the spread."]
     if ours := measured["ours"]:
         lines.append(f"polarlm, backend {ours['backend']}: {ours['loaded']}")
-    for other in _peers(measured):
+    for other in measured["peers"]:
         built = f" ({other['built_with']})" if other["built_with"] else ""
         lines.append(f"{other['name']}: {other['version_or_absence']}{built}")
     if measured["threads"]["chosen"] and measured["device"] == "cpu":

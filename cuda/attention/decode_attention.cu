@@ -60,7 +60,7 @@ struct SharedHead {
     }
 };
 
-// Adds the sums of the CTA's warps; and those of all CTAs, by the warp that is the last one to have added its own.
+// Adds the sums of the CTA's warps; the last warp that has added its own adds the sums of all CTAs.
 __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, const Sums &sums, const Result &result,
                                        int *counts, int chunks) {
     const int lane = threadIdx.x % 32;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, 
     if (waits == 0) return;
     __syncwarp();  // lanes have stored their channels
     const bool is_last = lane < waits && arrives_last(counts + waiting.count, waiting.sharing);
-    __syncwarp();  // and may read those of other CTAs
+    __syncwarp();  // and may read the sums of other CTAs
 #pragma unroll 1
     for (unsigned lasts = __ballot_sync(ALL_LANES, is_last); lasts; lasts &= lasts - 1) {
         const SharedHead own_head = waiting.of_lane(__ffs(lasts) - 1);

@@ -54,7 +54,7 @@ struct Slice {
 __device__ __forceinline__ void clear_unwritten(unsigned (&tile)[4], int start, int newest, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int written = newest + 1 - (start + 8 * h + 2 * (lane & 3));  // of a register's two tokens
+        const int written = newest + 1 - (start + 8 * h + 2 * (lane & 3));  // how many of a register's two tokens
         const unsigned keep = written >= 2 ? ~0u : written == 1 ? 0xffffu : 0u;
         tile[2 * h] &= keep, tile[2 * h + 1] &= keep;
     }

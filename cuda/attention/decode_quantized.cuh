@@ -44,7 +44,7 @@ struct BlockPart {
     int number, left;
 };
 
-// codes: in, those of `part`; out, unless `part` is the last one, those of `next`, which are loaded meanwhile.
+// codes: in, codes of `part`; out, unless `part` is the last one, codes of `next`, which are loaded meanwhile.
 __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, const BlockPart &part,
                                             const BlockPart &next, bool last, const BlockMask &block_mask, float2 mean,
                                             const Pools &pools, unsigned char *shared, int lane) {
@@ -90,14 +90,14 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
     if (!last) codes.values.load(pools.value(next.record), next.number, lane);
 }
 
-// Attention over the quantized blocks of the warp's turn, `left` of them. codes: those of the first block's first part.
+// Attention over the quantized blocks of the warp's turn, `left` of them. codes: of the first block's first part.
 __device__ __forceinline__ void attend_blocks(ColumnState &state, Codes &codes, const Plan &plan, int chunks, int left,
                                               const BlockMask &block_mask, const Pools &pools, unsigned char *shared,
                                               int lane) {
     float2 *means = reinterpret_cast<float2 *>(shared + Tables::BYTES) + thread_read_anew() / 32 * 64;
     while (left > 0) {
         // Blocks are counted from the last one, and taken in groups of 16 of that count. Lanes 1 … 16 have the
-        // numbers of their records, and lane 0 that of the block after them.
+        // numbers of their records, and lane 0 the number of the block after them.
         unsigned record;
         {
             const Work work = Work::find(plan, chunks);

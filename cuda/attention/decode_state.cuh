@@ -1,6 +1,6 @@
 // The running softmax of a warp of decode_attention.cu, and its masks. Part of that file.
 
-// Of a lane's two columns in a product, those that may be query heads.
+// The columns, of a lane's two in a product, that may be query heads.
 constexpr int OWN_COLUMNS = HEADS > 1 ? 2 : 1;
 
 // A lane's part of the queries of a warp's columns, on its way; lane 4g + tg: channels 8i + 2tg + {0, 1} of column g.

@@ -1,5 +1,5 @@
 // The op `attention` for a step, with two kinds of quantized blocks in one memory: decode_attention.cu for each kind,
-// whose text is read twice, in the namespaces `finer` and `coarser`. Arguments and results are those of that kernel.
+// whose text is read twice, in the namespaces `finer` and `coarser`. Arguments and results are the same.
 //
 // keys, values, key_tables, value_tables are of the coarser blocks; finer_… of those with more bits. Records of keys
 // and values lie in one memory, STRIDE bytes apart. Of a span's places, the first are of finer blocks (Span in
@@ -12,7 +12,7 @@
 //
 // Grid (CTAs), two or more, best one per SM; block and dynamic shared memory as there, 4 bytes more. DEFINES: those of
 // decode_attention.cu; both kinds need the same SHARED.
-// PRECOND: that of decode_attention.cu; no window.
+// PRECOND: as for decode_attention.cu; no window.
 // JOINS: decode_attention.cu.
 
 // How many CTAs have units of finer blocks; a warp calls it together.

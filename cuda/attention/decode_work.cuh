@@ -54,7 +54,7 @@ struct CellColumns {
 // What a warp does at a time: the next units of its share that belong to one cell.
 struct Work {
     CellColumns columns;
-    int first, units;  // of the cell
+    int first, units;  // the cell's
     int count;         // quantized blocks among these units, which come first
     Visible visible;
     QuantizedBlocks quantized;

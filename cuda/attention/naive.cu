@@ -82,7 +82,7 @@ naive_attention_kernel(float *out, const float *q, const int *block_table, const
                        const unsigned char *value_norms, const __half *full_keys, const __half *full_values,
                        const float *points, const float *norms, int width, int kv_heads, float scale) {
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / GROUP;
-    const long long row = ((long long)sequence * gridDim.x + head) * D;  // of q and of out
+    const long long row = ((long long)sequence * gridDim.x + head) * D;  // row of q and of out
     const int length = lengths[sequence], blocks = (length + N - 1) / N;
 
     const Vector query = read(q + row);

@@ -2,8 +2,8 @@
 
 // The rows of one warp: row i is token (first + i) / GROUP of the launch; rows after `last` repeat the last one.
 struct Rows {
-    int first, last;  // of all T · GROUP rows of the KV head
-    int position;     // of token 0
+    int first, last;  // among all T · GROUP rows of the KV head
+    int position;     // position of token 0
 
     __device__ bool any() const { return first <= last; }
     __device__ int row(int i) const { return min(first + i, last); }
@@ -119,8 +119,8 @@ __device__ __forceinline__ void mask_scores(Scores &scores, const Rows &rows, in
 // The online softmax of a warp's rows.
 struct RowState {
     float acc[MT][2 * STEPS][4];         // [m][2j + c]: rows 16m + g and + 8, channels 16j + 4tg + c and + 2
-    float top[MT][2], sum[MT][2];      // of rows g and g + 8; totals are of this lane's tokens
-    unsigned weights[MT][PT][4];         // of the part at hand, A operands
+    float top[MT][2], sum[MT][2];      // for rows g and g + 8; totals are over this lane's tokens
+    unsigned weights[MT][PT][4];         // for the part at hand, A operands
 
     __device__ __forceinline__ RowState() {
 #pragma unroll

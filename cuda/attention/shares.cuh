@@ -8,7 +8,7 @@
 
 // HEADS: columns of a cell; the last one of a KV head may have fewer. CHUNKS: cells of a KV head, of one row.
 constexpr int CHUNKS = (GROUP + 7) / 8, HEADS = STEP_ROWS > 1 ? 8 : (GROUP + CHUNKS - 1) / CHUNKS;
-constexpr int SLICES = N / 16;  // of a record
+constexpr int SLICES = N / 16;  // slices of a record
 
 // Then all blocks are read in slices, as no block needs decoding.
 constexpr bool ALL_FULL = KEYS_ARE_FULL && VALUES_ARE_FULL;
@@ -33,7 +33,7 @@ struct Shares {
 };
 
 // The CTA's number among those that share the row of a plan, and how many these are. With two kinds of blocks each kind
-// has its row: that of finer blocks is shared by the first CTAs of the launch, that of all else by the others.
+// has its row: the first CTAs of the launch share the row of finer blocks, the others the row of all else.
 #ifdef TWO_KINDS
 #define CTA_OF(plan) (plan).cta()
 #define CTAS_OF(plan) (plan).ctas_of_kind()
@@ -104,9 +104,9 @@ struct Cell {
 // What a warp does next: units first … first + units − 1 of a cell. In shared memory, and volatile: read anew at each
 // use instead of kept in registers.
 struct Turn {
-    volatile int sequence, number;  // of the cell
+    volatile int sequence, number;  // the cell's
     volatile int first, units;
-    volatile int next, end;  // of the row: the unit after this turn, and the end of the warp's share
+    volatile int next, end;  // in the row: the unit after this turn, and the end of the warp's share
     volatile int oldest;     // visible position, counted from the end of the turn's last quantized block
 };
 
@@ -126,7 +126,7 @@ struct Plan {
 
     const int *spans;
     Turn *turns;          // [WARPS]
-    volatile int *share;  // of a CTA: Shares::base and Shares::extra; with two kinds, how many CTAs have finer blocks
+    volatile int *share;  // a CTA's: Shares::base and Shares::extra; with two kinds, how many CTAs have finer blocks
     Stretch *stretches;   // [sequences]
     int span_stride, sequences, kv_heads, window;
 

@@ -15,7 +15,7 @@ struct Sums {
     int cells;  // an upper bound
 
     __device__ __forceinline__ int part(int cell, int cta) const { return cells + cell + cta; }
-    // Of column c of sum `number`.
+    // The place of column c of sum `number`.
     __device__ __forceinline__ float *acc_at(int number, int c = 0) const {
         return acc + ((long long)number * HEADS + c) * DP;
     }
@@ -235,7 +235,7 @@ struct WarpSums {
 #ifdef TWO_KINDS
 // Where both kinds of blocks have units of a cell, the sum of a head over one kind becomes that over both. Returns
 // whether it is complete: the CTA of the kind that comes last has it. Each kind's sum is stored where its cell has one
-// for a warp, which has been added by now. Memory for sums of finer blocks follows that of the others, and so do
+// for a warp, which has been added by now. Memory for sums of finer blocks follows the memory of the others, and so do
 // counts; after these comes, for each head, a count of kinds that have come.
 __device__ __forceinline__ bool both_kinds(HeadSum &head, const Sums &sums, int *counts, int cell, int c,
                                            const Span &span) {

@@ -3,12 +3,12 @@
 
 constexpr int PART_BYTES = TILES * 512, FULL_BYTES = FullKeyLayout::NBYTES;
 
-// One side's pools: quantized records, the sink's, those of the new rows.
+// One side's pools: quantized records, the sink's, the new rows' records.
 struct SidePools {
     const unsigned char *quantized, *sink, *current;
     int kv_heads;
 
-    // The CTA's KV head in a pool whose records are those of `first` plus multiples of BYTES.
+    // The CTA's KV head in a pool whose records are at `first` plus multiples of BYTES.
     template <int BYTES>
     __device__ const unsigned char *record(const unsigned char *first, int block) const {
         return first + (block * (long long)kv_heads + blockIdx.y) * BYTES;

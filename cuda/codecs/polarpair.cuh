@@ -14,11 +14,11 @@ struct polarpair {
 
     static constexpr int SCALES = L::RANGED == 2 ? 4 : L::RANGED + 1;
     static constexpr int WIDTH = (L::STEPS + 3) / 4 * 4;                         // scale words of a lane and group
-    static constexpr int GROUPS = L::SCALED < L::PART ? L::PART / L::SCALED : 1;  // of a part
+    static constexpr int GROUPS = L::SCALED < L::PART ? L::PART / L::SCALED : 1;  // groups of a part
     static constexpr int SECTION = L::N / L::SCALED * 4 * WIDTH * 4;             // bytes of a section of scales
     static_assert(!L::VALUES, "values have no RoPE pairs");
 
-    // Codes are read as those of a pair table; no points are chosen from it.
+    // Codes are read as a pair table's; no points are chosen from it.
     struct PairLayout : L {
         static constexpr int WORDS = L::PAIR_WORDS, WIDTH = 2, POINTS = 0, POINTS_F32 = 0;
     };

@@ -33,7 +33,7 @@ struct polarquant {
     static constexpr int WORDS = ANGLES + UPPERS + RADII;
     static_assert(WORDS == L::WORDS && ROWS == L::ROWS, "the record is laid out in another way");
 
-    // Of four lanes: tg = 0 … 3 of g = number.
+    // For four lanes: tg = 0 … 3 of g = number.
     static __device__ __forceinline__ uint4 piece(const unsigned char *tables, int row, int number, int) {
         const unsigned *const points = reinterpret_cast<const unsigned *>(tables);
         unsigned own[4];
@@ -131,7 +131,7 @@ struct polarquant {
         for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
     }
 
-    // x [N][D] in shared memory. Codes equal those of the Python twin: no operations are fused.
+    // x [N][D] in shared memory. Codes equal the Python twin's: no operations are fused.
     static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *tables,
                                   int thread, int threads) {
         Angles angles;

@@ -5,7 +5,7 @@
 // jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. Values come first: they
 // take longer where errors are fed back between tokens. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
-//   tables                  those of the codec
+//   tables                  the codec's
 //   candidates uint16                    for codes of pairs: made by engine/backends/cuda/kv/candidates.py
 // The others are float32, from engine.quantization.metric, each null where the metric does not have it:
 //   feedback (K, D, D)      error feedback between channels, F transposed: row c has the weights with which the error
@@ -22,7 +22,7 @@
 // tokens, on pair j of the tokens before t. So the CTA rounds the cells (t, j) in wavefronts: front number j, or t + j
 // with feedback between tokens. One thread per token rounds; the other warps add up the feedback of earlier errors. x
 // in shared memory holds targets; those that have been rounded are replaced by their errors.
-// Codes that depend on the ones before are those of the best path instead: paths.cuh.
+// Codes that depend on the ones before are the best path's instead: paths.cuh.
 // Without a metric, codes, norms and means equal NumPy's to the bit: sums are in its order, multiplications not fused.
 //
 // Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not

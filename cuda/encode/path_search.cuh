@@ -19,12 +19,12 @@ struct PathSearch {
     static constexpr int CELLS = 256, PER_UNIT = 32;  // cells along a side of the square [−4, 4)²
     static constexpr float CLIP = 1e6f, UNREACHABLE = 1e30f;
 
-    const float *x;          // of the token's column: channels are STRIDE apart
+    const float *x;          // the token's column: channels are STRIDE apart
     const float2 *points;    // (POINTS)
-    unsigned short *links;   // of the token, (PAIRS, TOKENS, STATES): the state a survivor comes from * 256 + its code
+    unsigned short *links;   // the token's, (PAIRS, TOKENS, STATES): the state a survivor comes from * 256 + its code
     const unsigned *cells;   // (CELLS, CELLS): for each state that is entered, a byte with its candidate's code
-    const float *feedback, *weights;  // of the metric; null without one
-    float size;              // that of the token; with a metric, 1 / size
+    const float *feedback, *weights;  // the metric's; null without one
+    float size;              // the token's; with a metric, 1 / size
     float total;             // cost of this lane's survivor
 
     __device__ __forceinline__ void run() {

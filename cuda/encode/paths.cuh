@@ -9,7 +9,7 @@ struct PathRounder {
     using R = RounderMemory<L, Codec>;
     static constexpr int D = L::D, PAIRS = R::PAIRS, STRIDE = R::STRIDE;
     static constexpr int ROUND = L::VALUES ? L::N / 4 : L::N;  // tokens that are rounded together
-    static constexpr int COUNT = ROUND <= TOKENS ? ROUND : ROUND % TOKENS ? 16 : TOKENS;  // of them in x
+    static constexpr int COUNT = ROUND <= TOKENS ? ROUND : ROUND % TOKENS ? 16 : TOKENS;  // tokens in x
     static_assert(ROUND % COUNT == 0 && COUNT % 4 == 0, "");
 
     float *x;                   // (D, STRIDE): targets, then errors; columns are tokens

@@ -3,14 +3,14 @@
 // With EXPERTS, a launch has a grid of pairs in z, each a row and an expert, and more arguments: experts (pairs), the
 // numbers of these experts; `sharing`, how many neighbouring pairs have the same row of x; `bias_pitch`, numbers from
 // the bias of an expert to that of the next. A product is of one row, x[pair / sharing], and its result is row `pair`
-// of y. weight has the rows of all experts, those of the first expert first.
+// of y. weight has the rows of all experts, the first expert's rows first.
 #ifndef EXPERTS
 #define EXPERTS 0
 #endif
 #if EXPERTS
 #define EXPERT_ARGUMENTS , const int *experts, int sharing, int bias_pitch
 
-// Moves x, y and bias, which may be null, to those of the block's pair. Returns the number of the first row of weights
+// Moves x, y and bias, which may be null, to the block's pair. Returns the number of the first row of weights
 // of its expert, which has `size` rows.
 template <class X, class Y>
 __device__ __forceinline__ int begin_pair(const X *&x, Y *&y, const float *&bias, const int *experts, int sharing,

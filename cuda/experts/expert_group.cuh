@@ -3,12 +3,12 @@
 // With EXPERTS, a launch has a grid of groups in z, and more arguments: groups, as group_pairs.cu writes them;
 // `places_rows`, the row of x of each place, or null where x has a row for each place; `bias_pitch`, numbers from the
 // bias of an expert to that of the next. The product of a place is in that row of y. weight has the rows of all
-// experts, those of the first expert first. The grid has one part in y.
+// experts, the first expert's rows first. The grid has one part in y.
 #ifndef EXPERTS
 #define EXPERTS 0
 #endif
 
-// The rows of x that a block multiplies: all of a launch, or those of its group.
+// The rows of x that a block multiplies: all of a launch, or its group's.
 struct Rows {
     int first_weight, count;  // first_weight: the number of the first row of weights
 #if EXPERTS
@@ -25,7 +25,7 @@ struct Rows {
 #if EXPERTS
 #define GROUP_ARGUMENTS , const int *groups, const int *places_rows, int bias_pitch
 
-// The rows of the block's group. Moves y and bias, which may be null, to those of the group; each expert has `size`
+// The rows of the block's group. Moves y and bias, which may be null, to the group's; each expert has `size`
 // rows of weights.
 template <class Y>
 __device__ __forceinline__ Rows rows_of_group(Y *&y, const float *&bias, const int *groups, const int *places_rows,

@@ -1,7 +1,7 @@
 // Pairs of a row and an expert, grouped by expert, for products in which rows share the weights of an expert.
 //
 // ids (P): the expert of each pair; pair p is of row p / sharing. rows (P): the row of the pair in each place, where
-// pairs of an expert are neighbours, those of expert 0 first. places (P): the place of each pair. Pairs of one expert
+// pairs of an expert are neighbours, expert 0's first. places (P): the place of each pair. Pairs of one expert
 // are in any order. groups (most, 3): expert, first place and number of pairs, at most ROWS, of each group; after the
 // last one the number is 0.
 // Grid (1), block a multiple of 32. DEFINES: COUNT (experts), ROWS.

@@ -84,7 +84,7 @@ append_kv_kernel(unsigned char *current_k, unsigned char *current_v, const float
     const int head = blockIdx.y;
     const Span &span = span_at(spans, span_stride, blockIdx.x / groups);
     const int first_row = span.first_row, rows = span.rows, position = span.position;
-    const int start = (position / 16 + blockIdx.x % groups) * 16;  // of the 16 positions
+    const int start = (position / 16 + blockIdx.x % groups) * 16;  // the first of the 16 positions
     if (start >= position + rows) return;
 
     const NewTokens keys = {k + first_row * k_stride + head * Layout::D, k_stride, start - position, rows};

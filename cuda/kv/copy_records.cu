@@ -3,7 +3,7 @@
 // Pools (records, K, bytes): for all KV heads, record moves[i][0] of `from` is copied to record moves[i][1] of `to`.
 // moves int32 (count, 2).
 // Grid (count). Block: whole warps. DEFINES: none.
-// PRECOND: bytes, those of a record's K heads together, is a multiple of 16; no record is written twice.
+// PRECOND: bytes, of a record's K heads together, is a multiple of 16; no record is written twice.
 
 extern "C" __global__ void __launch_bounds__(1024)
 copy_records_kernel(unsigned char *to, const unsigned char *from, const int *moves, int bytes) {

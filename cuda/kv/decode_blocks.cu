@@ -2,7 +2,7 @@
 // precision as in attention of a prompt.
 //
 // to_k, to_v (count, K, …): full-precision records. keys, values (blocks, K, …): pools of quantized records. ids int32
-// (count): which blocks. key_tables, value_tables: those of the codecs.
+// (count): which blocks. key_tables, value_tables: the codecs'.
 // Grid (count, K), block WARPS · 32, dynamic shared memory SHARED: the tables of both codecs. DEFINES: WARPS, SHARED.
 // PRECOND: records aligned to 128 bytes, tables to 16.
 // JOINS: attention.cuh, decode_parts.cuh.

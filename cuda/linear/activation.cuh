@@ -15,7 +15,7 @@ __device__ __forceinline__ float gelu_tanh(float gate, float up) {
     return gate / (1.0f + __expf(-1.5957691f * gate * (1.0f + 0.044715f * gate * gate))) * up;
 }
 
-// Of networks without a gate, whose gate and up are the same; NaN stays.
+// For networks without a gate, whose gate and up are the same; NaN stays.
 __device__ __forceinline__ float relu_squared(float gate, float up) { return (gate < 0.0f ? 0.0f : gate) * up; }
 
 // gate / (1 + e^-1.702gate) · (up + 1) of gate of at most 7 and up within ±7; NaN stays.

@@ -1,5 +1,5 @@
 // The op `linear` for 3 to 16 rows and packed weights on tensor cores, with the residual sum after it:
-// y = x @ weightᵀ + bias. Fewer rows are those of gemv_packed.
+// y = x @ weightᵀ + bias. gemv_packed takes fewer rows.
 //
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) in half precision, as `narrow` writes it; weight (out,
 // in), bias (out) float or null. Sums are float. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and
@@ -30,7 +30,7 @@ template <class W, int U, int M, int S>
 struct Product {
     static constexpr int TILE = 16 * M, BYTES = U / W::VALUES * W::BLOCK;  // BYTES: of a unit of a tile
     static constexpr int COPIED_BYTES = WARPS * S * BYTES, JOINED_BYTES = WARPS * ROWS * pitch_of(TILE) * 4;
-    // Of blocks that stay, slots are on their way while sums are added; others have them in the same place.
+    // In blocks that stay, slots are on their way while sums are added; others have them in the same place.
     static constexpr int JOINED_AT = STAYS ? COPIED_BYTES : 0, SUMMED_BYTES = JOINED_AT + JOINED_BYTES;
     static constexpr int ALL_BYTES = COPIED_BYTES > SUMMED_BYTES ? COPIED_BYTES : SUMMED_BYTES;
     static constexpr bool CONSTANTS_KEPT = M <= 2 || W::HIGH == 0;  // in registers, of which more planes need more
@@ -94,7 +94,7 @@ struct Product {
 #pragma unroll
         for (int n = 0; n < COLUMNS_N; ++n)
             inputs[n] = x + min(n * 8 + lane / 4, rows - 1) * (long long)in + lane % 4 * 8;
-        int slots[M];  // of the unit's tiles
+        int slots[M];  // slots of the unit's tiles
 #pragma unroll
         for (int m = 0; m < M; ++m) slots[m] = m * BYTES;
         float *const joined = reinterpret_cast<float *>(shared + JOINED_AT);
@@ -136,7 +136,7 @@ struct Product {
             for (int m = 0; m < M; ++m)
 #pragma unroll
                 for (int i = 0; i < 4 * COLUMNS_N; ++i) {
-                    const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;  // of x
+                    const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;  // row of x
                     float *const to = joined + (warp * ROWS + row) * pitch_of(TILE) + m * 16;
                     if (row < ROWS) to[i % 4 / 2 * 8 + lane / 4] = sums[m][i / 4][i % 4];
                 }

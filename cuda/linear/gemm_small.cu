@@ -2,14 +2,14 @@
 //
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) of the format's Product, from `narrow`; weight (out,
 // in), bias (out) float or null. Weights of a format that is not plain are rounded to its Product (halves are clipped
-// to ±65504, except those of packed weights); sums are float. With ADD, y += instead of y =. With an ACTIVATION
+// to ±65504, except for packed weights); sums are float. With ADD, y += instead of y =. With an ACTIVATION
 // (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 //
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
 // the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching rows of up. The
 // sum over `in` may run in any order, so a lane takes 8 neighbouring inputs as its share of two products: 16 bytes of
 // a row of weights, copied to shared memory and read back by the same lane, and 16 bytes of x for each group of 8 rows.
-// Of packed formats the warp copies codes and scales, and a lane makes these 16 bytes when it reads them.
+// From packed formats the warp copies codes and scales, and a lane makes these 16 bytes when it reads them.
 // Of the 8 warps, WARPS_OUT take different rows of weights and the others different inputs of a stage; their sums are
 // added in shared memory.
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal

@@ -27,7 +27,7 @@
 #endif
 constexpr int DEPTH = sizeof(WEIGHT::Eight) > 16 ? 1 : ROWS > 1 ? 2 : EXPERTS ? 3 : 4;  // as registers allow
 constexpr int WARPS = 8, STEP = 32 * 8 * SPLIT;
-constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y, of a warp
+constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // columns of y that a warp has
 
 // Rounds as tensor cores take their operands.
 __device__ __forceinline__ void round_inputs(float (&v)[8], __half) {

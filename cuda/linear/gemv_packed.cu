@@ -34,7 +34,7 @@ constexpr int THREADS = 32 * WARPS;
 struct Inputs {
     const ACT *row;
     float factor;     // 1 / rms
-    float values[8];  // of the next unit
+    float values[8];  // x of the next unit
 
     // Loads inputs k … k + 7, or zeros from `in` on.
     __device__ __forceinline__ void fetch(int k, int in) {
@@ -86,7 +86,7 @@ struct Product {
                              __shfl_sync(0xffffffffu, octet.z, from), __shfl_sync(0xffffffffu, octet.w, from)};
         return own ? other : make_uint4(0, 0, 0, 0);
     }
-    // Of columns 2t and 2t + 1, t = lane % 4: Σ x in [0] and [1], Σ (base + ZERO) x in [2] and [3].
+    // For columns 2t and 2t + 1, t = lane % 4: Σ x in [0] and [1], Σ (base + ZERO) x in [2] and [3].
     static __device__ __forceinline__ void add_up(float (&sums)[4], const uint4 &columns) {
         unsigned ones[4], bases[4];
 #pragma unroll
@@ -138,7 +138,7 @@ struct Product {
         wait();
 
         Inputs inputs[ROWS];
-        float norms[8];  // of the next unit
+        float norms[8];  // norm weights of the next unit
         const auto fetch = [&](int unit) {
             const int k = 8 * lane < U ? unit * U + 8 * lane : in;
 #pragma unroll
@@ -153,13 +153,13 @@ struct Product {
         for (int r = 0; r < ROWS; ++r) inputs[r].factor = inverse_rms(inputs[r].row, in, eps, partial[r]);
 #endif
         const unsigned zero = unsigned(rows) >> 31;  // see PackedWeights::unpack
-        int slots[M];                            // of the unit's tiles
+        int slots[M];                            // slots of the unit's tiles
 #pragma unroll
         for (int m = 0; m < M; ++m) slots[m] = m * BYTES;
         float *joined = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
-        int first = 0;  // of the threads that write to y: others for the next set, whose sums have another place
+        int first = 0;  // of the threads that write y: others for the next set, whose sums have another place
         for (int set = number; set < sets; set += blocks) {
-            float sums[M][ROWS][2] = {};  // of rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
+            float sums[M][ROWS][2] = {};  // for rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
             for (int unit = warp; unit < units; unit += WARPS) {
                 uint4 octets[ROWS];
 #pragma unroll

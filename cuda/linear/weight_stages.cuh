@@ -4,9 +4,9 @@
 constexpr int WARPS = 8, WARPS_K = WARPS / WARPS_OUT, TILE = 32 * WARPS_OUT, INPUTS = 32 * WARPS_K;
 constexpr int STAGES = WEIGHT::PACKED ? 8 : 5;  // as many of packed weights fit where five of 16-bit weights do
 constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // COLUMNS: of y, of a block
-constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
+constexpr int FRAGMENTS = TILES_N * WARPS_K;  // fragments of x in a stage: 8 rows × 32 inputs, 16 bytes per lane
 constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = pitch_of(TILE);
-constexpr int COPIED = 5 * WARPS * 4 * 32;  // of weights: 16 bytes each, for 5 stages of 16-bit weights
+constexpr int COPIED = 5 * WARPS * 4 * 32;  // pieces of weights: 16 bytes each, for 5 stages of 16-bit weights
 constexpr int LOOP_BYTES = 16 * (COPIED + 2 * FRAGMENTS * 32), JOINED_BYTES = WARPS_K * ROWS * PITCH * 4;
 static_assert(ROWS % 8 == 0 && ROWS * WARPS_K <= 128 && WARPS % WARPS_OUT == 0, "shared memory is laid out for these");
 static_assert(SHARED == (LOOP_BYTES > JOINED_BYTES ? LOOP_BYTES : JOINED_BYTES), "weights and x, and then the sums");
@@ -25,7 +25,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], 
 template <class W, bool PACKED = W::PACKED>
 struct Weights;
 
-// Of formats whose rows are arrays, a lane copies and reads 16 bytes of each of its four rows, stage by stage.
+// In formats whose rows are arrays, a lane copies and reads 16 bytes of each of its four rows, stage by stage.
 template <class W>
 struct Weights<W, false> {
     const Product *plain[4];  // the four rows; read only where the format is plain
@@ -73,7 +73,7 @@ struct Weights<W, false> {
     }
 };
 
-// Of packed formats, the lanes of a warp copy codes and factors of two tiles of 16 rows as they are, 16 bytes at a
+// In packed formats, the lanes of a warp copy codes and factors of two tiles of 16 rows as they are, 16 bytes at a
 // time, and unpack them when they are multiplied. PRECOND: with GATED, out % 16 == 0.
 template <class W>
 struct Weights<W, true> {

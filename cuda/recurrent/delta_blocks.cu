@@ -71,7 +71,7 @@ delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, flo
     BlockMemory &memory = *shared;
     const DeltaHeads heads = {key_heads, value_heads, tiled};
     const int thread = threadIdx.x, warp = thread / 32, block = blockIdx.x, key_head = blockIdx.y;
-    const int begin = block * BLOCK;  // the block's first token, counted from that of the first block
+    const int begin = block * BLOCK;  // the block's first token, counted from the first block's first
     const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - begin);  // new tokens of the block
     const ConvInputs seen = {kept_inputs, projected, pitch, heads.channels(), place};
     const long long of_key = block * static_cast<long long>(key_heads) + key_head;
@@ -86,7 +86,7 @@ delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, flo
     }
     __syncthreads();
 
-    float products[2][4][4] = {};  // of queries, and of keys, with keys
+    float products[2][4][4] = {};  // products of queries, and of keys, with keys
     const int own = thread / TILE, other = thread % TILE;
     if (own < TILE) multiply_tokens<2>(products, memory.rows.pairs, own, other);
     for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS) {

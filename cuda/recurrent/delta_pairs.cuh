@@ -7,7 +7,7 @@ template <int LOADED>
 using Pairs = float[2][BLOCK][LOADED + 4];
 
 // All threads convolve queries and keys of the tokens low … high − 1 of the block that begins with token `begin`, from
-// channel `first` on. Keys of earlier tokens are those of the slot, (A, N); all else is 0.
+// channel `first` on. Keys of earlier tokens are the slot's, (A, N); all else is 0.
 template <int LOADED, class Heads>
 __device__ __forceinline__ void load_pairs(float (&pairs)[2][BLOCK][LOADED + 4], const Heads &heads, int key_head,
                                            const ConvInputs &seen, const float *conv, const float *kept_keys, int begin,

@@ -1,15 +1,15 @@
 // Products of float32 numbers on tensor cores, for delta_scan. Each number, times a power of two that is common to its
 // matrix, is the sum of two halves, high and low: to 2^-23 of itself, or to 2^-39 of the largest number. Of a product
-// of two numbers that of their low parts is left out.
+// two numbers the product of their low parts is left out.
 //
 // The left operand's rows are SLICE columns of a head's matrix, or of updates; the right one's columns are tokens or
 // keys, which warps share out in tiles of 8.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMN_TILES = SLICE / 16;
-constexpr int TOKEN_TILES = BLOCK / 8, KEY_TILES = KEY_DIM / 8;  // of all warps
+constexpr int TOKEN_TILES = BLOCK / 8, KEY_TILES = KEY_DIM / 8;  // tiles of all warps
 
-__host__ __device__ constexpr int own_tiles(int all) { return (all + WARPS - 1) / WARPS; }  // of a warp, at most
+__host__ __device__ constexpr int own_tiles(int all) { return (all + WARPS - 1) / WARPS; }  // tiles of a warp, at most
 __host__ __device__ constexpr int whole_steps(int terms) { return (terms + 15) / 16 * 16; }  // terms with zeros
 
 // A lane's numbers of a tile of 8 tokens or keys: see each_number.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void each_number(With with) {
     }
 }
 
-// The warps' numbers become a left operand, times the scale that is returned: that of `least` if all are smaller.
+// The warps' numbers become a left operand, times the scale that is returned: the scale of `least` if all are smaller.
 template <int ALL, int ROW>
 __device__ __forceinline__ Scale store_left(unsigned short (&left)[2][SLICE][ROW], float (&partial)[WARPS],
                                             const Numbers (&numbers)[own_tiles(ALL)], float least) {

@@ -4,8 +4,8 @@
 // row.
 // Grid (ceil(rows · H / warps of a block)), block a multiple of 32.
 //
-// `delta_inputs`: inputs (WIDTH − 1 + N, C) of the slot get those of the tokens after the last complete block, after
-// those of the WIDTH − 1 tokens before them. end_inputs (n, WIDTH − 1, C): those of the last tokens of block b are row
+// `delta_inputs`: inputs (WIDTH − 1 + N, C) of the slot get the inputs of tokens after the last complete block, after
+// the inputs of the WIDTH − 1 tokens before them. end_inputs (n, WIDTH − 1, C): inputs of block b's last tokens are row
 // kept[b], if that is not −1.
 // Grid (ceil(C / block)), block any.
 //

@@ -12,7 +12,7 @@
 // delta_blocks.
 //
 // A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. The matrix stays
-// in registers in float32; its parts, and those of the updates, are left operands of products on tensor cores. The
+// in registers in float32; its parts, and the updates' parts, are left operands of products on tensor cores. The
 // right operands, reads and queries, then weights and faded keys, are copied to shared memory CHUNK terms at a time:
 // while one chunk is multiplied, the next one is copied.
 // Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE (16, 32 or 64), CHUNK (16
@@ -78,10 +78,10 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
     ScanMemory &memory = *shared;
     const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.y), tiled};
     const int thread = threadIdx.x, head = blockIdx.y, key_head = heads.key_of(head);
-    const int first_column = blockIdx.x * SLICE, columns = VALUE_DIM - first_column;  // of the head; how many there are
+    const int first_column = blockIdx.x * SLICE, columns = VALUE_DIM - first_column;  // in the head; how many there are
     const int blocks = (place + rows + BLOCK - 1) / BLOCK;
     const Operands operands = {reads, queries, weights, faded, heads.values, key_heads, head, key_head};
-    const long long pitch = static_cast<long long>(heads.values) * VALUE_DIM;  // of rows of y
+    const long long pitch = static_cast<long long>(heads.values) * VALUE_DIM;  // from row to row of y
     matrices += head * KEY_DIM * VALUE_DIM + first_column;
     y += head * VALUE_DIM + first_column;
     if (HAS_ZEROS) {

@@ -10,7 +10,7 @@
 // PRECOND: THREADS >= (N / 4)², CHANNELS % 4 == 0.
 // Cost: N²A FMA for MEMBERS heads.
 
-constexpr int RANGES = THREADS / VALUE_DIM > 0 ? THREADS / VALUE_DIM : 1;  // of tokens that threads convolve
+constexpr int RANGES = THREADS / VALUE_DIM > 0 ? THREADS / VALUE_DIM : 1;  // ranges of tokens that threads convolve
 
 struct BlockMemory {
     Pairs<CHANNELS> pairs;
@@ -29,7 +29,7 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *faded, flo
     BlockMemory &memory = *shared;
     const Mamba2Heads heads = {{key_heads, value_heads, 0}};
     const int thread = threadIdx.x, warp = thread / 32, block = blockIdx.x, key_head = blockIdx.y;
-    const int begin = block * BLOCK;  // the block's first token, counted from that of the first block
+    const int begin = block * BLOCK;  // the block's first token, counted from the first block's first
     const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - begin);  // new tokens of the block
     const ConvInputs seen = {kept_inputs, projected + heads.first_channel(), pitch, heads.channels(), place, bias};
     const int first_member = blockIdx.z * MEMBERS;

@@ -1,9 +1,9 @@
 // The op `short_conv`: y = C · (Σ_j conv[j] · u_j + bias) of the u = B · x of WIDTH tokens, channel by channel.
 //
 // y (rows, n). inputs (rows, 3n): [B | C | x]. conv (WIDTH, n), the oldest token's numbers first; bias (n,) or null.
-// slots (slots, slot_rows, n): the u of blocks of tokens, after those of the WIDTH − 1 tokens before each block.
+// slots (slots, slot_rows, n): the u of blocks of tokens, after the u of the WIDTH − 1 tokens before each block.
 // places int32 (rows, 4): 1 + slot, or 0; place in the block; 1 + slot of the next block, or 0; rows before this one
-// that are the tokens before it. Such rows are computed again; those of other tokens are in the slot.
+// that are the tokens before it. Such rows are computed again; rows of other tokens are in the slot.
 // Grid (ceil(n / block), rows), block any. DEFINES: WIDTH.
 // PRECOND: no two rows have the same slot and place.
 extern "C" __global__ void __launch_bounds__(1024)

@@ -2,7 +2,7 @@
 constexpr int ROOM = 2048, BINS = 1024;
 
 struct Shared {
-    __align__(16) unsigned bins[BINS + 4];  // of `sort`, or histograms of `descend`
+    __align__(16) unsigned bins[BINS + 4];  // bins of `sort`, or histograms of `descend`
     __align__(16) Rank ranks[ROOM];         // tokens
     Mass partial[THREADS / 32];
     int found, base;    // ranks of this block, and their place in the row's list; or the place of a cut
@@ -91,7 +91,7 @@ __device__ __forceinline__ int sort(const Row &row, const Rank (&given)[N]) {
     return int(total);
 }
 
-// Of a sum of masses: the target that is exceeded where the masses reach `share` of it; with `more`, exceed it.
+// For a sum of masses: the target that is exceeded where the masses reach `share` of it; with `more`, exceed it.
 __device__ __forceinline__ Mass target_of(Mass total, float share, bool more) {
     const double reached = double(share) * double(total);
     return min(more ? Mass(reached) : max(Mass(ceil(reached)), Mass(1)) - 1, total - 1);
@@ -101,7 +101,7 @@ __device__ __forceinline__ Mass target_of(Mass total, float share, bool more) {
 struct Best {
     int count;
     bool all;     // no other token of the row is kept
-    float floor;  // of logit - best: others are not kept
+    float floor;  // least logit - best: others are not kept
 
     __device__ __forceinline__ Mass mass(const Row &row, int i, float rate) const {
         const float difference = row.value(s.ranks[i]) - row.best;

@@ -8,7 +8,7 @@
 //
 // The logarithm of the sum is off by 2^-22 at most: expf by 2^-23 of a term, its correction by 2^-24, what is cut off
 // below 2^-44 of all terms by 2^-25. Sums of integers do not depend on the order. Doubles would not be more exact than
-// the logits are, and GPUs but those of data centres take 64 times as long for them.
+// the logits are, and GPUs other than data centres' take 64 times as long for them.
 // Cost: V is read twice, with an exponential for each logit. A thread keeps the best of its own tokens that is not
 // listed yet, so each of `count` rounds is a maximum over the block, and one thread reads V / block logits again.
 // Grid (rows), block 64 … 512: 512 for large V. DEFINES: none.
@@ -17,7 +17,7 @@
 typedef unsigned long long Mass, Rank;
 
 constexpr float UNIT = 17592186044416.0f;  // 2^44, the mass of the best token
-constexpr float LEAST = -31.0f;            // of x - best: others have no mass
+constexpr float LEAST = -31.0f;            // least x - best: others have no mass
 
 struct __align__(16) Sums {
     Mass sum;

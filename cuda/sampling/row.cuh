@@ -2,7 +2,7 @@
 // sample.cu.
 typedef unsigned long long Mass, Rank;
 
-constexpr int CHUNKS = PART / 4 / THREADS;  // of 4 logits, that a thread of a block has
+constexpr int CHUNKS = PART / 4 / THREADS;  // chunks of 4 logits that a thread of a block has
 constexpr float UNIT = 17592186044416.0f;  // 2^44, the mass of the best token
 constexpr float LOG2_E = 1.44269504f;
 constexpr Rank NONE = ~0ull;

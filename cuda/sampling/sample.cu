@@ -34,8 +34,8 @@ constexpr unsigned INFINITE = 0xff800000u, MINUS_INFINITE = 0x007fffffu;  // key
 
 // What a block has found. A top is the key and the inverted id of a token: the larger one is better.
 struct Part {
-    Rank top;  // of the best token; NONE if a logit is not finite, 0 if all are -infinity without a mask
-    Mass mass;                  // of all tokens, in units of 2^-44 of that one's
+    Rank top;  // the best token's; NONE if a logit is not finite, 0 if all are -infinity without a mask
+    Mass mass;                  // mass of all tokens, in units of 2^-44 of the best token's
     unsigned least[WARPS];      // key of the smallest logit of each warp's list, which has all that are larger
     Rank lists[WARPS][PLACES];  // tops; 0 after the last one
 };
@@ -82,7 +82,7 @@ sample_restore_kernel(float *logits, float *saved, const int *draws, const int *
 // Lists the best tokens of the warp's logits. maximum: the lane's largest.
 __device__ __forceinline__ void list(Part &part, const float (&x)[CHUNKS][4], float maximum) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int place = 0;  // of the lane's largest among those of all lanes
+    int place = 0;  // place of the lane's largest among all lanes' largest
 #pragma unroll
     for (int step = 1; step < 32; ++step) {
         const int from = (lane + step) % 32;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void list(Part &part, const float (&x)[CHUNKS][4], fl
             if (is_listed) *at++ = top_of(x[c][j], chunk_at(c) + j);
         }
     if (lane >= all) part.lists[warp][lane] = 0;
-    // Of too many equal ones no list can have all.
+    // No list has room for all of too many equal ones.
     if (lane == 0) part.least[warp] = all > PLACES ? INFINITE : key(least);
 }
 
@@ -218,7 +218,7 @@ __device__ __forceinline__ int draw_from_list(const Row &row, const Params &p, i
     return drawn < 0 ? -1 : row.id(s.ranks[drawn]);
 }
 
-// The token of a row of which all blocks have found their parts.
+// The token of a row whose parts all blocks have found.
 __device__ __forceinline__ int draw(Row &row, const Part *parts, const Params &p, const Masses &masses, int top_k,
                                     bool is_greedy, bool any_was_possible) {
     const bool has_part = threadIdx.x < gridDim.x;

@@ -9,7 +9,7 @@ static_assert(1 << DIGIT == THREADS && 3 * THREADS <= BINS, "a thread has a bin,
 // The tokens kept so far by top-k, top-p and min-p: ranks up to `last`, and logits down to best + floor.
 struct Kept {
     Rank last;
-    float floor;  // of logit - best
+    float floor;  // least logit - best
 
     __device__ __forceinline__ bool holds(float difference, Rank rank) const {
         return rank <= last && difference >= floor;

@@ -1,4 +1,4 @@
-"""A stand-in for `polarlm.bench.speed.llama_embedder`: a batch of n tokens takes n seconds."""
+"""A stand-in for llama.cpp's encoder: a batch of n tokens takes n seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polarlm.bench.speed.child import serve
 
 
 class Embedder:
-    def __init__(self, path: str, threads: int, batch: int) -> None:
+    def __init__(self, path: str, batch: int, threads: int, cache: str) -> None:
         self._batch = batch
 
     def about(self) -> dict[str, str]:

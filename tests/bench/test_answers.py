@@ -17,7 +17,7 @@ from tests.bare import bare_model, prefill_logits, read_model
 from tests.bench.test_states import softmax
 
 PROMPT = np.random.default_rng(3).integers(5, 90, 20).tolist()
-TOKENS = 180  # more than two blocks of 64, so that codes are read
+TOKENS = 140  # more than two blocks of 64, so that codes are read
 
 
 @pytest.fixture(scope="module")

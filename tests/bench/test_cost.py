@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.bench import plot_style
+from polarlm.bench import plots
 from polarlm.bench.command import cache_types
 from polarlm.bench.quality import __main__ as cost
-from polarlm.bench.quality import answers, budget, cache_cost, page, pictures, survey, tables, types
+from polarlm.bench.quality import answers, cache_cost, pictures, survey, types
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -22,10 +22,12 @@ from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import Encoding
 from tests.bare import bare_model, prefill_logits, read_model
+from tests.bench.test_states import softmax
 from tests.model_loaders.hub_server import Hub, Repository
 
 TEXT = "the rain in the north and the other inn on the hill\n" * 40
 TYPES = ["f16", "balanced"]
+QUICKLY = ["--minutes", "0.02"]
 
 
 class Page(HTMLParser):
@@ -119,16 +121,11 @@ def result(output: Path) -> tuple[dict, Page]:
     return found, Page(output.read_text(encoding="utf-8"))
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
-
-
 @pytest.mark.usefixtures("unrendered")
 def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
     """Perplexity, KL and the same top-1, computed from an engine's logits in float64."""
     output = text.with_name("out.html")
-    assert cost.main(argv(tiny_path, text, "--output", str(output), "--minutes", "0.1")) == 0
+    assert cost.main(argv(tiny_path, text, "--output", str(output), *QUICKLY)) == 0
     found, shown = result(output)
     assert found["complete"] is True
     rows = {row["type"]: row for row in found["rows"]}
@@ -180,9 +177,10 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
 
 
 @pytest.mark.slow  # the engine's speed is measured, and pictures are written as SVG
-def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> None:
-    """With real speed; it goes to the current folder."""
-    assert cost.main(argv(tiny_path, text, "--minutes", "0.2")) == 0
+def test_a_page_needs_nothing_beside_it(hub: Hub, small_ggufs: dict[str, bytes], text: Path, capsys) -> None:
+    """With real speed, of a model of the hub; it goes to the current folder."""
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    assert cost.main(argv(Path("-"), text, "--model", "hf:user/tiny", "--minutes", "0.2")) == 0
     (output,) = text.parent.glob("quality-*.html")
     found, shown = result(output)
     assert not [link for link in shown.links if not link.startswith("#")]
@@ -195,22 +193,25 @@ def test_a_page_needs_nothing_beside_it(tiny_path: Path, text: Path, capsys) -> 
     speeds = [row["speed"] for row in found["rows"]]
     assert speeds[0]["generation"] > 0
     assert speeds[0]["prompt"] > 0
-    assert found["rows"][1]["fit"]["tokens"] == 256
+    assert found["weights"] == "Q8_0"
+    assert found["rows"][1]["fit"]["tokens"] > 0
     svg = output.read_text(encoding="utf-8")
-    assert svg.count("<svg") == (2 if plot_style.can_draw() else 0)
+    assert (svg.count("<svg") > 1) is plots.can_draw()
     said = capsys.readouterr().err
     assert str(output) in said
     assert "\r" not in said
 
 
-def test_without_matplotlib_a_sentence_stands_for_the_pictures(
+def test_standard_input_can_be_the_text_and_pictures_are_left_out_without_matplotlib(
     tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pictures, "can_draw", lambda: False)
-    output = text.with_name("out.html")
-    assert cost.main(argv(tiny_path, text, "-o", str(output), "--minutes", "0.1")) == 0
-    assert "<svg" not in output.read_text(encoding="utf-8")
-    assert plot_style.NO_PICTURES in result(output)[1].text
+    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
+    assert cost.main(argv(tiny_path, "-", "-o", "out.html", *QUICKLY)) == 0
+    shown = result(Path("out.html"))[1].text
+    assert "standard input" in shown
+    assert plots.NO_PICTURES in shown
+    assert "<svg" not in Path("out.html").read_text(encoding="utf-8")
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, clock: Clock, token_seconds: float) -> list[int]:
@@ -228,11 +229,10 @@ def timed(monkeypatch: pytest.MonkeyPatch, clock: Clock, token_seconds: float) -
 
 
 @pytest.mark.usefixtures("unrendered")
-@pytest.mark.parametrize("token_seconds", [0.001, 0.2])
 def test_the_budget_is_kept(
-    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch, capsys, token_seconds: float
+    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    clock, output = Clock(), text.with_name("out.html")
+    clock, output, token_seconds = Clock(), text.with_name("out.html"), 0.2
     seen = timed(monkeypatch, clock, token_seconds)
     words = argv(tiny_path, text, "-o", str(output), "--minutes", "2")
     cache_cost.measure(cost.read_options(words), words, clock)
@@ -307,12 +307,13 @@ def test_stopped_while_speed_is_measured(
 ) -> None:
     monkeypatch.setattr(FakeSpeeds, "interrupted", True)
     output = text.with_name("out.html")
-    assert cost.main(argv(tiny_path, text, "-o", str(output), "--minutes", "0.1")) == 130
+    assert cost.main(argv(tiny_path, text, "-o", str(output), *QUICKLY)) == 130
     found, shown = result(output)
     assert [bool(row["speed"]) for row in found["rows"]] == [True, False]
     assert "the speed of 1 of 2 types was measured" in shown.text
 
 
+@pytest.mark.slow  # the kernels of three types are compiled
 def test_types_take_turns_while_there_is_time(tiny_path: Path) -> None:
     clock = Clock()
     ids = np.random.default_rng(0).integers(5, 90, 150).tolist()
@@ -331,26 +332,6 @@ def test_types_take_turns_while_there_is_time(tiny_path: Path) -> None:
     assert speeds.prompt_tokens in (64, 128, 150)
 
 
-@pytest.mark.usefixtures("unrendered")
-def test_standard_input_can_be_the_text(
-    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
-    assert cost.main(argv(tiny_path, "-", "-o", "out.html", "--minutes", "0.1")) == 0
-    assert "standard input" in result(Path("out.html"))[1].text
-
-
-@pytest.mark.slow
-def test_a_model_of_the_hub_is_fetched(
-    hub: Hub, small_ggufs: dict[str, bytes], text: Path, no_speed: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.repositories["user/tiny"] = Repository(small_ggufs)
-    assert cost.main(argv(Path("-"), text, "--model", "hf:user/tiny", "-o", "out.html", "--minutes", "0.1")) == 0
-    found, _ = result(Path("out.html"))
-    assert found["weights"] == "Q8_0"
-    assert found["model"] == next(name for name in small_ggufs if "Q8_0" in name).removesuffix(".gguf")
-
-
 def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:
     config, _ = read_model(tiny_path)
     kept = [one.label for one in types.chosen(types.DEFAULT_TYPES, None, config)]
@@ -363,28 +344,17 @@ def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: 
     ("flags", "sentence"),
     [
         (["none.txt"], "TEXT: none.txt cannot be read: No such file or directory"),
-        (["."], "TEXT: . cannot be read: Is a directory"),
         (["latin1.txt"], "TEXT: latin1.txt is not UTF-8 text"),
-        (["short.txt"], "TEXT has 5 tokens, and at least 64 are needed"),
-        ([], "TEXT is missing"),
-        (["text.txt", "--minutes", "0"], "--minutes: must be above 0"),
         (["text.txt", "--minutes", "nan"], "--minutes: must be above 0"),
-        (["text.txt", "--windows", "-1"], "--windows: must be 0, or at least 1"),
         (["text.txt", "--window", "512"], "--window 512 is more than the 256 tokens of context"),
-        (["text.txt", "--ablate", "int3"], "--ablate int3: There is no cache type 'int3'"),
         (["text.txt", "--ablate", "polarquant:plain"], "--ablate polarquant:plain: give a type without :plain"),
-        (["text.txt", "--weight-type", "q3_k"], "--weight-type q3_k: the package gguf reads this type but cannot make"),
-        (["text.txt", "--types", "int3"], "--types int3: There is no cache type 'int3'"),
         (["text.txt", "--types", "q8_0"], "--types q8_0: Cache type q8_0 needs a head dimension"),
-        (["text.txt", "--output", "none/out.html"], "--output none/out.html cannot be written"),
-        (["text.txt", "--model", "none.gguf"], "none.gguf does not exist"),
     ],
 )
 def test_wrong_input_is_answered_with_a_sentence(
     tiny_path: Path, text: Path, flags: list[str], sentence: str, capsys
 ) -> None:
     Path("latin1.txt").write_bytes(b"caf\xe9" * 99)
-    Path("short.txt").write_text("abcde", encoding="utf-8")
     assert cost.main(["--model", str(tiny_path), "--device", "cpu", *flags]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -400,11 +370,11 @@ def test_given_windows_are_scored_however_long_they_take(
     """And nothing else is measured; with every token coded, each type has a second row, which costs more."""
     clock, output = Clock(), text.with_name("out.html")
     timed(monkeypatch, clock, 1.0)
-    words = [*argv(tiny_path, text, "-o", str(output), "--minutes", "0.1"), "--windows", "2", "--window", "200"]
+    words = [*argv(tiny_path, text, "-o", str(output), "--minutes", "0.1"), "--windows", "1", "--window", "150"]
     words.append("--every-token-coded")
     cache_cost.measure(cost.read_options(words), words, clock)
     found, shown = result(output)
-    assert (found["windows"], found["window"], found["complete"]) == (2, 200, True)
+    assert (found["windows"], found["window"], found["complete"]) == (1, 150, True)
     scored = [(row["type"], row["scored_as"]) for row in found["rows"]]
     assert scored == [(name, scoring) for name in TYPES for scoring in ("as served", "every token coded")]
     served, coded = found["rows"][2:]
@@ -443,21 +413,3 @@ def test_converted_weights_are_compared_with_a_file_of_those_as_stored(
         kl[weight_type] = found["rows"][0]["kl_mean"]
     assert found["weights"].endswith(" as q8_0")
     assert abs(kl["as-stored"]) < 1e-5 < kl["q8_0"]
-
-
-def test_windows_are_as_long_as_time_allows() -> None:
-    for seconds, token_seconds, expected in ((1e6, 1e-3, 2048), (4.0, 1e-3, 1024), (1.2, 1e-3, 512), (0.0, 1.0, 512)):
-        found = budget.choose(seconds, token_seconds, 100_000, 8192)
-        assert found.length == expected
-        assert found.count >= 1
-        assert found.seconds <= max(seconds, budget.window_seconds(token_seconds, 512))
-    assert budget.choose(1e6, 1e-3, 5000, 8192).count == 2
-    assert budget.choose(1e6, 1e-3, 100, 8192).length == 100
-    assert budget.choose(1e6, 1e-3, 100_000, 512).length == 512
-
-
-def test_every_column_is_explained() -> None:
-    """On the page, and in docs/quality.md."""
-    document = (Path(__file__).parents[2] / "docs" / "quality.md").read_text(encoding="utf-8")
-    for name in {**page.COLUMNS, **tables.KL_COLUMNS, **tables.ANSWER_COLUMNS}:
-        assert f"| {name} |" in document, name

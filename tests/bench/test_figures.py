@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polarlm.bench.quality.divergence import Divergence, compare
 from polarlm.bench.quality.figures import error_of, figures
@@ -22,19 +20,9 @@ def test_a_draft_is_accepted_by_hand() -> None:
     assert found.accepted[0] == pytest.approx(1 / 4 + 3 / 4 * 2 / 3)
 
 
-def test_acceptance_is_how_often_drafts_are_accepted(rng: np.random.Generator) -> None:
-    """A token x of p is accepted with probability min(1, q/p); 100,000 draws, four standard deviations."""
-    exact, other = rng.normal(0, 2, (2, 1, 9)).astype(np.float32)
-    p, q = (np.exp(one[0]) / np.exp(one[0]).sum() for one in (exact, other))
-    drafts = rng.choice(9, 100_000, p=p / p.sum())
-    accepted = (rng.random(100_000) < q[drafts] / p[drafts]).mean()
-    assert compare(exact, other).accepted[0] == pytest.approx(accepted, abs=4 * 0.5 / 100_000**0.5)
-
-
-@settings(max_examples=20)
-@given(st.integers(2, 6), st.integers(200, 400), st.integers(0, 99))
-def test_figures_are_those_of_all_positions(count: int, length: int, seed: int) -> None:
-    kl = np.random.default_rng(seed).exponential(1, (count, length))
+@pytest.mark.parametrize(("count", "length"), [(2, 400), (4, 300)])
+def test_figures_are_those_of_all_positions(count: int, length: int, rng: np.random.Generator) -> None:
+    kl = rng.exponential(1, (count, length))
     found = figures(windows(kl))
     assert found.kl_mean == pytest.approx(kl.mean())
     assert (found.kl_median, found.kl_max) == pytest.approx((np.median(kl), kl.max()))

@@ -9,11 +9,10 @@ import importlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ import pytest
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import __main__ as kernels
-from polarlm.bench.gpu import peer, setup
-from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, layer_format, measure_attention
-from polarlm.bench.gpu.cache import Content, fill
-from polarlm.bench.gpu.peer import NAMES, PROMPT_NAMES, PeerTime, PromptPeerTime, half_attention, prompt_attention
+from polarlm.bench.gpu import setup
+from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, measure_attention
+from polarlm.bench.gpu.cache import Content
+from polarlm.bench.gpu.peer import NAMES, PeerTime, PromptPeerTime, half_attention
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.shapes import LLAMA_8B, llama, parameters
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
@@ -198,21 +197,6 @@ def test_a_failing_task_does_not_affect_others(
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
 
 
-def test_results_before_a_lost_device_are_printed(tmp_path: Path) -> None:
-    """After a fault every call fails; earlier results are printed all the same."""
-    gpu = emulated()
-
-    def free() -> None:
-        raise RuntimeError("an illegal access was encountered")
-
-    gpu.clock.free = free
-    assert run(tmp_path / "out.json", gpu=gpu) == 0
-    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert {one["why"] for one in results["not_measured"]} == {
-        "failed: RuntimeError: an illegal access was encountered"
-    }
-
-
 def test_the_file_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*shape: Any) -> list[PeerTime]:
         raise KeyboardInterrupt
@@ -247,20 +231,6 @@ def test_weights_are_those_of_a_file() -> None:
     )
 
 
-@pytest.mark.slow
-def test_steps_of_one_long_sequence_among_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.Plan, "tasks", only("steps, q4_k_m"))
-    sizes = replace(SIZES, step_contexts=(80, 64))
-    assert run(tmp_path / "out.json", "--types", "f16", "--batches", "3", gpu=emulated(), sizes=sizes) == 0
-    steps = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["steps"]
-    assert [(step["context"], step["shortest"], step["batch"]) for step in steps] == [
-        *((80, 80, 3), (64, 64, 3), (80, 64, 3))
-    ]
-    long, short, ragged = (step["bytes"] for step in steps)
-    assert 3 * (ragged - short) == long - short > 0
-    assert all(step["ahead"] > 0 for step in steps)
-
-
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = AttentionOps.attention
 
@@ -275,21 +245,6 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = measure_attention(emulated(), *arguments)
     assert not wrong.right
     assert wrong.error == pytest.approx(0.01, rel=0.5)
-
-
-def test_a_type_without_a_kernel_is_reported() -> None:
-    with pytest.raises(EngineError, match="kivi4 has no GPU kernel"):
-        measure_attention(emulated(), SIZES, Content.random(3, 16, 2, 16), CacheType.read("kivi4"), 64, 1)
-
-
-def test_records_repeat_to_the_end_of_every_pool() -> None:
-    ops, _ = emulated().open()
-    format = layer_format(SIZES, CacheType.read("ring4/ring3.5"), None, None)
-    cache = ops.cache(format, 11, 7)
-    fill(ops, HostClock(), cache, Content.random(3, 16, 2, 16))
-    for pool in map(ops._device.to_host, (cache.keys.quantized, cache.values.quantized, *cache.full)):
-        assert len(np.unique(pool.reshape(len(pool), -1), axis=0)) == 3
-        np.testing.assert_array_equal(pool, pool[np.arange(len(pool)) % 3])
 
 
 @pytest.mark.parametrize(
@@ -334,14 +289,11 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
             PeerTime("other", 1024, 1, None, "not installed"),
             AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4),
             AttentionTime("ring4", 1024, 1, 10e-6, 10_000_000, 2e-4),
-            AttentionTime("ring4", 1024, 16, 10e-6, 10_000_000, 2e-4),
             AttentionTime("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
             AttentionTime("ring3", 1024, 1, 1e-6, 10_000_000, float("nan")),
-            StepTime("bf16", 1024, 1024, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.5e-3),
             StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.0e-3, overlapped=True),
             MatrixTime("bf16", "qkv", 1, 10e-6, 30_000_000),
             PrefillTime("bf16", 1000, 0.5, 200e12, 1e-3, 300e9),
-            PrefillTime("bf16", 2000, 0.5, 200e12, 1e-3, 300e9),
             PromptPeerTime("torch flash", 1000, 2e-3, 300e9),
             PromptPeerTime("torch cuDNN", 1000, None, 300e9, "not installed"),
             EncodeTime("ring4", 64, 5e-6),
@@ -353,162 +305,33 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     assert ["other", "1,024", "1", "not installed", "—", "—", "—", "—"] in lines
     assert ["f16", "1,024", "1", "20.0", "2,000", "50 %", "1.00", "1.0e-04"] in lines
     assert ["ring4", "1,024", "1", "10.0", "1,000", "25 %", "2.00", "2.0e-04"] in lines
-    assert ["ring4", "1,024", "16", "10.0", "1,000", "25 %", "—", "2.0e-04"] in lines
     assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
     assert ["ring3", "1,024", "1", "1.0", "10,000", "250 %", "—", "WRONG nan"] in lines
-    assert [
-        "q4_k_m",
-        "overlapped",
-        "1,024, others 512",
-        "4",
-        "10.00",
-        "9.00",
-        "8.00",
-        "8.00",
-        "5.00",
-        "50 %",
-        "500",
-    ] in lines
-    assert ["bf16", "in turn", "1,024", "4", "10.00", "9.00", "8.50", "8.00", "5.00", "50 %", "471"] in lines
+    step = ["q4_k_m", "overlapped", "1,024, others 512", "4", "10.00", "9.00", "8.00", "8.00", "5.00", "50 %", "500"]
+    assert step in lines
     assert ["bf16", "qkv", "1", "10.0", "3,000", "75 %"] in lines
     assert ["bf16", "1,000", "500.0", "2,000", "50 %", "300"] in lines
-    assert ["bf16", "2,000", "500.0", "4,000", "50 %", "300"] in lines
     assert ["torch flash", "1,000", "2.00", "150", ""] in lines
     assert ["torch cuDNN", "1,000", "not installed", "—", "—"] in lines
     assert ["ring4", "64", "5.0"] in lines
     assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
 
 
-def test_without_limits_there_are_no_shares() -> None:
-    results = Results(
-        [AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4), StepTime("bf16", 8, 8, 1, 1e-3, 1e-3, 1e-3, 9, 1e-3)]
-    )
-    lines = [cells(line) for line in format_tables(results).splitlines()]
-    assert ["f16", "1,024", "1", "20.0", "2,000", "—", "1.00", "1.0e-04"] in lines
-    assert ["bf16", "in turn", "8", "1", "1.00", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
-
-
 # -- PyTorch -------------------------------------------------------------------------------------------------------
 
 
-class FakeTorch(ModuleType):
-    """The used part of PyTorch; tensors are their shapes, and a kernel takes a millisecond."""
-
-    float16 = "type"
-
-    def __init__(self, *, recordable: bool = True, gpu: bool = True, room: int = 1 << 30):
-        super().__init__("torch")
-        self.calls: list[tuple[Any, ...]] = []
-        self.now, self.tensors = 0.0, 0
-        self.recording: list[Any] | None = None
-        owner = self
-
-        class Event:
-            def __init__(self, enable_timing: bool):
-                assert enable_timing
-
-            def record(self) -> None:
-                self.time = owner.now
-
-            def synchronize(self) -> None:
-                pass
-
-            def elapsed_time(self, later: Event) -> float:
-                return later.time - self.time
-
-        class Graph:
-            def replay(self) -> None:
-                owner.now += len(self.work)
-
-        @contextmanager
-        def recording(graph: Any) -> Iterator[None]:
-            if not recordable:
-                raise RuntimeError("capture failed")
-            owner.recording = graph.work = []
-            yield
-            owner.recording = None
-
-        @contextmanager
-        def sdpa_kernel(backend: str) -> Iterator[None]:
-            owner.backend = backend
-            yield
-
-        self.cuda = SimpleNamespace(
-            is_available=lambda: gpu,
-            mem_get_info=lambda: (room, 2 * room),
-            empty_cache=lambda: None,
-            synchronize=lambda: None,
-            Event=Event,
-            CUDAGraph=Graph,
-            graph=recording,
-        )
-        self.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=self.attention))
-        kinds = SimpleNamespace(FLASH_ATTENTION="flash", CUDNN_ATTENTION="cuDNN")
-        attention = SimpleNamespace(SDPBackend=kinds, sdpa_kernel=sdpa_kernel)
-        self.modules = {"torch": self, "torch.nn": self.nn, "torch.nn.attention": attention}
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(peer, "WARM_SECONDS", 0)
-        for name, module in self.modules.items():
-            patch.setitem(sys.modules, name, module)
-
-    def randn(self, shape: Sequence[int], device: str, dtype: str) -> tuple[int, ...]:
-        self.tensors += 1
-        return tuple(shape)
-
-    def attention(self, *shapes: Any, **options: Any) -> None:
-        self.calls.append((*shapes, *options, self.backend))
-        if self.recording is None:
-            self.now += 1
-        else:
-            self.recording.append(shapes)
-
-
-@pytest.mark.parametrize("recordable", [True, False])
-def test_pytorch_is_timed_by_each_backend_in_two_layouts(monkeypatch: pytest.MonkeyPatch, recordable: bool) -> None:
-    torch = FakeTorch(recordable=recordable)
-    torch.install(monkeypatch)
-    size = 2 * 2 * 3 * 2 * 64 * 16
-    times = half_attention(CONFIG, 64, 3, rotated=5 * size - 1, runs=3)
-    note = "" if recordable else "not recorded"
-    assert [(time.name, time.seconds, time.note) for time in times] == [
-        (name, pytest.approx(1e-3), note) for name in NAMES
-    ]
-    for backend in ("flash", "cuDNN"):
-        assert ((3, 4, 1, 16), (3, 2, 64, 16), (3, 2, 64, 16), "enable_gqa", backend) in torch.calls
-        assert ((3, 2, 2, 16), (3, 2, 64, 16), (3, 2, 64, 16), backend) in torch.calls
-    assert torch.tensors == 4 * (1 + 2 * 5), "queries, and five sets of keys and values"
-
-
-def test_a_prompt_is_timed_by_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = FakeTorch()
-    torch.install(monkeypatch)
-    times = prompt_attention(CONFIG, 70, runs=2)
-    assert [(time.name, time.seconds) for time in times] == [(name, pytest.approx(1e-3)) for name in PROMPT_NAMES]
-    assert {time.flops for time in times} == {4 * 4 * 16 * 70 * 71 / 2}
-    for backend in ("flash", "cuDNN"):
-        assert ((1, 4, 70, 16), *((1, 2, 70, 16),) * 2, "is_causal", "enable_gqa", backend) in torch.calls
-
-
-def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_kernel(*shapes: Any, **options: Any) -> None:
-        raise RuntimeError("no kernel for this shape\nand more")
-
-    def notes() -> set[str]:
-        times = half_attention(CONFIG, 64, 1, 1, 1)
-        assert [time.name for time in times] == [*NAMES]
-        return {time.note for time in times}
-
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert notes() == {"PyTorch is not installed"}
-    monkeypatch.setitem(sys.modules, "torch", FakeTorch(gpu=False))
-    assert notes() == {"PyTorch sees no GPU"}
-    FakeTorch(room=1000).install(monkeypatch)
-    assert notes() == {"does not work: there is too little memory for an fp16 cache of this size"}
-    broken = FakeTorch()
-    broken.nn.functional.scaled_dot_product_attention = no_kernel
-    broken.install(monkeypatch)
-    assert notes() == {"does not work: no kernel for this shape"}
+@pytest.mark.parametrize(
+    ("torch", "note"),
+    [
+        (None, "PyTorch is not installed"),
+        (SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False)), "PyTorch sees no GPU"),
+        (SimpleNamespace(), "does not work: 'types.SimpleNamespace' object has no attribute 'cuda'"),
+    ],
+)
+def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch, torch: Any, note: str) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    times = half_attention(CONFIG, 64, 1, 1, 1)
+    assert [(time.name, time.note) for time in times] == [(name, note) for name in NAMES]
 
 
 def test_the_clock_records_events_on_the_current_stream(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

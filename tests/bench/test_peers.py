@@ -12,10 +12,9 @@ import pytest
 from polarlm.bench.quality import __main__ as quality
 from polarlm.bench.quality import peers, pictures
 from polarlm.bench.quality.peers import octopus
-from polarlm.bench.quality.peers.fp8 import E4M3, nearest
+from polarlm.bench.quality.peers.fp8 import E4M3
 from polarlm.bench.quality.peers.ggml_rotated import hadamard
 from polarlm.bench.quality.peers.kvarn import variance_scales
-from polarlm.bench.quality.peers.nvfp4 import E2M1
 from polarlm.engine import codecs
 
 N, D = 64, 64
@@ -47,14 +46,6 @@ def test_e4m3_by_hand() -> None:
     given = np.array([[1.0, -1.0, 1.0625, 1.1875, 500, 2**-10, 3 * 2**-10, 0, 1.07]], np.float32)
     found = decoded("fp8", given[None])[0, 0]
     assert found.tolist() == [1, -1, 1, 1.25, 448, 0, 2 * 2**-9, 0, 1.125]
-
-
-def test_e2m1_by_hand() -> None:
-    assert E2M1[nearest(np.array([0.25, 0.75, 1.75, 2.5, 5, 7, 0.3]), E2M1)].tolist() == [0, 1, 2, 2, 4, 6, 0.5]
-
-
-def test_fp8_errs_by_a_sixteenth_at_most(blocks: np.ndarray) -> None:
-    assert (np.abs(decoded("fp8", blocks) - blocks) <= np.maximum(np.abs(blocks) / 16, 2.0**-10)).all()
 
 
 def test_nvfp4_errs_by_a_sixth_of_the_largest_at_most(blocks: np.ndarray) -> None:
@@ -90,16 +81,6 @@ def test_kvarn_errs_by_half_a_step_of_what_is_even(name: str, axis: int, blocks:
     most = (1 << int(name[-1])) - 1
     bound = (reach / most / 2 + 4 * 2.0**-11 * (reach + np.abs(even).max(axis, keepdims=True))) * tokens * channels
     assert (np.abs(decoded(name, blocks) - blocks) <= bound + 1e-6).all()
-
-
-def test_variances_are_equal_after_normalization(rng: np.random.Generator) -> None:
-    """Of a block whose tokens differ by a factor of a hundred, and channels by what the least scale allows."""
-    x = rng.normal(0, 1, (3, 4 * N, D)) * np.geomspace(2, 200, 4 * N)[:, None] * np.geomspace(1.1, 1, D)
-    tokens, channels = variance_scales(x, (0, 1))
-    even = x / tokens / channels
-    for axis in (1, 2):
-        deviations = even.std(axis=axis, ddof=1)
-        np.testing.assert_allclose(deviations, 1, rtol=0.02)
 
 
 def test_the_octahedron_by_hand(rng: np.random.Generator) -> None:
@@ -141,36 +122,11 @@ def test_octopus_errs_as_published(bits: int, published: float, rng: np.random.G
     assert 0.86 < whole / (128 * np.square(alone - triplet).mean()) < 0.945
 
 
-def test_octopus_keeps_norms_and_zeros(blocks: np.ndarray) -> None:
-    """What is stored of a vector is its norm and its direction, so errors follow its length."""
-    once, twice = decoded("octopus3", blocks), decoded("octopus3", 1024 * blocks)
-    np.testing.assert_array_equal(1024 * once, twice)
-    assert not once[0, 3].any()
-
-
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        ("octopus2", (22 * 7 + 32) / D),
-        ("octopus3", (22 * 10 + 32) / D),
-        ("octopus4", (22 * 13 + 32) / D),
-        ("fp8", 8),
-        ("nvfp4", 4.5 + 32 / (N * D)),
-        ("int4-token-head", 4.5),
-        ("q4_0-rotated", 4.5),
-        ("q8_0-rotated", 8.5),
-        ("kvarn-k4", 4.75),
-        ("kvarn-v4", 4.75),
-        ("kvarn-v2", 2.75),
-    ],
-)
-def test_bits(name: str, bits: float) -> None:
-    assert codecs.bits_per_value(codecs.get(name), N, D) == bits
-
-
-def test_every_type_is_measured_here() -> None:
-    tested = {mark.args[1][i][0] for mark in test_bits.pytestmark for i in range(len(mark.args[1]))}
-    assert tested == set(peers.NAMES)
+def test_bits_of_every_type() -> None:
+    expected = {f"octopus{bits}": (22 * (1 + 3 * bits) + 32) / D for bits in (2, 3, 4)}
+    expected |= {"fp8": 8, "nvfp4": 4.5 + 32 / (N * D), "int4-token-head": 4.5, "q4_0-rotated": 4.5}
+    expected |= {"q8_0-rotated": 8.5, "kvarn-k4": 4.75, "kvarn-v4": 4.75, "kvarn-v2": 2.75}
+    assert {name: codecs.bits_per_value(codecs.get(name), N, D) for name in peers.NAMES} == expected
 
 
 def test_no_engine_has_them(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,43 +8,20 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as st_numpy
 
 from polarlm.bench import command, report
 from polarlm.bench.command import CacheType, cache_types
-from polarlm.bench.quality.divergence import Divergence, compare, perplexity
+from polarlm.bench.quality.divergence import Divergence, compare
 from polarlm.bench.quality.scores import CODED, SERVED, Quality, Stretch, by_position, windows
 from polarlm.bench.quality.survey import Survey
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.flags import FlagError
 from tests.shared_data import shared
 
-logits = st_numpy.arrays(np.float32, (3, 5), elements=st.floats(-30, 30, width=32))
+WINDOWS = 2  # of the text that is scored
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------
-
-
-@given(logits)
-def test_a_distribution_does_not_diverge_from_itself(x: np.ndarray) -> None:
-    same = compare(x, x)
-    assert (same.kl == 0).all()
-    assert same.same_top1.all()
-
-
-@given(logits, st.floats(-5, 5, width=32))
-def test_a_constant_added_to_all_logits_changes_no_distribution(x: np.ndarray, constant: float) -> None:
-    # Float32 rounds the sum to 35 · 2⁻²⁴, which moves ln q by twice that at most.
-    assert (compare(x, x + np.float32(constant)).kl <= 4 * 35 * 2.0**-24).all()
-
-
-def test_divergence_of_two_tokens_by_hand() -> None:
-    """p = (1/4, 3/4) against q = (1/2, 1/2): ¼·ln(½) + ¾·ln(3/2)."""
-    exact = np.array([[0, np.log(3)]], np.float32)
-    other = np.array([[1, 1]], np.float32)
-    assert compare(exact, other).kl[0] == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-7)
 
 
 def test_divergence_matches_its_definition_in_every_row(rng: np.random.Generator) -> None:
@@ -56,15 +33,6 @@ def test_divergence_matches_its_definition_in_every_row(rng: np.random.Generator
     np.testing.assert_allclose(found.kl, (p * np.log(p / q)).sum(axis=1), rtol=1e-12)
     assert found.same_top1.tolist() == [p[t].argmax() == q[t].argmax() for t in range(150)]
     assert 0 < found.same_top1.mean() < 1
-
-
-def test_large_logits_do_not_overflow() -> None:
-    assert compare(np.array([[1e4, 0]], np.float32), np.array([[1e4, 9e3]], np.float32)).kl[0] == 0
-
-
-@given(st.integers(2, 1000), st.integers(1, 50))
-def test_perplexity_of_uniform_guessing_is_the_number_of_choices(choices: int, count: int) -> None:
-    assert perplexity(np.full(count, -np.log(choices), np.float64)) == pytest.approx(choices)
 
 
 def test_divergence_by_position_by_hand() -> None:
@@ -80,36 +48,20 @@ def test_divergence_by_position_by_hand() -> None:
     ]
 
 
-@given(st.lists(st.integers(1, 700), min_size=1, max_size=4))
-def test_stretches_of_positions_are_the_whole_text(lengths: list[int]) -> None:
-    kl = [np.random.default_rng(length).random(length) for length in lengths]
-    stretches = by_position([Divergence(one, one > 0.5, one) for one in kl])
-    assert [one.start for one in stretches[1:]] == [one.end for one in stretches[:-1]]
-    assert (stretches[0].start, stretches[-1].end) == (0, max(lengths))
-    assert sum(one.positions for one in stretches) == sum(lengths)
-    total = sum(one.positions * one.kl_mean for one in stretches)
-    assert total == pytest.approx(np.concatenate(kl).sum())
-    same = sum(one.positions * one.same_top1 for one in stretches)
-    assert same == pytest.approx((np.concatenate(kl) > 0.5).sum())
-
-
 # -- windows and cache types ---------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(5, 99), max_size=40), st.integers(2, 12))
-def test_with_a_bos_every_id_of_the_text_is_predicted_once(ids: list[int], window: int) -> None:
-    cut = windows(ids, window, bos_id=1)
-    assert all(one[0] == 1 and len(one) <= window for one in cut)
-    assert [i for one in cut for i in one[1:]] == ids
-
-
-@given(st.lists(st.integers(5, 99), max_size=40), st.integers(2, 12))
-def test_without_a_bos_the_first_id_of_each_window_is_only_read(ids: list[int], window: int) -> None:
-    cut = windows(ids, window, bos_id=None)
-    assert all(2 <= len(one) <= window for one in cut)
-    joined = [i for one in cut for i in one]
-    assert joined == ids[: len(joined)]
-    assert len(ids) - len(joined) <= 1, "only a single last id has nothing to predict it from"
+@pytest.mark.parametrize("count", [0, 1, 12, 13, 40])
+def test_every_id_of_a_text_is_in_one_window(count: int) -> None:
+    """With a BOS every id is predicted; without one the first id of a window is only read, and a single last id has
+    nothing to predict it from."""
+    ids = list(range(5, 5 + count))
+    cut = windows(ids, 12, bos_id=1)
+    assert all(window[0] == 1 and len(window) <= 12 for window in cut)
+    assert [i for window in cut for i in window[1:]] == ids
+    cut = windows(ids, 12, bos_id=None)
+    assert all(2 <= len(window) <= 12 for window in cut)
+    assert [i for window in cut for i in window] == (ids[:-1] if count % 12 == 1 else ids)
 
 
 def test_cache_types_of_a_command_line() -> None:
@@ -143,8 +95,10 @@ def test_a_codec_that_does_not_support_the_head_dim_is_refused_by_name() -> None
 
 @pytest.fixture(scope="module")
 def reference() -> dict:
-    """Per-window NLL of stories260K by a second implementation."""
-    return json.loads(shared("models", "stories260K", "reference_ppl.json").read_text(encoding="utf-8"))
+    """NLL of the first windows of a text by a second implementation, stories260K's."""
+    reference = json.loads(shared("models", "stories260K", "reference_ppl.json").read_text(encoding="utf-8"))
+    counts, nll = zip(*reference["per_window"][:WINDOWS], strict=True)
+    return {**reference, "counts": list(counts), "scored": sum(counts), "nll_per_token": sum(nll) / sum(counts)}
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +109,8 @@ def measured(reference: dict) -> Quality:
     survey = Survey(path, types, reference["window"], NumpyOps(1), lambda sentence: None, every_token_coded=True)
     ids = survey.tokenize(text)[: reference["text_ids"]]
     assert ids[: len(reference["first_ids"])] == reference["first_ids"]
-    cut = windows(ids, reference["window"], survey.bos_id)
-    assert [len(window) - 1 for window in cut] == [count for count, _ in reference["per_window"]]
+    cut = windows(ids, reference["window"], survey.bos_id)[:WINDOWS]
+    assert [len(window) - 1 for window in cut] == reference["counts"]
     for window in cut:
         list(survey.score(window))
     quality = survey.quality()
@@ -170,13 +124,12 @@ def test_full_precision_reproduces_the_reference(measured: Quality, reference: d
     assert math.log(measured.exact_perplexity) == pytest.approx(reference["nll_per_token"], abs=1e-4)
 
 
-@pytest.mark.parametrize("row", [0, 1])
-def test_f16_reproduces_the_reference(measured: Quality, reference: dict, row: int) -> None:
-    assert measured.rows[row].type == "f16"
-    assert measured.rows[row].nll_per_token == pytest.approx(reference["nll_per_token"], abs=1e-3)
-    # Half precision rounds to one part in 2000: far below what any code costs.
-    assert measured.rows[row].kl_mean < 1e-4
-    assert measured.rows[row].bits_per_value == 16
+def test_f16_reproduces_the_reference(measured: Quality, reference: dict) -> None:
+    """Half precision rounds to one part in 2000: far below what any code costs."""
+    for row in measured.rows[:2]:
+        assert (row.type, row.bits_per_value) == ("f16", 16)
+        assert row.nll_per_token == pytest.approx(reference["nll_per_token"], abs=1e-3)
+        assert row.kl_mean < 1e-4
 
 
 def test_errors_have_the_order_of_the_methods(measured: Quality) -> None:
@@ -198,14 +151,6 @@ def test_errors_have_the_order_of_the_methods(measured: Quality) -> None:
     assert f16.same_top1 > served.same_top1 > coded.same_top1 > 0
     # Block means of the keys alone: 8 bits for each channel, and 16 for the scale of each 8 channels, over 64 tokens.
     assert served.bits_per_value - plain.bits_per_value == pytest.approx((8 + 16 / 8) / 64 / 2)
-
-
-def test_where_nothing_is_coded_hardly_anything_is_lost(measured: Quality) -> None:
-    """The first two blocks have no codes as served: they are the first and the current one, as halves."""
-    served, coded = (row for row in measured.rows if row.type == "polarquant")
-    assert served.by_position[0].kl_mean < 1e-5 < coded.by_position[0].kl_mean
-    assert all(one.kl_mean > 1e-5 for one in served.by_position[1:])
-    assert len(served.by_position) > 1
 
 
 @pytest.mark.parametrize("module", [command, report])

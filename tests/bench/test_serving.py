@@ -14,8 +14,8 @@ import pytest
 
 from polarlm.bench.serving import load
 from polarlm.bench.serving.__main__ import main
-from polarlm.bench.serving.client import Answer, ask
-from polarlm.bench.serving.load import Plan, Seen, _ask, poisson, prompts, summary
+from polarlm.bench.serving.client import Answer
+from polarlm.bench.serving.load import Plan, Seen, _ask, poisson, summary
 from tests.ports import free_port
 from tests.random_model import random_model
 
@@ -30,13 +30,6 @@ def test_arrivals_are_a_poisson_process() -> None:
     gaps = np.diff(starts)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # of the exponential distribution
     assert poisson(50, 100, 7, np.random.default_rng(1)) == starts[:7]
-
-
-def test_prompts_share_only_their_beginning() -> None:
-    found = prompts(range(5, 500), 9, 20, 30, np.random.default_rng(1))
-    assert {len(prompt) for prompt in found} == {50}
-    assert len({tuple(prompt[:20]) for prompt in found}) == 1
-    assert len({tuple(prompt[20:]) for prompt in found}) == 9
 
 
 # -- what a client sees --------------------------------------------------------------------------------------------
@@ -80,22 +73,6 @@ def test_an_answer() -> None:
     assert len(answer.pieces) == 2
     assert 0.5 < answer.sent <= answer.pieces[0] <= answer.pieces[1] <= answer.ended
     assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (2, 1, 3)
-
-
-def test_a_chat_s_first_token_is_its_first_text() -> None:
-    deltas = [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {}]
-    lines = [f"data: {json.dumps({'choices': [{'delta': delta}]})}" for delta in deltas]
-    details = {"cached_tokens": 1, "cached_from": {"disk": 1}}
-    lines.append(f'data: {{"choices": [], "usage": {json.dumps({**USAGE, "prompt_tokens_details": details})}}}')
-    answer, body = answered(
-        200, [*lines, "data: [DONE]"], lambda http: ask(http, "/v1/chat/completions", {"n": 1}, 0.0)
-    )
-    assert body == {"n": 1, "stream": True, "stream_options": {"include_usage": True}}
-    assert (answer.error, answer.text, answer.cached_from) == (None, "ab", {"disk": 1})
-    assert len(answer.pieces) == 2
-    assert answer.first_token == answer.pieces[0] - answer.sent
-    silent, _ = answered(200, [lines[0], lines[-1], "data: [DONE]"], lambda http: ask(http, "/", {}, 0.0))
-    assert silent.first_token == silent.ended - silent.sent
 
 
 @pytest.mark.parametrize(

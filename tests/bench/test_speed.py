@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-import gguf
 import pytest
 
 from polarlm.bench.speed import __main__ as speed
@@ -211,141 +208,30 @@ def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with
     assert "; compiling 26 kernels took 2.50 s of one core" in out
 
 
-def test_memory_is_ready_before_each_start_and_takes_none_of_its_seconds(
-    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
-    now = 0.0
-
-    def ready(size: int) -> None:
-        nonlocal now
-        now += 1000
-        stands.calls.append(("", 0, "memory", size))
-
-    def compute(*of_the_call: object) -> float:
-        nonlocal now
-        now += 1
-        return 1.0
-
-    stands.rates = staticmethod(compute)
-    monkeypatch.setattr(starts, "ready_memory", ready)
-    monkeypatch.setattr(starts, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(starts, "memory_of_a_start", lambda file_bytes: 2 * file_bytes)
-    whole, _, _ = measure_with(*FOUR, "--only", "starts")
-    calls = [call for _, _, call, _ in stands.calls]
-    assert calls == ["start", *["memory", "start", "prompt"] * 11], "the first call asks for the peer's version"
-    assert {size for _, _, call, size in stands.calls if call == "memory"} == {2 * whole["file_bytes"]}
-    assert [row["runs"] for row in whole["starts"]] == [[2, 2], [2, 2]], "a second each for loading and the prompt"
-    tensors = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(model).tensors)
-    assert whole["file_bytes"] == tensors
-
-
-@pytest.mark.parametrize("flags", [[], ["--only", "starts"]])
-def test_the_bar_names_what_is_measured_and_ends_full(
-    flags: list[str], measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Bar:
-        n, total = 0.0, 0.0
-        names: ClassVar[list[str]] = []
-
-        def set_postfix_str(self, name: str) -> None:
-            Bar.names.append(name)
-
-        def update(self, more: float) -> None:
-            assert more >= 0
-            Bar.n += more
-
-    @contextmanager
-    def progress_bar(is_shown: bool, total: float, **settings: Any) -> Iterator[Bar]:
-        Bar.n, Bar.total = 0.0, total
-        Bar.names.clear()
-        yield Bar()
-
-    monkeypatch.setattr(referee, "progress_bar", progress_bar)
-    _, _, err = measure_with(*FOUR, *flags)
-    assert Bar.names[-2:] == ["starts", "the first start ever"]
-    assert Bar.n == pytest.approx(Bar.total)
-    assert "Starting with an empty cache folder" in err
-
-
-def test_a_start_that_fails_is_a_line_in_the_table(measure_with: Measure, stands: type[Stand]) -> None:
-    def fail(label: str, threads: int, call: str, tokens: int) -> float:
-        if label == "peer f16" and threads == 2:
-            raise NoPeer("too little memory")
-        return 1.0
-
-    stands.rates = staticmethod(fail)
-    whole, out, _ = measure_with(*FOUR, "--only", "starts")
-    assert whole["starts"][1]["failure"] == "too little memory"
-    ((_, ours, theirs),) = tables(out)
-    assert theirs[:3] == ["llama.cpp f16", "too little memory", "—"]
-    assert ours[2] == "—", "there is nothing to compare with"
-
-
-def test_rates_alone_leave_out_batches_memory_and_starts(measure_with: Measure, stands: type[Stand]) -> None:
-    whole, out, _ = measure_with(*FOUR, "--only", "rates")
-    assert {row["section"] for row in whole["rows"]} == {"generation", "prompt"}
-    assert whole["complete"] is True
-    assert whole["memory"] == whole["starts"] == []
-    assert len(tables(out)) == 3, "prompts, generation, and what a step reads"
-
-
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_whole_measurement_in_processes(measure_with: Measure) -> None:
-    """Slow: a dozen processes load the model."""
-    flags = ["--types", "f16", "--threads", "1", "--repeat", "1", "--depth", "100", "--peer-types", "none"]
+def test_a_whole_measurement_in_processes(measure_with: Measure, tmp_path: Path) -> None:
+    """Slow: a dozen processes load a model with windows, whose store has the blocks of one sequence."""
+    flags = ["--weights", str(make_model(tmp_path, "gpt_oss_mxfp4")), "--prompt", "40", "--depth", "40"]
+    flags += ["--types", "f16", "--threads", "1", "--repeat", "1", "--peer-types", "none"]
     whole, out, _ = measure_with(*flags)
     assert [(row["name"], len(row["cells"][0]["runs"])) for row in whole["rows"]] == [
         ("generation, depth ≤ 64", 1),
         ("prompt of 40", 1),
-        ("prompt of 100", 1),
-        ("generation at 100", 1),
+        ("generation at 40", 1),
         ("steps of 1 at 128", 1),
         ("steps of 8 at 128", 1),
         ("steps of 16 at 128", 1),
     ]
     (memory,) = whole["memory"]
-    assert (memory["tokens"], memory["context"]) == (100, 256)
+    assert memory["tokens"] == 40
     assert 30 << 20 < memory["now"] < 1 << 30
     assert "failure" not in memory
     assert whole["complete"] is True
-    assert out.startswith("random (Q8_0) on ")
-
-
-@pytest.mark.slow
-def test_the_tables_come_last_and_the_file_says_how_it_was_made(
-    measure_with: Measure, tmp_path: Path, local: type[Local]
-) -> None:
-    whole, out, err = measure_with("--types", "balanced,polarquant:plain", "--repeat", "1")
-    prompts, generation, read, batches, memory, starts = tables(out)
-    assert prompts[0] == generation[0] == read[0] == ["", "**balanced**", "polarquant:plain"]
-    assert [row[0] for row in prompts[1:]] == ["prompt of 40", "prompt of 100"]
-    depths = ["generation, depth ≤ 64", "generation at 100", "generation at 384"]
-    assert [row[0] for row in generation[1:]] == [row[0] for row in read[1:]] == depths
-    assert [row[:2] for row in batches[1:]] == [[f"steps of {n} at 128", "`balanced`"] for n in (1, 8, 16)]
-    assert [row[0] for row in memory[1:]] == ["**balanced**", "polarquant:plain"]
-    assert [row[0] for row in starts[1:]] == ["here balanced"]
-    sentence = "Generation at 512 is measured at 384, to leave room for the steps"
-    assert out.endswith(sentence + "\n")
-    assert "Without llama-cpp-python: not installed" in err
-
-    assert whole["ours"]["loaded"].startswith("random: Q8_0 weights as ")
-    assert {"cpu", "cores", "numpy", "blas"} <= whole["machine"].keys()
-    assert whole["command"].startswith("polarlm speed --weights ")
-    assert whole["peers"] == [{"name": PEER, "version_or_absence": "not installed", "built_with": ""}]
-    assert whole["contestants"] == [
-        {"engine": "polarlm", "cache": "balanced", "types": "ring4/ring3.5"},
-        {"engine": "polarlm", "cache": "polarquant:plain", "types": "polarquant"},
-    ]
-    assert {threads: len(rates) for threads, rates in whole["bytes_per_second"].items()} == {"1": 3, "2": 3}
-    assert all(len(cell["runs"]) == 1 and cell["runs"][0] > 0 for row in whole["rows"] for cell in row["cells"])
-    read_at_384 = {cell["cache"]: cell["bytes_read"] for cell in whole["rows"][4]["cells"]}
-    assert read_at_384["balanced"]["weights"] == read_at_384["polarquant:plain"]["weights"] > 0
-    blocks, full = 5, 64 * VALUES * 2  # the first of 6 blocks is in full precision
-    assert read_at_384["balanced"]["cache"] == pytest.approx(blocks * 64 * VALUES * 4 / 8 + full, rel=0.05)
-    assert (tmp_path / "out.png").exists()
+    assert "failure" not in json.dumps(whole["rows"])
+    assert " on " in out.splitlines()[0]
 
 
 def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure, stands: type[Stand]) -> None:
@@ -521,33 +407,6 @@ def test_a_contestant_that_fails_is_a_line_in_the_table(
     failures = [row.get("failure") for row in whole["memory"]]
     assert failures == [None, None if failing == "prompt" else "crashed (SIGSEGV)", None, None], "a part of its own"
     assert not any("failure" in row for row in whole["starts"])
-
-
-def test_a_part_that_fails_hides_no_other_one(measure_with: Measure, stands: type[Stand]) -> None:
-    def rates(label: str, threads: int, call: str, tokens: int) -> float:
-        if call == "streams":
-            raise EngineError("too few blocks")
-        return 100.0
-
-    stands.rates = staticmethod(rates)
-    whole, out, _ = measure_with(*FOUR, "--depth", "100")
-    failures = [[cell.get("failure") for cell in row["cells"]] for row in whole["rows"]]
-    assert failures == 4 * [[None] * 4] + 3 * [["too few blocks"]]
-    assert not any("failure" in row for row in (*whole["memory"], *whole["starts"]))
-    assert out.count("too few blocks") == 3
-
-
-@pytest.mark.slow
-def test_windows_leave_room_for_all_sequences_of_a_step(
-    measure_with: Measure, local: type[Local], tmp_path: Path
-) -> None:
-    """The store of an engine has the blocks of windows for one sequence. Slow: a whole measurement of a real model."""
-    model = make_model(tmp_path, "gpt_oss_mxfp4")
-    flags = ["--weights", str(model), "--types", "f16", "--threads", "1", "--repeat", "1", "--peer-types", "none"]
-    whole, _, _ = measure_with(*flags, "--prompt", "40", "--depth", "40")
-    assert [row["name"] for row in whole["rows"][-3:]] == [f"steps of {n} at 128" for n in (1, 8, 16)]
-    assert not any("failure" in cell for row in whole["rows"] for cell in row["cells"])
-    assert not any("failure" in row for row in whole["memory"])
 
 
 def test_results_are_kept_when_the_command_is_stopped(measure_with: Measure, stands: type[Stand]) -> None:

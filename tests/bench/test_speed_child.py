@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 
 from polarlm.bench.speed.child import Child, Failed, memory
@@ -71,51 +68,9 @@ def test_a_crash_is_named_with_the_last_line_that_was_written(child: Child) -> N
             child.call("crash")
 
 
-def test_an_end_without_a_word_is_named_by_its_code(child: Child) -> None:
-    child.call("start", "Ada")
-    with pytest.raises(Failed, match=r"^ended with exit code 3: what a library prints$|^ended with exit code 3$"):
-        child.call("leave")
-
-
 def test_a_python_that_does_not_exist_is_a_failure() -> None:
     with pytest.raises(Failed, match=r"^/no/python cannot be started: No such file or directory$"):
         Child(MODULE, "/no/python")
-
-
-def test_a_child_without_the_package_names_the_error() -> None:
-    child = Child("tests.bench.no_contestant")
-    with pytest.raises(Failed, match=r"^ended with exit code 1: .*No module named"):
-        child.call("start")
-    child.close()
-
-
-def test_closing_ends_the_process(child: Child) -> None:
-    child.call("start", "Ada")
-    child.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(child.pid, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe")
-def test_a_child_ends_with_its_parent_in_the_middle_of_a_call(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    program = f"""
-from polarlm.bench.speed.child import Child
-child = Child("{MODULE}")
-child.call("start", "Ada")
-print(child.pid, flush=True)
-child.call("wait", {str(pipe)!r})
-"""
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    pid = int(parent.stdout.readline())
-    with pipe.open():  # the child has opened its end: it is in the call
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
-        _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=120)
-        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the parts are counted on Linux only")
@@ -134,19 +89,3 @@ def test_memory_is_that_of_the_process() -> None:
     assert during["now"] > after["now"]
     assert after["peak"] > during["now"] - (1 << 20)  # the system counts in batches
     assert after["private"] + after["file"] <= after["now"] + (1 << 20)
-
-
-def test_memory_elsewhere_is_what_psutil_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = Path.read_text
-
-    def no_proc(path: Path, *given: str, **named: str) -> str:
-        if path.is_relative_to("/proc"):
-            raise FileNotFoundError
-        return there(path, *given, **named)
-
-    pid = os.getpid()
-    now = memory(pid)["now"]
-    monkeypatch.setattr(Path, "read_text", no_proc)
-    found = memory(pid)
-    assert found.keys() == {"now"}
-    assert found["now"] == pytest.approx(now, rel=0.2)

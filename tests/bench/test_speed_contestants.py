@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.contestants import Subject
 from polarlm.bench.speed.ours import Ours, Streams
 from polarlm.bench.speed.peers import NoPeer
@@ -93,14 +92,6 @@ def test_a_rate_is_of_the_time_between_tokens_as_a_program_sees_them(
     assert ours.prompt_rate(ids(10)) == 10 / 5
     with pytest.raises(EngineError, match=r"^stopped after 3 of 4 tokens$"):
         ours.generation_rate(ids(8), ids(4))
-
-
-def test_a_prompt_is_computed_as_a_whole_and_stays_for_generation(ours: Ours, computed: list[int]) -> None:
-    for _ in range(2):
-        assert ours.prompt_rate(ids(128)) > 0
-    assert computed == [128, 128]
-    assert ours.generation_rate(ids(128), ids(3)) > 0
-    assert computed[2:] == [1]
 
 
 def test_bytes_are_those_of_all_matrices_that_a_step_reads(ours: Ours) -> None:
@@ -240,16 +231,6 @@ def test_the_peer_s_context_is_computed_once_and_all_runs_step_from_its_end(libr
     assert library.tokens == [3, 8], "another one from where they part"
 
 
-def test_the_peer_computes_a_prompt_as_a_whole_and_keeps_it(library: Library) -> None:
-    other = Model("model.gguf", 4096, 1, "f16")
-    for _ in range(2):
-        library.calls.clear()
-        assert other.prompt_rate(ids(3000)) > 0
-        assert library.calls == [(0, 2048), "done", (2048, 952), "done"]
-    other.generation_rate(ids(3000), [6, 7])
-    assert library.calls[4] == (3000, 1)
-
-
 def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoPeer, match=r"^cannot load the model$"):
         Model("model.bin", 99, 1, "f16")
@@ -263,13 +244,3 @@ def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_the_bandwidth_is_that_of_reading_all_bytes_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    largest = np.max
-    monkeypatch.setattr(np, "max", lambda part: (read.append(part.nbytes), largest(part))[1])
-    assert Memory(1 << 16).read_rate(threads) > 0
-    assert len(read) == 2 * threads
-    assert sum(read) == (1 << 16) + threads * 4, "after a look at the first number of each part"

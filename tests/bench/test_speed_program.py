@@ -9,13 +9,12 @@ import json
 import os
 import resource
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polarlm.bench.speed.child import Child, Failed
+from polarlm.bench.speed.child import Child
 from polarlm.bench.speed.peers import NoPeer, ik_llama_cpp
 from tests.conftest import FIXTURES
 
@@ -67,12 +66,6 @@ def test_llama_bench_says_what_it_was_built_with(program: str) -> None:
     assert about == {"version": "8337e4cd3 (build 4840)", "built_with": "AVX2 kernels; -fa 1 -rtr 1"}
 
 
-def test_the_start_of_a_program_ends_with_its_figures(program: str) -> None:
-    found = ik_llama_cpp.start("model.gguf", 64, 2, "f16", program).first_token([5] * 8)
-    assert 0 < found["seconds"] < 60
-    assert found["memory"]["peak"] > 1 << 20
-
-
 def test_what_llama_bench_cannot_do_is_named(program: str, tmp_path: Path) -> None:
     with pytest.raises(NoPeer, match=r"^llama-bench ended with exit code 1: .*failed to load model 'missing\.gguf'$"):
         ik_llama_cpp.start("missing.gguf", 64, 2, "f16", program).prompt_rate([5] * 8)
@@ -99,11 +92,3 @@ def test_a_program_ends_with_the_measurement_that_runs_it(tmp_path: Path) -> Non
     with pipe.open(encoding="utf-8") as held:  # opens when the program runs
         child.close()
         assert held.read() == "", "its end closes the pipe"
-
-
-def test_a_program_is_asked_in_a_process_of_ours(program: str) -> None:
-    with closing(Child("polarlm.bench.speed.peers.ik_llama_cpp")) as child:
-        child.call("start", "model.gguf", 64, 2, "f16", program)
-        assert child.call("about")["version"] == "8337e4cd3 (build 4840)"
-        with pytest.raises(Failed, match=r"^/no/llama-bench does not exist$"):
-            child.call("start", "model.gguf", 64, 2, "f16", "/no/llama-bench")

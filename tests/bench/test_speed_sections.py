@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +12,6 @@ from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.bench.speed import drafts, embeddings, starts
 from polarlm.bench.speed.__main__ import main
 from polarlm.bench.speed.drafts import Offer, Replay, offers
-from polarlm.bench.speed.experts import disk_rate
 from scripts.make_random_model import write
 from tests.random_model import random_model
 from tests.tiny import make_model
@@ -53,12 +48,12 @@ def test_answers_with_and_without_drafts_are_measured_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(drafts, "TASKS", {"copy": "the sea the sea the sea", "prose": "the end"})
-    flags = ["--only", "drafts", "--tokens", "30", "--repeat", "2", "--threads", "1"]
+    flags = ["--only", "drafts", "--tokens", "12", "--repeat", "1", "--threads", "1"]
     rows = measured(tmp_path, random_model(tmp_path), *flags)["rows"]
     assert [row["task"] for row in rows] == ["copy", "prose"]
     for row in rows:
         assert row["accepted_tokens"] <= row["drafted_tokens"]
-        assert len(row["plain"]) == len(row["drafted"]) == 2
+        assert len(row["plain"]) == len(row["drafted"]) == 1
         assert min(row["plain"] + row["drafted"] + [row["ratio"]]) > 0
     printed = capsys.readouterr()
     assert "| copy " in printed.out
@@ -72,7 +67,7 @@ def test_texts_of_an_encoder_are_measured_beside_batches_of_llama_cpp(
     """Slow: it writes an encoder and starts four processes."""
     path = tmp_path / "minilm.gguf"
     write(path, "minilm-l6", SHAPES["minilm-l6"], "q8_0", None)
-    monkeypatch.setattr(embeddings, "_PEER", "tests.bench.embedder")
+    monkeypatch.setattr(embeddings.llama_cpp_python, "__name__", "tests.bench.embedder")
     fixed, mixed = measured(tmp_path, path, "--only", "embeddings", "--tokens", "256", "--repeat", "2")["rows"]
     assert fixed["tokens"] == 256
     assert fixed["theirs"] == {str(size): [256 / size] * 2 for size in (128, 256, 512, 1024)}
@@ -94,13 +89,6 @@ def test_each_size_of_the_expert_cache_has_a_row(tmp_path: Path, capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| all ")
     assert " tokens/s" in lines[3]
-
-
-def test_the_disk_reads_at_some_rate(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(bytes(1 << 20))
-    rate = disk_rate(file, 1 << 12)
-    assert rate is None or rate > 0
 
 
 def test_each_way_to_the_first_token_has_a_line(
@@ -149,20 +137,3 @@ def test_what_is_made_ready_is_what_a_start_may_need_and_has(
 ) -> None:
     monkeypatch.setattr(starts.host_memory, "available", lambda: available)
     assert starts.memory_of_a_start(file_bytes) == size
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the most memory of a process is not told here")
-def test_memory_is_made_ready_by_a_process_that_writes_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    most: list[int] = []  # KiB
-
-    def run(command: Sequence[str], **settings: object) -> None:
-        python, flag, code, *arguments = command
-        status = f"{code}; print(open('/proc/self/status').read())"
-        printed = subprocess.check_output([python, flag, status, *arguments], text=True)
-        most.append(int(printed.split("VmHWM:")[1].split()[0]))
-
-    monkeypatch.setattr(starts, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
-    starts.ready_memory(100 << 20)
-    starts.ready_memory(0)
-    assert len(most) == 1
-    assert 100 << 10 < most[0] < 200 << 10

@@ -13,7 +13,6 @@ from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.states import exact_logprobs, exact_states, scored, served_states
 from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading import assembly
 from polarlm.engine.loading.assembly import Parts, assemble, with_cache
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer
@@ -72,16 +71,3 @@ def test_few_rows_of_logits_are_in_memory_at_a_time(parts: Parts, monkeypatch: p
     scored(parts.model, exact, parts.model, served_states(parts.model, IDS), IDS)
     assert sum(rows) == 2 * (len(IDS) - 1)
     assert max(rows) <= 64
-
-
-def test_models_share_their_weights(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "load_weights", None)
-    model = other(parts, "compact")
-    assert model.weights is parts.model.weights
-    assert model.store.shape.bits_per_value < 5 < 16 == parts.model.store.shape.bits_per_value
-
-
-def test_blocks_are_released(parts: Parts) -> None:
-    for states in (exact_states, served_states):
-        states(parts.model, IDS)
-        assert all(group.full.free == group.full.size for group in parts.model.store.groups)

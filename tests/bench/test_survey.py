@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -67,17 +65,6 @@ def test_a_window_is_as_long_as_memory_allows(tiny_path: Path, monkeypatch: pyte
     with pytest.raises(EngineError, match="too little") as caught:
         Survey(str(tiny_path), cache_types("f16,compact"), 256, NumpyOps(1), lambda sentence: None)
     assert caught.value.code == "out_of_memory"
-
-
-def test_a_closed_survey_holds_no_weights(tiny_path: Path) -> None:
-    """Speed is measured next, and loads them again."""
-    survey = surveyed(tiny_path, NumpyOps(1), "f16", "balanced")
-    weights = weakref.ref(survey._parts.model.weights)
-    assert weights() is not None
-    survey.close()
-    del survey
-    gc.collect()
-    assert weights() is None
 
 
 def test_no_type_is_compared_on_other_windows_than_the_rest(tiny_path: Path) -> None:

@@ -18,18 +18,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from tests.cuda.emulated import _KINDS
 from tests.cuda.fake_memory import CUDARuntimeError, Memory, MemoryPointer, Pools, UnownedMemory
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
 SHARED_WITHOUT_ASKING = 48 << 10  # static and dynamic together
-_KINDS = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
 
 
 class CUBLASError(CUDARuntimeError):
@@ -93,14 +92,13 @@ class Machine:
     order: list[tuple[str, int, int]] = field(default_factory=list)  # what GPUs wait for, and copies between them
     can_reach: bool = True
     reached: set[tuple[int, int]] = field(default_factory=set)  # GPUs that may read another one's memory
-    status: int = 0  # of getDeviceCount
+    status: int = 0  # what getDeviceCount returns
     capability: tuple[int, int] = (9, 0)
-    shared_memory: int = 228 << 10  # of a multiprocessor
-    malloc: Any = None  # of the pool in use; None: the common one
+    shared_memory: int = 228 << 10  # bytes of a multiprocessor
+    malloc: Any = None  # the pool in use; None: the common one
     recorded: list[Callable[[], None]] | None = None
     launches: list[str] = field(default_factory=list)
     compiled: list[str] = field(default_factory=list)  # texts
-    options: list[tuple[str, ...]] = field(default_factory=list)  # of those for an architecture of their own
     overlapped: list[str] = field(default_factory=list)  # launches that may begin before the one before them has ended
     functions: dict[int, _Kernel] = field(default_factory=dict)  # by handle
     roots: weakref.WeakValueDictionary[int, np.ndarray] = field(default_factory=weakref.WeakValueDictionary)
@@ -221,7 +219,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cupy, cuda, libs = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy_backends.cuda.libs")
     cuda.runtime = _runtime(machine)
     cuda.driver = SimpleNamespace(CUDADriverError=CUDADriverError)
-    cuda.nvrtc = _Nvrtc(machine)
+    cuda.nvrtc = SimpleNamespace(getVersion=lambda: (12, 4), getSupportedArchs=lambda: (80, 86, 89, 90))
     cuda.Stream = lambda non_blocking: _Stream(machine)
     cuda.Event, cuda.get_elapsed_time, cuda.get_current_stream = _Event, _elapsed, lambda: machine.stream
     cuda.MemoryPool = lambda allocator=None: Pools(machine, allocator)
@@ -247,56 +245,15 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cupy.get_default_memory_pool = lambda: machine.common
     cupy.RawModule = lambda **given: _module(machine, **given)
     cupy.RawKernel = _Kernel
-    core = ModuleType("cupy._core.core")
-    core.assemble_cupy_compiler_options = lambda options: (*options, "-I/headers")
-    inside = ModuleType("cupy._core")
-    inside.core = core
-    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends.cuda.libs": libs, "cupy._core": inside}
+    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends.cuda.libs": libs}
     return machine, {**modules, "cupy_backends": ModuleType("cupy_backends"), "cupy_backends.cuda": ModuleType("cuda")}
 
 
-def _module(machine: Machine, code: str = "", options: tuple[str, ...] = (), path: str = "") -> SimpleNamespace:
-    """Of a text, or of a file of `_Nvrtc`: a text is its own binary."""
-    text = code or Path(path).read_text()
-
+def _module(machine: Machine, code: str, options: tuple[str, ...]) -> SimpleNamespace:
     def get_function(name: str) -> _Kernel:
-        return _Kernel(machine, text, name)
+        return _Kernel(machine, code, name)
 
     return SimpleNamespace(compile=lambda: machine.compiled.append(code), get_function=get_function)
-
-
-@dataclass
-class _Nvrtc:
-    """CuPy's bindings of the compiler."""
-
-    machine: Machine
-    NVRTCError = CUDARuntimeError
-    programs: dict[int, str] = field(default_factory=dict)
-
-    def getVersion(self) -> tuple[int, int]:
-        return 12, 4
-
-    def getSupportedArchs(self) -> tuple[int, ...]:
-        return 80, 86, 89, 90
-
-    def createProgram(self, text: str, name: str, headers: tuple[()], names: tuple[()]) -> int:
-        self.programs[len(self.programs)] = text
-        return len(self.programs) - 1
-
-    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
-        self.machine.options.append(options)
-        self.machine.compiled.append(self.programs[program])
-        if "#error" in self.programs[program]:
-            raise CUDARuntimeError(6)
-
-    def getCUBIN(self, program: int) -> bytes:
-        return self.programs[program].encode()
-
-    def getProgramLog(self, program: int) -> str:
-        return "kernel.cu(1): error"
-
-    def destroyProgram(self, program: int) -> None:
-        self.programs[program] = ""
 
 
 def _runtime(machine: Machine) -> SimpleNamespace:
@@ -376,7 +333,7 @@ class _Event:
         self.awaited, self.timing = True, not disable_timing
         self._machine: Machine | None = None  # before it is recorded
         self._copies = 0
-        self.number: int | None = None  # of the GPU
+        self.number: int | None = None  # the GPU's
 
     @property
     def done(self) -> bool:
@@ -447,7 +404,7 @@ class _Kernel:
     machine: Machine
     text: str
     name: str
-    max_dynamic_shared_size_bytes: int | None = None  # of a launch, if it has been set
+    max_dynamic_shared_size_bytes: int | None = None  # most of a launch, if it has been set
 
     @property
     def kernel(self) -> Any:

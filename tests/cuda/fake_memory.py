@@ -6,9 +6,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tests.cuda.fake_cupy import Machine
 
 _ROUNDED = 512  # bytes: what pools hand out is a multiple of this
 
@@ -17,17 +20,6 @@ class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int):
         super().__init__(f"status {status}")
         self.status = status
-
-
-class Machine(Protocol):
-    """room: bytes of the GPU."""
-
-    room: int
-    current: int
-    memories: weakref.WeakSet[Memory]
-
-    @property
-    def allocated(self) -> int: ...
 
 
 class Memory:
@@ -61,7 +53,7 @@ class MemoryPointer:
 
 
 class Pools:
-    """A pool of each GPU; those of the current one are the pool's methods, as in CuPy."""
+    """A pool of each GPU; the methods are the current GPU's pool's, as in CuPy."""
 
     def __init__(self, machine: Machine, allocator: Callable[[int], MemoryPointer] | None = None):
         self._machine, self._allocator = machine, allocator

@@ -12,9 +12,9 @@ STEP = {"float": EPS32, "__half": float(np.finfo(np.float16).eps), "__nv_bfloat1
 # CUDA type → the weight format of such numbers.
 FORMATS = {"float": "f32", "__half": "f16", "__nv_bfloat16": "bf16"}
 
-# Two packed formats of q, k and v in one layer: the mixtures of llama.cpp, from those of two bits on; the formats that
-# take the place of these where rows are no whole blocks of 256; and those of eight experts, where k and v have q8_0.
-# The engine has q8_0 in the place of formats that a GPU does not read.
+# Two packed formats of q, k and v in one layer: the mixtures of llama.cpp, from two bits on; the formats that
+# replace them where rows are no whole blocks of 256; and the mixtures of eight experts, where k and v have q8_0.
+# The engine has q8_0 instead of formats that a GPU does not read.
 _OF_256 = [("q2_k", "q3_k"), ("q2_k", "q4_k"), ("q2_k", "q5_k"), ("q3_k", "q4_k"), ("q3_k", "q5_k"), ("q4_k", "q5_k")]
 _OF_256 += [("q4_k", "q6_k"), ("q5_k", "q6_k"), ("iq4_xs", "q5_k"), ("iq4_nl", "q5_k"), ("q8_0", "q4_k")]
 _OF_32 = [("q4_0", "q5_0"), ("q4_0", "q5_1"), ("q5_0", "q5_1"), ("q5_0", "q8_0"), ("q5_1", "q8_0"), ("iq4_nl", "q5_1")]
@@ -43,14 +43,3 @@ def poisoned(shape: tuple[int, ...], kind: str) -> np.ndarray:
     if kind == "__nv_bfloat16":
         return np.full(shape, 0xFFFF, np.uint16)
     return np.full(shape, np.nan, np.float16 if kind == "__half" else np.float32)
-
-
-def assert_as_exact_as_numpy(result: np.ndarray, exact: np.ndarray, plain: np.ndarray, kind: str) -> None:
-    """`result`, of type `kind`, is as near to `exact` (float64) as NumPy's float32 `plain`, but for its own rounding.
-
-    Four times NumPy's largest error: a kernel adds in another order, and approximates 1/√ and e^x to two more units.
-    """
-    values = read(result, kind)
-    allowed = 4 * max(np.abs(plain - exact).max(), EPS32 * np.abs(exact).max()) + STEP[kind] / 2 * np.abs(exact)
-    worst = np.abs(values - exact) - allowed
-    assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} values are off, by up to {np.nanmax(worst)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from polarlm.bench.gpu import nvrtc
 from tests.compiled import kept
+from tests.cuda import nvrtc
 from tests.kept_files import COMPILED
 
 Compile = Callable[[str, Sequence[str]], tuple[str, bytes]]

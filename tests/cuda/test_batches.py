@@ -18,7 +18,7 @@ from tests.cuda.emulated import open_device
 from tests.cuda.test_model_emulated import GREEDY, model_of
 from tests.cuda.test_sampler_inputs import everything
 
-LENGTHS = [3, 40, 16, 1, 31]  # of prompts: blocks have 16 tokens
+LENGTHS = [3, 40, 16, 1, 31]  # tokens of prompts; blocks have 16
 
 
 def test_a_bucket_takes_the_kernels_of_its_batches() -> None:

@@ -1,14 +1,14 @@
 """The CUDA emulator finds planted bugs, and names the line of each.
 
-In every text the line that goes wrong ends with `// here` (of a race, either end); the same lines without the bug are
-run as well.
+A text has its bug and what belongs there as `@bug|right@`. In the text with the bug the line that goes wrong ends with
+`// here` (either end of a race); the right text runs without an error.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,336 +21,282 @@ from tests.cuda_emulator import EmulatorError, Program
 SEEDS = [0, 1, 2, 3]
 
 
-def program(body: str, arguments: str = "float *y, const float *x") -> tuple[Program, list[int]]:
-    """A kernel `planted` with this body, and the numbers of its lines that say `here`."""
-    text = f'{prelude()}\n#line 1 "cuda/planted.cu"\nextern "C" __global__ void planted({arguments}) {{{body}}}\n'
-    after = text.split('"cuda/planted.cu"\n')[1]
-    return Program(text), [number for number, line in enumerate(after.splitlines(), 1) if "// here" in line]
+def program(body: str, arguments: str = "float *y, const float *x", defines: str = "") -> Program:
+    """A kernel `planted` with this body."""
+    kernel = f'extern "C" __global__ void planted({arguments}) {{{body}}}'
+    return Program(f'{defines}{prelude()}\n#line 1 "cuda/planted.cu"\n{kernel}\n')
 
 
-def assert_caught(body: str, words: str, *args: Any, arguments: str = "", **launch: Any) -> None:
-    """`words` is a pattern of the message; it is found in every order of threads."""
-    planted, lines = program(body, *([arguments] if arguments else []))
-    size = {"grid": (1,), "block": (64,), **launch}
-    for seed in SEEDS:
-        with pytest.raises(EmulatorError) as caught:
-            planted.launch("planted", size["grid"], size["block"], *args, shared=size.get("shared", 0), seed=seed)
-        message = str(caught.value)
-        assert re.search(words, message), message
-        places = [f"planted: cuda/planted.cu:{line}: " for line in lines]
-        assert message.startswith(tuple(places)), f"wanted {places}: {message}"
-
-
-def assert_passes(body: str, *args: Any, arguments: str = "", **launch: Any) -> None:
-    planted, _ = program(body, *([arguments] if arguments else []))
-    size = {"grid": (1,), "block": (64,), **launch}
-    for seed in SEEDS:
-        planted.launch("planted", size["grid"], size["block"], *args, shared=size.get("shared", 0), seed=seed)
-
-
-def arrays() -> tuple[np.ndarray, np.ndarray]:
+def arrays() -> tuple[np.ndarray, ...]:
     """y (64,), x (128,) float32."""
     return np.zeros(64, np.float32), np.arange(128, dtype=np.float32)
+
+
+def shared_sum() -> tuple[np.ndarray, ...]:
+    """y (3, 64), the total of its rows (64,), a count of blocks, x (64,)."""
+    return np.zeros((3, 64), np.float32), np.zeros(64, np.float32), np.zeros(1, np.int32), arrays()[1][:64]
+
+
+def table() -> tuple[Addresses]:
+    """Rows of addresses of two arrays: the first is written, the other only read."""
+    y, x = arrays()
+    return (Addresses([[y, x], [y, x]], written=1),)
+
+
+ARGUMENTS: dict[Callable[[], tuple], str] = {
+    arrays: "float *y, const float *x",
+    shared_sum: "float *y, float *total, int *count, const float *x",
+    table: "const unsigned long long *rows",
+}
+
+
+class Fault(NamedTuple):
+    """words: a pattern of the message. shared: bytes of dynamic shared memory."""
+
+    words: str
+    body: str
+    threads: int = 64
+    blocks: int = 1
+    shared: int = 0
+    args: Callable[[], tuple] = arrays
 
 
 REVERSE = """
     __shared__ float s[64];
     s[threadIdx.x] = x[threadIdx.x];  // here
     {barrier}
-    y[threadIdx.x] = s[63 - threadIdx.x];  // here
+    y[threadIdx.x] = s[{last} - threadIdx.x];  // here
 """
 
-
-def test_a_missing_block_barrier_is_caught() -> None:
-    y, x = arrays()
-    assert_caught(REVERSE.format(barrier=""), "race: load of shared memory|uninitialised", y, x)
-    assert_passes(REVERSE.format(barrier="__syncthreads();"), y, x)
-    np.testing.assert_array_equal(y, x[:64][::-1])
-
-
-def test_a_barrier_of_the_warp_is_not_one_of_the_block() -> None:
-    y, x = arrays()
-    assert_caught(REVERSE.format(barrier="__syncwarp();"), "race|uninitialised", y, x)
-    assert_passes(REVERSE.format(barrier="__syncwarp();").replace("63 -", "31 -"), y, x, block=(32,))
-
-
-def test_a_shuffle_does_not_order_memory() -> None:
-    y, x = arrays()
-    body = REVERSE.format(barrier="__shfl_sync(~0u, x[0], 0);").replace("63 -", "31 -")
-    assert_caught(body, "race", y, x, block=(32,))
-
-
-def test_a_missing_barrier_before_reuse_of_shared_memory_is_caught() -> None:
-    body = """
-    __shared__ float s[64];
-    for (int i = 0; i < 2; ++i) {
-        s[threadIdx.x] = x[threadIdx.x + i];  // here
-        __syncthreads();
-        y[threadIdx.x] = s[63 - threadIdx.x];  // here
-        BARRIER
-    }
-    """
-    y, x = arrays()
-    assert_caught(body.replace("BARRIER", ""), "race: (load|store) of shared memory", y, x)
-    assert_passes(body.replace("BARRIER", "__syncthreads();"), y, x)
-
-
-@pytest.mark.parametrize(("barrier", "threads", "other"), [("__syncthreads()", 64, 63), ("__syncwarp()", 32, 31)])
-def test_a_thread_may_change_what_others_read_before_a_barrier(barrier: str, threads: int, other: int) -> None:
-    body = f"""
+CHANGED = """
     __shared__ float s[64];
     s[threadIdx.x] = x[threadIdx.x];
     {barrier};
-    const float v = s[{other} - threadIdx.x] + s[0];  // here
-    BARRIER
+    const float v = s[{last} - threadIdx.x] + s[0];  // here
+    @|{barrier};@
     s[threadIdx.x] += v;  // here
     y[threadIdx.x] = s[threadIdx.x];
-    """
-    y, x = arrays()
-    assert_passes(body.replace("BARRIER", f"{barrier};"), y, x, block=(threads,))
-    np.testing.assert_array_equal(y[:threads], other)
-    assert_caught(body.replace("BARRIER", ""), "race: (load|store) of shared memory", y, x, block=(threads,))
-
-
-def test_a_race_in_global_memory_within_a_block_is_caught() -> None:
-    body = """
-    y[threadIdx.x] = x[threadIdx.x];  // here
-    BARRIER
-    y[63 - threadIdx.x] += 1.0f;  // here
-    """
-    y, x = arrays()
-    assert_caught(body.replace("BARRIER", ""), "race: (load|store|atomic) of global memory", y, x)
-    assert_passes(body.replace("BARRIER", "__syncthreads();"), y, x)
-
-
-def test_a_race_between_blocks_is_caught() -> None:
-    y, x = arrays()
-    assert_caught("\nif (threadIdx.x == 0) y[0] = y[0] + x[blockIdx.x];  // here\n", "between blocks", y, x, grid=(3,))
-    assert_passes("if (threadIdx.x == 0) atomicAdd(y, x[blockIdx.x]);", y, x, grid=(3,))
-    assert y[0] == len(SEEDS) * (0 + 1 + 2)
-
-
-LAST_BLOCK = """
-    __shared__ int last;
-    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
-    BARRIER
-    if (threadIdx.x == 0) {
-        RELEASE
-        const int before = atomicAdd(count, 1);
-        ACQUIRE
-        last = before + 1 == gridDim.x;
-    }
-    __syncthreads();
-    if (!last) return;
-    float sum = 0;
-    for (int b = 0; b < gridDim.x; ++b) sum += y[64 * b + (threadIdx.x + 1) % 64];  // here
-    __syncthreads();
-    total[threadIdx.x] = sum;
-    if (threadIdx.x == 0) atomicExch(count, 0);
 """
-
-
-@pytest.mark.parametrize("missing", ["BARRIER", "RELEASE", "ACQUIRE", ""])
-def test_the_last_block_reads_what_others_have_stored_before_a_fence_and_an_atomic(missing: str) -> None:
-    lines = {"BARRIER": "__syncthreads();", "RELEASE": "__threadfence();", "ACQUIRE": "__threadfence();"}
-    body = LAST_BLOCK
-    for name, line in lines.items():
-        body = body.replace(name, "" if name == missing else line)
-    x = np.arange(64, dtype=np.float32)
-    y, total, count = np.zeros((3, 64), np.float32), np.zeros(64, np.float32), np.zeros(1, np.int32)
-    arguments = "float *y, float *total, int *count, const float *x"
-    if missing:
-        words = "race between blocks: load"
-        assert_caught(body, words, y, total, count, x, arguments=arguments, grid=(3,))
-        return
-    assert_passes(body, y, total, count, x, arguments=arguments, grid=(3,))
-    np.testing.assert_array_equal(total, 3 * np.roll(x, -1))
-    assert count == 0
-
-
-@pytest.mark.parametrize("missing", ["RELEASE", ""])
-def test_every_thread_may_have_a_fence_of_its_own(missing: str) -> None:
-    """Before the barrier that orders it before the atomic of one thread."""
-    body = """
-    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
-    RELEASE
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    if (atomicAdd(count, 1) + 1 < gridDim.x) return;
-    __threadfence();
-    for (int i = 0; i < 64 * gridDim.x; ++i) total[0] += y[i];  // here
-    atomicExch(count, 0);
-    """.replace("RELEASE", "" if missing else "__threadfence();")
-    x = np.arange(64, dtype=np.float32)
-    y, total, count = np.zeros((3, 64), np.float32), np.zeros(1, np.float32), np.zeros(1, np.int32)
-    check = assert_caught if missing else assert_passes
-    words = ["race between blocks: load"] if missing else []
-    check(body, *words, y, total, count, x, arguments="float *y, float *total, int *count, const float *x", grid=(3,))
-
-
-def test_a_store_after_the_fence_is_not_passed_on() -> None:
-    body = """
-    if (threadIdx.x) return;
-    const int ORDER;
-    if (before + 1 < gridDim.x) return;
-    __threadfence();
-    for (int b = 0; b < gridDim.x; ++b) total[0] += y[b];  // here
-    """
-    store = "y[blockIdx.x] = x[blockIdx.x];"
-    atomic = "before = atomicAdd(count, 1)"
-    x = np.arange(64, dtype=np.float32)
-    arguments = "float *y, float *total, int *count, const float *x"
-    for late in (True, False):
-        order = f"__threadfence(); {store}" if late else f"{store} __threadfence();"
-        text = body.replace("const int ORDER", f"{order} const int {atomic}")
-        y, total, count = np.zeros(3, np.float32), np.zeros(1, np.float32), np.zeros(1, np.int32)
-        planted, _ = program(text, arguments)
-        if late:
-            with pytest.raises(EmulatorError, match="race between blocks: load"):
-                planted.launch("planted", (3,), (64,), y, total, count, x)
-        else:
-            planted.launch("planted", (3,), (64,), y, total, count, x)
-            assert total == 0 + 1 + 2
-
-
-def test_a_misaligned_vector_load_is_caught() -> None:
-    body = """
-    const float4 v = *reinterpret_cast<const float4 *>(x + threadIdx.x + OFFSET);  // here
-    y[threadIdx.x] = v.x + v.w;
-    """
-    y, x = arrays()
-    assert_caught(body.replace("OFFSET", "1"), "misaligned", y, x, block=(8,))
-    assert_passes(body.replace("threadIdx.x + OFFSET", "4 * threadIdx.x"), y, x, block=(8,))
-
-
-def test_an_index_past_a_buffer_is_caught() -> None:
-    y, x = arrays()
-    body = "\ny[threadIdx.x + 1] = x[threadIdx.x];  // here\n"
-    assert_caught(body, r"out of bounds: store of 4 bytes at byte 256 of a buffer of 256 bytes", y, x)
-
-
-def test_an_index_past_a_shared_array_is_caught() -> None:
-    body = """
-    __shared__ float s[64];
-    s[threadIdx.x + 1] = x[threadIdx.x];  // here
-    __syncthreads();
-    y[threadIdx.x] = s[threadIdx.x];
-    """
-    y, x = arrays()
-    assert_caught(body, "out of bounds", y, x)
-
-
-def test_an_index_past_dynamic_shared_memory_is_caught() -> None:
-    body = """
-    DYNAMIC_SHARED(float, s);
-    s[threadIdx.x] = x[threadIdx.x];  // here
-    y[threadIdx.x] = s[threadIdx.x];
-    """
-    y, x = arrays()
-    assert_caught(body, "byte 252 of 252 bytes of dynamic shared memory", y, x, shared=252)
-    assert_passes(body, y, x, shared=256)
-
-
-def test_reading_uninitialised_shared_memory_is_caught() -> None:
-    body = """
-    __shared__ float s[64];
-    if (threadIdx.x < COUNT) s[threadIdx.x] = x[threadIdx.x];
-    __syncthreads();
-    y[threadIdx.x] = s[threadIdx.x];  // here
-    """
-    y, x = arrays()
-    assert_caught(body.replace("COUNT", "63"), "uninitialised", y, x)
-    assert_passes(body.replace("COUNT", "64"), y, x)
-
 
 COPY = """
     __shared__ __align__(16) float s[64];
     if (threadIdx.x < 16) cp_async<16>(s + 4 * threadIdx.x, x + 4 * threadIdx.x);
     cp_async_commit();
-    if (threadIdx.x < 16) cp_async<16>(s + 4 * threadIdx.x, x + 64 + 4 * threadIdx.x);
     cp_async_commit();
-    cp_async_wait<LEFT>();
-    __syncthreads();
+    cp_async_wait<{left}>();
+    {barrier}
     y[threadIdx.x] = s[threadIdx.x];  // here
     cp_async_wait<0>();
 """
 
+# The last block adds what all have stored.
+LAST_BLOCK = """
+    __shared__ int last;
+    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
+    {barrier}
+    if (threadIdx.x == 0) {{
+        {release}
+        const int before = atomicAdd(count, 1);
+        {acquire}
+        last = before + 1 == gridDim.x;
+    }}
+    __syncthreads();
+    if (!last) return;
+    float sum = 0;
+    for (int b = 0; b < gridDim.x; ++b) sum += y[64 * b + (threadIdx.x + 1) % 64];  // here
+    total[threadIdx.x] = sum;
+"""
+RIGHT = {"barrier": "__syncthreads();", "release": "__threadfence();", "acquire": "__threadfence();"}
+BETWEEN = "race between blocks: load"
 
-def test_reading_before_a_copy_is_waited_for_is_caught() -> None:
-    y, x = arrays()
-    once = "\n".join(line for line in COPY.splitlines() if "x + 64" not in line)
-    assert_caught(once.replace("LEFT", "2"), "cp.async has not been waited for", y, x)
-    assert_passes(once.replace("LEFT", "1"), y, x)
-    np.testing.assert_array_equal(y, x[:64])
+
+def last_block(missing: str) -> Fault:
+    return Fault(BETWEEN, LAST_BLOCK.format(**RIGHT | {missing: f"@|{RIGHT[missing]}@"}), blocks=3, args=shared_sum)
 
 
-def test_a_copy_without_a_barrier_is_caught() -> None:
-    y, x = arrays()
-    once = "\n".join(line for line in COPY.splitlines() if "x + 64" not in line and "syncthreads" not in line)
-    assert_caught(once.replace("LEFT", "0"), "race|has not been waited for|uninitialised", y, x)
+TABLES = "\nfloat *const *tables = reinterpret_cast<float *const *>(rows);\n{line}  // here\n"
 
-
-def test_a_barrier_in_divergent_code_is_caught() -> None:
-    body = """
+FAULTS = {
+    "a missing barrier": Fault("race: load|uninitialised", REVERSE.format(barrier="@|__syncthreads();@", last=63)),
+    "a barrier of the warp alone": Fault(
+        "race|uninitialised", REVERSE.format(barrier="@__syncwarp()|__syncthreads()@;", last=63)
+    ),
+    "a shuffle, which orders no memory": Fault(
+        "race", REVERSE.format(barrier="@__shfl_sync(~0u, x[0], 0)|__syncwarp()@;", last=31), threads=32
+    ),
+    "reuse of shared memory before a barrier": Fault(
+        "race: (load|store) of shared memory",
+        """
+    __shared__ float s[64];
+    for (int i = 0; i < 2; ++i) {
+        s[threadIdx.x] = x[threadIdx.x + i];  // here
+        __syncthreads();
+        y[threadIdx.x] = s[63 - threadIdx.x];  // here
+        @|__syncthreads();@
+    }
+    """,
+    ),
+    "a change of what others read": Fault(
+        "race: (load|store) of shared memory", CHANGED.format(barrier="__syncthreads()", last=63)
+    ),
+    "a change of what others of the warp read": Fault(
+        "race: (load|store) of shared memory", CHANGED.format(barrier="__syncwarp()", last=31), threads=32
+    ),
+    "a race in global memory within a block": Fault(
+        "race: (load|store|atomic) of global memory",
+        """
+    y[threadIdx.x] = x[threadIdx.x];  // here
+    @|__syncthreads();@
+    y[63 - threadIdx.x] += 1.0f;  // here
+    """,
+    ),
+    "a race between blocks": Fault(
+        "between blocks",
+        "\nif (threadIdx.x == 0) @y[0] = y[0] + x[blockIdx.x]|atomicAdd(y, x[blockIdx.x])@;  // here\n",
+        blocks=3,
+    ),
+    "the last block, without a barrier": last_block("barrier"),
+    "the last block, without a fence before the atomic": last_block("release"),
+    "the last block, without a fence after the atomic": last_block("acquire"),
+    "threads without fences of their own before the barrier": Fault(
+        BETWEEN,
+        """
+    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
+    @|__threadfence();@
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    if (atomicAdd(count, 1) + 1 < gridDim.x) return;
+    __threadfence();
+    for (int i = 0; i < 64 * gridDim.x; ++i) total[0] += y[i];  // here
+    """,
+        blocks=3,
+        args=shared_sum,
+    ),
+    "a store after the fence": Fault(
+        BETWEEN,
+        """
+    if (threadIdx.x) return;
+    @__threadfence(); y[blockIdx.x] = x[blockIdx.x];|y[blockIdx.x] = x[blockIdx.x]; __threadfence();@
+    if (atomicAdd(count, 1) + 1 < gridDim.x) return;
+    __threadfence();
+    for (int b = 0; b < gridDim.x; ++b) total[0] += y[b];  // here
+    """,
+        blocks=3,
+        args=shared_sum,
+    ),
+    "a misaligned load": Fault(
+        "misaligned",
+        """
+    const float4 v = *reinterpret_cast<const float4 *>(x + @threadIdx.x + 1|4 * threadIdx.x@);  // here
+    y[threadIdx.x] = v.x + v.w;
+    """,
+        threads=8,
+    ),
+    "an index past a buffer": Fault(
+        "out of bounds: store of 4 bytes at byte 256 of a buffer of 256 bytes",
+        "\ny[threadIdx.x + @1|0@] = x[threadIdx.x];  // here\n",
+    ),
+    "an index past a shared array": Fault(
+        "out of bounds",
+        """
+    __shared__ float s[64];
+    s[threadIdx.x + @1|0@] = x[threadIdx.x];  // here
+    y[threadIdx.x] = s[threadIdx.x @+ 1|@];
+    """,
+    ),
+    "an index past dynamic shared memory": Fault(
+        "byte 256 of 256 bytes of dynamic shared memory",
+        """
+    DYNAMIC_SHARED(float, s);
+    s[threadIdx.x + @1|0@] = x[threadIdx.x];  // here
+    y[threadIdx.x] = s[threadIdx.x @+ 1|@];
+    """,
+        shared=256,
+    ),
+    "uninitialised shared memory": Fault(
+        "uninitialised",
+        """
+    __shared__ float s[64];
+    if (threadIdx.x < @63|64@) s[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    y[threadIdx.x] = s[threadIdx.x];  // here
+    """,
+    ),
+    "a copy that is not waited for": Fault(
+        "cp.async has not been waited for", COPY.format(left="@2|1@", barrier="__syncthreads();")
+    ),
+    "a copy without a barrier": Fault(
+        "race|has not been waited for|uninitialised", COPY.format(left=0, barrier="@|__syncthreads();@")
+    ),
+    "barriers in divergent code": Fault(
+        "divergent barrier.* line [57], .* line [57]",
+        """
     __shared__ float s[64];
     s[threadIdx.x] = x[threadIdx.x];
-    if (threadIdx.x < 32)
-        { __syncthreads(); y[threadIdx.x] = s[0]; }
+    if (threadIdx.x < @32|64@)
+        { __syncthreads(); y[threadIdx.x] = s[0]; }  // here
     else
-        { __syncthreads(); y[threadIdx.x] = s[1]; }
-    """
-    y, x = arrays()
-    planted, _ = program(body)
+        { __syncthreads(); y[threadIdx.x] = s[1]; }  // here
+    """,
+    ),
+    "a barrier after some threads have returned": Fault(
+        "divergent barrier|deadlock",
+        "\nif (threadIdx.x >= @40|64@) return;\n__syncthreads();  // here\ny[threadIdx.x] = x[0];\n",
+    ),
+    "a shuffle in divergent code": Fault(
+        "deadlock.*__shfl_xor_sync in line 3",
+        """
+    float v = x[threadIdx.x];
+    if (threadIdx.x < 16) v += __shfl_xor_sync(@0xffffffffu|0xffffu@, v, 1);  // here
+    y[threadIdx.x] = v;
+    """,
+        threads=32,
+    ),
+    "a store to a const argument": Fault(
+        "declared const", "\nif (threadIdx.x == 0) @const_cast<float *>(x)|y@[0] = 1.0f;  // here\n"
+    ),
+    "a store to an array of a table that is only read": Fault(
+        "declared const", TABLES.format(line="if (threadIdx.x == 0) tables[@3|2@][0] = 1.0f;"), args=table
+    ),
+    "an index past an array of a table": Fault(
+        "out of bounds", TABLES.format(line="tables[0][threadIdx.x] = tables[1][threadIdx.x + @65|64@];"), args=table
+    ),
+    "an undefined shift": Fault("shift", "\ny[threadIdx.x] = 1 << (int)x[threadIdx.x @|% 16@];  // here\n"),
+}
+
+
+@pytest.mark.parametrize("name", [*FAULTS][::5])
+def test_a_fault_is_caught_in_every_order_of_threads(name: str) -> None:
+    check(FAULTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_caught_in_every_order_of_threads(name: str) -> None:
+    """Each is found by a check of its own. Slow because g++ compiles two texts for each."""
+    check(FAULTS[name])
+
+
+def check(fault: Fault) -> None:
+    pattern, arguments = re.compile(r"@([^@|]*)\|([^@]*)@"), ARGUMENTS[fault.args]
+    wrong, right = (program(pattern.sub(rf"\{number}", fault.body), arguments) for number in (1, 2))
+    lines = [number for number, line in enumerate(fault.body.splitlines(), 1) if "// here" in line]
+    places = tuple(f"planted: cuda/planted.cu:{line}: " for line in lines)
     for seed in SEEDS:
-        with pytest.raises(EmulatorError, match=r"planted\.cu:[57]: .*divergent barrier.* line [57], .* line [57]"):
-            planted.launch("planted", (1,), (64,), y, x, seed=seed)
+        launch = (fault.blocks,), (fault.threads,)
+        right.launch("planted", *launch, *fault.args(), shared=fault.shared, seed=seed)
+        with pytest.raises(EmulatorError, match=fault.words) as caught:
+            wrong.launch("planted", *launch, *fault.args(), shared=fault.shared, seed=seed)
+        assert str(caught.value).startswith(places), f"wanted {places}: {caught.value}"
 
 
-def test_a_barrier_after_some_threads_have_returned_is_caught() -> None:
-    y, x = arrays()
-    planted, _ = program("\nif (threadIdx.x >= 40) return;\n__syncthreads();\ny[threadIdx.x] = x[0];\n")
-    for seed in SEEDS:
-        with pytest.raises(EmulatorError, match=r"planted\.cu:3: .*(divergent barrier|deadlock)"):
-            planted.launch("planted", (1,), (64,), y, x, seed=seed)
+def test_the_last_block_adds_what_the_others_have_stored() -> None:
+    y, total, count, x = shared_sum()
+    program(LAST_BLOCK.format(**RIGHT), ARGUMENTS[shared_sum]).launch("planted", (3,), (64,), y, total, count, x)
+    np.testing.assert_array_equal(total, 3 * np.roll(x, -1))
 
 
-def test_a_shuffle_in_divergent_code_is_caught() -> None:
-    y, x = arrays()
-    body = "\nfloat v = x[threadIdx.x];\nif (threadIdx.x < 16) v += __shfl_xor_sync(MASK, v, 1);\ny[threadIdx.x] = v;\n"
-    planted, _ = program(body.replace("MASK", "0xffffffffu"))
-    for seed in SEEDS:
-        with pytest.raises(EmulatorError, match=r"planted\.cu:3: .*deadlock.*__shfl_xor_sync in line 3"):
-            planted.launch("planted", (1,), (32,), y, x, seed=seed)
-    assert_passes(body.replace("MASK", "0xffffu"), y, x, block=(32,))
-
-
-def test_a_store_to_a_const_argument_is_caught() -> None:
-    y, x = arrays()
-    assert_caught("\nconst_cast<float *>(x)[0] = 1.0f;  // here\n", "declared const", y, x)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("tables[3][0] = 1.0f;", "declared const"),
-        ("tables[0][threadIdx.x] = tables[1][threadIdx.x + 65];", "out of bounds"),
-        ("tables[2][64 + threadIdx.x] = 1.0f;", "out of bounds"),
-    ],
-)
-def test_arrays_of_a_table_of_addresses_are_checked(line: str, words: str) -> None:
-    """As those that are arguments themselves: one array is written, the other only read."""
-    y, x = arrays()
-    body = "\nfloat *const *tables = reinterpret_cast<float *const *>(rows);\n{line}  // here\n"
-    table, arguments = Addresses([[y, x], [y, x]], written=1), "const unsigned long long *rows"
-    assert_caught(body.format(line=line), words, table, arguments=arguments)
-    line = "tables[2][threadIdx.x] = tables[1][threadIdx.x + 64];"
-    assert_passes(body.format(line=line), table, arguments=arguments)
-    np.testing.assert_array_equal(y, x[64:])
-
-
-def test_an_undefined_shift_is_caught() -> None:
-    y, x = arrays()
-    assert_caught("\ny[threadIdx.x] = 1 << (int)x[threadIdx.x];  // here\n", "shift", y, x)
+# -- what a launch may not be ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,7 +314,7 @@ def test_an_undefined_shift_is_caught() -> None:
     ],
 )
 def test_arguments_that_do_not_fit_the_signature_are_refused(args: tuple[Any, ...], words: str) -> None:
-    planted, _ = program("y[0] = x[0];", "float *y, const float *x, int n")
+    planted = program("y[0] = x[0];", "float *y, const float *x, int n")
     with pytest.raises(EmulatorError, match=words):
         planted.launch("planted", (1,), (1,), *args)
 
@@ -386,7 +332,6 @@ def test_more_threads_than_the_launch_bounds_are_refused() -> None:
         planted.launch("planted", (1,), (96,), y)
 
 
-OVERLAPPED = "#define OVERLAPS 1\n"
 WAITS = """
     const float weight = x[threadIdx.x];  // here
     {wait}
@@ -396,10 +341,9 @@ WAITS = """
 
 def overlapped(body: str, x: np.ndarray) -> None:
     """Launches a kernel that may begin before the launch before it has ended."""
-    arguments = 'extern "C" __global__ void planted(float *y, const float *x)'
-    text = f'{OVERLAPPED}{prelude()}\n#line 1 "cuda/planted.cu"\n{arguments} {{{body}}}\n'
+    planted = program(body, defines="#define OVERLAPS 1\n")
     for seed in SEEDS:
-        Program(text).launch("planted", (1,), (64,), arrays()[0], x, seed=seed)
+        planted.launch("planted", (1,), (64,), arrays()[0], x, seed=seed)
 
 
 def test_a_load_before_the_launch_before_has_ended() -> None:

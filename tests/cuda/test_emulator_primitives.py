@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.device.kernel_source import prelude, source
+from polarlm.engine.backends.cuda.device.kernel_source import prelude
 from tests.cuda.formats import read, store
 from tests.cuda_emulator import Program
 
@@ -43,19 +43,6 @@ def test_floats_round_to_the_nearest_even_short_float(rng: np.random.Generator, 
     body = f"for (int i = t; i < n[0]; i += 256) y[i] = from_float<{kind}>(x[i]);"
     run(body, f"{kind} *y, const float *x, const int *n", y, x, np.array([len(x)], np.int32), threads=256)
     np.testing.assert_array_equal(y.view(np.uint16), expected.view(np.uint16))
-
-
-def test_half_arithmetic_rounds_once(rng: np.random.Generator) -> None:
-    a, b, c = (rng.standard_normal(256).astype(np.float16) for _ in range(3))
-    y = np.zeros((3, 256), np.float16)
-    body = """
-    y[t] = __hadd(a[t], b[t]);
-    y[256 + t] = __hmul2(__halves2half2(a[t], a[t]), __halves2half2(b[t], b[t])).y;
-    y[512 + t] = __hfma(a[t], b[t], c[t]);
-    """
-    run(body, "__half *y, const __half *a, const __half *b, const __half *c", y, a, b, c, threads=256)
-    exact = a.astype(np.float64) * b + c.astype(np.float64)
-    np.testing.assert_array_equal(y, np.stack([a + b, a * b, exact.astype(np.float16)]))
 
 
 @pytest.mark.parametrize(
@@ -123,22 +110,6 @@ def test_atomics_lose_no_update() -> None:
     assert extremes.tolist() == [95, 192]
 
 
-def test_byte_perm_and_shifts_equal_their_definition(rng: np.random.Generator) -> None:
-    a, b = (rng.integers(0, 2**32, 32, dtype=np.uint32) for _ in range(2))
-    y = np.zeros((3, 32), np.uint32)
-    body = (
-        "y[t] = __byte_perm(a[t], b[t], 0x2c50); y[32 + t] = __funnelshift_r(a[t], b[t], t); y[64 + t] = __brev(a[t]);"
-    )
-    run(body, "unsigned *y, const unsigned *a, const unsigned *b", y, a, b)
-    eight = np.stack([a, b], axis=1).view(np.uint8).reshape(32, 8)
-    sign = np.where(eight[:, 4] & 128, 255, 0).astype(np.uint8)  # nibble c: the sign of byte 4
-    picked = np.stack([eight[:, 0], eight[:, 5], sign, eight[:, 2]], axis=1)
-    np.testing.assert_array_equal(y[0], np.ascontiguousarray(picked).view(np.uint32)[:, 0])
-    wide = a.astype(object) + b.astype(object) * 2**32
-    assert y[1].tolist() == [(value >> shift) % 2**32 for shift, value in enumerate(wide)]
-    assert y[2].tolist() == [int(f"{value:032b}"[::-1], 2) for value in a]
-
-
 @pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
 def test_mma_equals_the_matrix_product(rng: np.random.Generator, kind: str) -> None:
     """Fragments by hand, as the PTX ISA draws them: lane l has row l / 4 and columns 2 · (l % 4), + 1 of each tile."""
@@ -165,38 +136,6 @@ def test_mma_equals_the_matrix_product(rng: np.random.Generator, kind: str) -> N
     np.testing.assert_array_equal(d, a @ b + 1)
 
 
-def test_tiles_from_shared_memory_are_fragments() -> None:
-    """ldmatrix brings A row by row: a lane has two neighbours of row t / 4 of each tile of 8 × 8."""
-    a = np.arange(256, dtype=np.uint16).reshape(16, 16)
-    y = np.zeros((32, 4), np.uint32)
-    body = """
-    __shared__ __align__(16) unsigned short tile[16][16];
-    for (int i = t; i < 256; i += 32) tile[i / 16][i % 16] = a[i];
-    __syncwarp();
-    unsigned left[4];
-    ldmatrix_x4(left, &tile[t % 16][t / 16 * 8]);
-    for (int i = 0; i < 4; ++i) y[4 * t + i] = left[i];
-    """
-    run(body, "unsigned *y, const unsigned short *a", y, a)
-    tiles = a.reshape(2, 8, 2, 4, 2).transpose(1, 3, 2, 0, 4).reshape(32, 4, 2)  # row, pair, tile of columns and rows
-    np.testing.assert_array_equal(y.view(np.uint16).reshape(32, 4, 2), tiles)
-
-
-def test_movmatrix_transposes() -> None:
-    x = np.arange(64, dtype=np.uint16).reshape(8, 8)
-    y = np.zeros(32, np.uint32)
-    run("y[t] = movmatrix_transposed(x[t]);", "unsigned *y, const unsigned *x", y, x.view(np.uint32).ravel())
-    np.testing.assert_array_equal(y.view(np.uint16).reshape(8, 8), x.T)
-
-
-@pytest.mark.parametrize("same", [0, 19])
-def test_lanes_with_equal_bits_shuffle_among_themselves(same: int) -> None:
-    y = np.zeros(32, np.uint32)
-    run(f"y[t] = shuffle_among<{same}>(100 + t, 3 * t);", "unsigned *y", y)
-    lanes = np.arange(32)
-    np.testing.assert_array_equal(y, 100 + ((lanes & same) | (3 * lanes % 32 & ~same)))
-
-
 def test_seeds_change_the_order_of_threads() -> None:
     orders = []
     for seed in range(4):
@@ -206,17 +145,6 @@ def test_seeds_change_the_order_of_threads() -> None:
         orders.append(order.tolist())
     assert orders[0] == list(range(64)) == orders[1][::-1]
     assert orders[2] != orders[3]
-
-
-def test_launches_without_checks_give_the_same_result() -> None:
-    text = source("activate_mul", ACT="float", ACTIVATION="silu")
-    gate_up = np.linspace(-4, 4, 32, dtype=np.float32).reshape(1, 32)
-    results = []
-    for checked in (True, False):
-        y = np.zeros((1, 16), np.float32)
-        Program(text, checked=checked).launch("activate_mul_kernel", (1, 1), (32,), y, gate_up, np.int32(16))
-        results.append(y)
-    np.testing.assert_array_equal(*results)
 
 
 # -- as wrong as a GPU may be ----------------------------------------------------------------------------------------

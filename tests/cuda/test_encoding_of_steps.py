@@ -14,9 +14,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
@@ -27,7 +25,7 @@ from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import open_device
 
 N, KV_HEADS, D = 16, 2, 16
-TYPES = ("ring4", "ring3.5"), ("polarquant", "f16"), ("ring4", "ring3.5"), ("ring4", "ring3.5")  # of layers
+TYPES = ("ring4", "ring3.5"), ("polarquant", "f16"), ("ring4", "ring3.5"), ("ring4", "ring3.5")  # a pair for each layer
 WINDOWS = None, None, 1000, None
 
 
@@ -140,13 +138,3 @@ def test_layers_and_sequences_together_have_the_codes_of_each_alone(is_fed_back:
         for name, array in wanted.items():
             np.testing.assert_array_equal(given[name], array)
     assert not np.array_equal(together[0]["keys"], together[2]["keys"])
-
-
-def test_layers_and_sequences_together_have_the_codes_of_numpy() -> None:
-    on_device, on_host = (store_of(ops, 3) for ops in (CudaOps(open_device()), NumpyOps()))
-    given, wanted = blocks_of(on_device, together=True), blocks_of(on_host, together=False)
-    for layer in range(len(TYPES)):
-        fields = converted(on_device.cache(layer).format, 3, given[layer], FIELDS)
-        assert fields.keys() == wanted[layer].keys()
-        for name, array in wanted[layer].items():
-            np.testing.assert_array_equal(fields[name], array, err_msg=name)

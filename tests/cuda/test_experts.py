@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,8 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops, Routing
 from polarlm.engine.errors import EngineError
-from polarlm.engine.model.layers import Eps
-from polarlm.engine.model.layers.experts import Experts as Layer
-from polarlm.engine.model.layers.experts import ExpertsWeights
-from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, get
-from polarlm.model_loaders.config import Experts, GatedMLP, is_gated
+from polarlm.engine.weight_formats import ExpertLinear, Matrix, get
+from polarlm.model_loaders.config import Experts, is_gated
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 from tests.cuda.test_warm_up import Watched
@@ -96,12 +92,6 @@ def test_a_row_whose_logits_are_not_finite_has_nan_for_weights(
     assert all(sorted(set(row)) == sorted(row) and min(row) >= 0 and max(row) < 40 for row in ids.tolist())
     wanted = HOST.route(logits[3:], rule)
     np.testing.assert_array_equal(ids[3:], wanted.ids)
-
-
-def test_a_bias_that_is_not_a_number_is_chosen_last(ops: CudaOps, rng: np.random.Generator) -> None:
-    bias = np.array([np.nan, 0, 0, -np.inf], np.float32)
-    ids, _ = routed(ops, np.zeros((1, 4), np.float32), Experts(4, 4, 16), bias)
-    assert ids.tolist() == [[1, 2, 0, 3]]
 
 
 # -- their results -----------------------------------------------------------------------------------------------
@@ -235,39 +225,6 @@ def test_without_an_activation_results_are_the_products_of_both(
     assert np.abs(ops.to_host(into) - wanted).max() <= 4 * STEP[kind] * np.abs(wanted - before).max() + 1e-6
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu_squared"])
-def test_halves_are_activated_as_by_numpy(ops: CudaOps, rng: np.random.Generator, activation: str) -> None:
-    x = normal(rng, 5, 2 * F)
-    found = ops.to_host(ops.activate_halves(ops.to_device(x), activation))
-    np.testing.assert_allclose(found, HOST.activate_halves(x, activation), rtol=1e-5, atol=1e-6)
-
-
-def test_a_row_without_finite_logits_gives_nan_to_itself_only(ops: CudaOps, rng: np.random.Generator) -> None:
-    gate_up, _ = both(ops, rng, stored_experts(rng, ("f16", "f16"), F, E), False)
-    down, _ = both(ops, rng, stored_experts(rng, ("f16",), E, F), False)
-    logits, x = normal(rng, 3, COUNT), normal(rng, 3, E)
-    logits[1, 2] = np.nan
-    routing = ops.route(ops.to_device(logits), Experts(COUNT, 2, F))
-    y = ops.to_host(ops.experts(ops.to_device(x), routing, gate_up, down, "silu"))
-    assert np.isnan(y).all(axis=1).tolist() == np.isnan(y).any(axis=1).tolist() == [False, True, False]
-
-
-def test_other_rows_do_not_change_a_row(ops: CudaOps, rng: np.random.Generator) -> None:
-    """Pairs one by one, a few rows of an expert, and many, of which no expert or one has most."""
-    gate_up, _ = both(ops, rng, stored_experts(rng, ("q8_0", "q8_0"), F, E), True)
-    down, _ = both(ops, rng, stored_experts(rng, ("q8_0",), E, F), True)
-    x, logits = normal(rng, 150, E), normal(rng, 150, COUNT)
-    logits[10:, 4] += 2
-
-    def of(rows: int) -> np.ndarray:
-        routing = ops.route(ops.to_device(logits[:rows]), Experts(COUNT, 3, F))
-        return ops.to_host(ops.experts(ops.to_device(x[:rows]), routing, gate_up, down, "silu"))
-
-    results = [of(rows) for rows in (1, 2, 20, 66, 150)]
-    for few, many in itertools.pairwise(results):
-        assert np.abs(few - many[: len(few)]).max() <= 4 * STEP["__half"] * np.abs(many).max()
-
-
 def test_experts_that_are_not_whole_tiles_are_refused(ops: CudaOps, rng: np.random.Generator) -> None:
     with pytest.raises(EngineError, match=r"matrices of 8 rows in q8_0.*run it with device=cpu"):
         ops.load_experts(stored_experts(rng, ("q8_0",), 8, E))
@@ -280,64 +237,7 @@ def test_experts_in_several_formats_are_refused(ops: CudaOps, rng: np.random.Gen
         ops.load_experts(stored)
 
 
-def test_matrices_of_experts_are_those_of_the_file(ops: CudaOps, rng: np.random.Generator) -> None:
-    stored = stored_experts(rng, ("q4_0", "q4_0"), 16, E)
-    (held,) = ops.load_experts(stored)
-    assert held.shape == (COUNT * 32, E)
-    values = np.concatenate([matrix.values for expert in stored for matrix in expert])
-    assert np.abs(ops.rows(held) - values).max() <= STEP["__half"] * np.abs(values).max()
-
-
 # -- a layer -----------------------------------------------------------------------------------------------------
-
-SHAPE = Experts(
-    COUNT, 2, F, scoring="sigmoid", renormalize=True, choice_bias=True, shared=GatedMLP(48), shared_gate=True
-)
-
-
-def layer_of(ops: Ops, seed: int) -> Layer:
-    """With a shared network that has a gate, and a norm behind the result."""
-    rng, values = np.random.default_rng(seed), {}
-
-    def one(rows: int, width: int) -> Linear:
-        return Linear(ops.load([StoredArray(normal(rng, rows, width) / np.sqrt(width), "f16")]))
-
-    for name, rows, width in (("gate_up", F, E), ("down", E, F)):
-        made = [
-            [
-                StoredArray(normal(rng, rows, width) / np.sqrt(width), "f16")
-                for _ in range(2 if name == "gate_up" else 1)
-            ]
-            for _ in range(COUNT)
-        ]
-        values[name] = ExpertLinear(COUNT, ops.load_experts(made), ops.to_device(normal(rng, COUNT, 64)))
-    weights = ExpertsWeights(
-        ops.to_device(normal(rng, E)),
-        one(COUNT, E),
-        ops.to_device(normal(rng, COUNT)),
-        values["gate_up"],
-        values["down"],
-        one(1, E),
-        one(96, E),
-        one(E, 48),
-        ops.to_device(normal(rng, E)),
-    )
-    return Layer(ops, SHAPE, Eps(EPS, EPS), weights)
-
-
-@pytest.mark.parametrize(("rows", "recorded"), [(1, True), (3, True), (70, True), (70, False)])
-def test_a_layer_of_experts_is_that_of_numpy(rng: np.random.Generator, rows: int, recorded: bool) -> None:
-    """Nothing of a recorded layer reads memory of the device on the host."""
-    x, results = normal(rng, rows, E), []
-    for ops in (CudaOps(open_device(checked=rows < 60)), HOST):
-        layer = layer_of(ops, 1)
-
-        def add(x: Any, layer: Layer = layer) -> Any:
-            layer.add(x, adapters=None, recorded=recorded)
-            return x
-
-        results.append(ops.to_host(ops.run_graph("layer", add, [x.copy()]) if recorded else add(ops.to_device(x))))
-    assert np.abs(results[0] - results[1]).max() <= 4 * STEP["__half"] * np.abs(results[1]).max()
 
 
 # Formats with a kernel each.

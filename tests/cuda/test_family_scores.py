@@ -1,7 +1,7 @@
 """Every family as a whole engine on the device: how far its log-probabilities are from NumPy's.
 
 The measure is how far NumPy with the roundings of the kernels is, in the median and at 95 % of a text's tokens; at 90 %
-where there are codes, of which a few flip. The largest difference is none: where a router's logits nearly tie, another
+where there are codes, a few of which flip. The largest difference is none: where a router's logits nearly tie, another
 expert is chosen, which all later tokens see. So of three texts the middle one counts.
 """
 
@@ -21,7 +21,7 @@ from tests.cuda.programs import on_gpu
 from tests.cuda.test_model_emulated import Rounded, SameWeights
 from tests.tiny import VOCABULARY, load_tiny, make_model
 
-TEXTS = np.random.default_rng(0).integers(5, VOCABULARY, (3, 150)).tolist()  # of three blocks
+TEXTS = np.random.default_rng(0).integers(5, VOCABULARY, (3, 150)).tolist()  # each has three blocks
 ANSWER = SamplingParams(max_tokens=5, temperature=2, seed=0, ignore_eos=True, logprobs=0)
 MOST = 1.5, 2.0, 2.0  # times the measure: in the median, at 95 or 90 %, and of an answer's few tokens in the median
 # Whole texts and windows, shared K/V, sink scores, experts, short convolutions, gated delta rules, Mamba 2.
@@ -54,8 +54,8 @@ def check(folder: Path, record_property: Callable[[str, object], None], fixture:
 
 
 def differences(path: Path, types: str) -> np.ndarray:
-    """Of NumPy with the kernels' roundings, and of the device: the median and 95 or 90 % of a text's tokens, and in
-    full precision, where steps read what scoring reads, the median of answers: (2, 2) or (2, 3)."""
+    """How far NumPy with the kernels' roundings is off, and the device: the median and 95 or 90 % of a text's tokens.
+    In full precision, where steps read what scoring reads, also the median of answers: (2, 2) or (2, 3)."""
     in_full = types == "f16"
     device = CudaOps(open_device(checked=False))
     with load_tiny(path, ops=device, cache_type=types, ctx_size=256) as engine:

@@ -12,7 +12,6 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from tests.cuda.formats import EPS32, FORMATS, STEP, poisoned, read, store
 from tests.cuda.programs import Program
-from tests.pairs import each
 
 EPS = 1e-5
 SEEDS = [0, 1, 2]
@@ -74,112 +73,6 @@ def exact_and_allowed(case: Case, act: str, kind: str) -> tuple[np.ndarray, np.n
     return exact, allowed + 4 * EPS32 * np.abs(exact)
 
 
-CASES = [
-    # weights, ROWS, WARPS_OUT, (rows, in, out), with a bias and added to what is in y
-    ("__half", 16, 1, (9, 1032, 40), True),
-    ("__nv_bfloat16", 16, 2, (16, 136, 65), False),
-    ("__half", 24, 2, (17, 520, 64), True),
-    ("__half", 64, 4, (64, 136, 128), True),
-    ("__nv_bfloat16", 64, 8, (50, 328, 260), True),
-    ("float", 8, 1, (7, 520, 35), True),
-]
-PRODUCT = {"__half": "__half", "__nv_bfloat16": "__nv_bfloat16", "float": "__half"}  # of weights: the type of x
-
-
-@pytest.mark.parametrize(("weight", "most", "warps_out", "shape", "more"), CASES)
-def test_gemm_small_equals_the_product(
-    rng: np.random.Generator, weight: str, most: int, warps_out: int, shape: tuple[int, int, int], more: bool
-) -> None:
-    rows, n, out = shape
-    act = PRODUCT[weight]
-    case = made(rng, act, weight, shape, 0, more)
-    x, w, bias, _, before = case
-    exact, allowed = exact_and_allowed(case, act, weight)
-    run = program(ACT=act, WEIGHT=FORMATS[weight], ROWS=most, WARPS_OUT=warps_out, ADD=int(more))
-    for seed in SEEDS[: 1 if n > 1000 else None]:
-        y = poisoned((rows, out), "float") if before is None else before.copy()
-        args = (y, x, w.view(np.uint8), bias, *sizes(rows, n, out))
-        grid = (-(-out // (32 * warps_out)), 1)
-        run.launch("gemm_small_kernel", grid, (256,), *args, shared=shared_bytes(most, warps_out), seed=seed)
-        worst = np.abs(y - exact) - allowed
-        assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} are off, by up to {np.nanmax(worst)}"
-
-
-@pytest.mark.parametrize(("kernel", "weight"), each(["gemv", "gemm_small", "gemm_small_sum"], FORMATS))
-def test_the_output_may_be_columns_of_a_wider_array(rng: np.random.Generator, kernel: str, weight: str) -> None:
-    """Nothing beside them is written."""
-    rows, n, out = 3, 264, 21
-    act = "float" if kernel == "gemv" else PRODUCT[weight]
-    x, w, bias, _, _ = case = made(rng, act, weight, (rows, n, out), 0, True)
-    exact, allowed = exact_and_allowed((*case[:4], None), act, weight)
-    whole = np.full((rows, out + 11), 7, np.float32)
-    y = whole[:, 5 : 5 + out]
-    numbers = np.int32(rows), np.int32(n), np.int32(out), np.int64(out + 11)
-    if kernel == "gemv":
-        run = program("gemv", ACT="float", WEIGHT=FORMATS[weight], ROWS=4, OUTPUTS=4, NORMED=0, ADD=0)
-        run.launch("gemv_kernel", (1,), (256,), y, x, w.view(np.uint8), bias, None, *numbers, np.float32(EPS))
-    else:
-        run = program(ACT=act, WEIGHT=FORMATS[weight], ROWS=8, WARPS_OUT=1, ADD=0)
-        parts = 1 if kernel == "gemm_small" else 2
-        sums = y if parts == 1 else poisoned((parts, rows, out), "float")
-        args = sums, x, w.view(np.uint8), bias if parts == 1 else None, *numbers
-        run.launch("gemm_small_kernel", (1, parts), (256,), *args, shared=shared_bytes(8, 1))
-        if parts > 1:
-            args = y, sums, bias, np.int32(parts), np.int32(rows), np.int32(out), np.int64(out + 11)
-            run.launch("gemm_small_sum_kernel", (1,), (64,), *args)
-    assert (np.abs(y - exact) <= allowed).all()
-    assert (np.delete(whole, np.s_[5 : 5 + out], axis=1) == 7).all()
-
-
-@pytest.mark.parametrize(("parts", "more"), [(3, True), (7, False)])
-def test_sums_of_parts_add_up_to_the_product(rng: np.random.Generator, parts: int, more: bool) -> None:
-    """Parts of several stages, and more parts than stages."""
-    shape = rows, n, out = 20, 1000, 70
-    case = made(rng, "__half", "__half", shape, 0, more)
-    x, w, bias, _, before = case
-    exact, allowed = exact_and_allowed(case, "__half", "__half")
-    run = program(ACT="__half", WEIGHT="f16", ROWS=24, WARPS_OUT=2, ADD=int(more))
-    sums, y = np.full((parts, rows, out), np.nan, np.float32), poisoned((rows, out), "float")
-    args: tuple[Any, ...] = sums, x, w.view(np.uint8), bias, *sizes(rows, n, out)
-    run.launch("gemm_small_kernel", (2, parts), (256,), *args, shared=shared_bytes(24, 2))
-    y = y if before is None else before.copy()
-    args = (y, sums, bias, np.int32(parts), np.int32(rows), np.int32(out), np.int64(out))
-    run.launch("gemm_small_sum_kernel", (-(-rows * out // 64),), (64,), *args)
-    assert (np.abs(y - exact) <= allowed).all()
-
-
-def test_inputs_beyond_half_precision_saturate() -> None:
-    x = np.zeros((3, 8), np.float32)
-    x[0, 1], x[1, 2], x[2, 3] = 1e6, -1e6, np.nan
-    w, y = np.ones((1, 8), np.float16), np.full((3, 1), 7, np.float32)
-    run = program("gemv", ACT="float", WEIGHT="f16", ROWS=4, OUTPUTS=4, NORMED=0)
-    run.launch("gemv_kernel", (1,), (256,), y, x, w.view(np.uint8), None, None, *sizes(3, 8, 1), np.float32(EPS))
-    np.testing.assert_array_equal(y[:, 0], [65504, -65504, np.nan])
-
-
-@pytest.mark.parametrize(
-    ("split", "shape", "normed"),
-    [
-        (1, (1, 4104, 33), 1),
-        (4, (3, 1800, 9), 1),
-        (8, (4, 72, 3), 0),
-    ],
-)
-def test_gemv_adds_the_sums_of_warps_that_share_an_output(
-    rng: np.random.Generator, split: int, shape: tuple[int, int, int], normed: int
-) -> None:
-    """Split over warps that have a part of the inputs each (or none), and added to what is in y."""
-    rows, n, out = shape
-    x, w, bias, norm, before = made(rng, "float", "__half", shape, normed, True)
-    exact, allowed = exact_and_allowed((x, w, bias, norm, before), "float", "__half")
-    run = program("gemv", ACT="float", WEIGHT="f16", ROWS=rows, OUTPUTS=4, NORMED=normed, ADD=1, SPLIT=split)
-    for seed in SEEDS:
-        y = np.array(before)
-        args = (y, x, w.view(np.uint8), bias, norm, *sizes(rows, n, out), np.float32(EPS))
-        run.launch("gemv_kernel", (-(-out * split // 32),), (256,), *args, seed=seed)
-        assert (np.abs(y - exact) <= allowed).all()
-
-
 def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[gate | up] (rows, 2F) in float64 and how far it may be off → silu(gate) · up, and how far that may be.
 
@@ -190,54 +83,115 @@ def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return silu * up, 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(silu) * off_up + 16 * EPS32 * np.abs(gate * up)
 
 
+BESIDE = 5  # columns on either side of a result in a wider array
+
+
+def expected(case: Case, act: str, weight: str, is_gated: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The result in float64, and how far it may be off."""
+    both = exact_and_allowed(case, act, weight)
+    return gated(*both) if is_gated else both
+
+
+def target(before: np.ndarray | None, rows: int, out: int) -> tuple[np.ndarray, np.ndarray]:
+    """An array of sevens, and columns of it for a result: poisoned, or with what is to be added to."""
+    whole = np.full((rows, out + 2 * BESIDE), 7, np.float32)
+    y = whole[:, BESIDE : BESIDE + out]
+    y[...] = poisoned((rows, out), "float") if before is None else before
+    return whole, y
+
+
+def assert_close(whole: np.ndarray, y: np.ndarray, exact: np.ndarray, allowed: np.ndarray) -> None:
+    """And nothing beside the columns of the result is written."""
+    worst = np.abs(y - exact) - allowed
+    assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} are off, by up to {np.nanmax(worst)}"
+    assert (np.delete(whole, np.s_[BESIDE : BESIDE + y.shape[1]], axis=1) == 7).all()
+
+
+PRODUCT = {"__half": "__half", "__nv_bfloat16": "__nv_bfloat16", "float": "__half"}  # type of weights → type of x
+
+
 @pytest.mark.parametrize(
-    ("rows", "warps_out", "shape", "parts", "biased"),
+    ("weight", "most", "warps_out", "shape", "parts", "more", "activation"),
     [
-        (16, 1, (9, 776, 24), 1, True),
-        (16, 1, (16, 264, 50), 3, False),
-        (64, 4, (50, 520, 70), 3, True),
+        ("__half", 16, 1, (9, 1032, 40), 1, True, None),
+        ("__nv_bfloat16", 64, 8, (50, 328, 260), 1, True, None),
+        ("float", 8, 1, (7, 520, 35), 2, False, None),  # with parts, gemm_small_sum adds their sums
+        ("__half", 24, 2, (20, 1000, 70), 7, True, None),  # more parts than stages
+        ("__half", 16, 1, (9, 776, 48), 1, False, "silu"),
+        ("__half", 64, 4, (50, 520, 140), 3, False, "silu"),  # outputs that end within a warp's 16
     ],
 )
-def test_gemm_small_applies_the_activation(
+def test_gemm_small_equals_the_product(
     rng: np.random.Generator,
-    rows: int,
+    weight: str,
+    most: int,
     warps_out: int,
     shape: tuple[int, int, int],
     parts: int,
-    biased: bool,
+    more: bool,
+    activation: str | None,
 ) -> None:
-    """Outputs that fill a block's tile, and that end within a warp's 16."""
-    count, n, out = shape
-    x, w, bias, _, _ = made(rng, "__half", "__half", (count, n, 2 * out), 0, biased)
-    exact, allowed = gated(*exact_and_allowed((x, w, bias, None, None), "__half", "__half"))
-    run = program(ACT="__half", WEIGHT="f16", ROWS=rows, WARPS_OUT=warps_out, ADD=0, ACTIVATION="silu")
-    numbers = sizes(count, n, out)
-    grid, shared = (-(-2 * out // (32 * warps_out)), parts), shared_bytes(rows, warps_out)
-    for seed in SEEDS:
-        y = poisoned((count, out), "float")
-        sums = y if parts == 1 else poisoned((parts, count, 2 * out), "float")
+    """shape: rows, inputs and outputs. more: with a bias, and added to what is in y."""
+    rows, n, out = shape
+    act, width = PRODUCT[weight], out // 2 if activation else out
+    x, w, bias, _, before = case = made(rng, act, weight, shape, 0, more)
+    exact, allowed = expected(case, act, weight, activation is not None)
+    gate = {} if activation is None else {"ACTIVATION": activation}
+    run = program(ACT=act, WEIGHT=FORMATS[weight], ROWS=most, WARPS_OUT=warps_out, ADD=int(more), **gate)
+    for seed in SEEDS[: 1 if n > 1000 else None]:
+        whole, y = target(before, rows, width)
+        stride = np.int64(whole.shape[1])
+        sums = y if parts == 1 else np.full((parts, rows, out), np.nan, np.float32)
+        numbers = np.int32(rows), np.int32(n), np.int32(width), stride if parts == 1 else np.int64(width)
         args: tuple[Any, ...] = sums, x, w.view(np.uint8), bias if parts == 1 else None, *numbers
-        run.launch("gemm_small_kernel", grid, (256,), *args, shared=shared, seed=seed)
+        grid = (-(-out // (32 * warps_out)), parts)
+        run.launch("gemm_small_kernel", grid, (256,), *args, shared=shared_bytes(most, warps_out), seed=seed)
         if parts > 1:
-            args = y, sums, bias, np.int32(parts), np.int32(count), np.int32(out), np.int64(out)
-            run.launch("gemm_small_sum_kernel", (-(-count * out // 64),), (64,), *args, seed=seed)
-        assert (np.abs(y - exact) <= allowed).all()
+            args = y, sums, bias, np.int32(parts), np.int32(rows), np.int32(width), stride
+            run.launch("gemm_small_sum_kernel", (-(-rows * width // 64),), (64,), *args, seed=seed)
+        assert_close(whole, y, exact, allowed)
 
 
 @pytest.mark.parametrize(
-    ("split", "shape", "normed", "biased"),
-    [(1, (1, 1032, 35), 1, True), (2, (3, 520, 8), 0, False), (8, (4, 2104, 5), 1, True)],
+    ("weight", "split", "shape", "normed", "more", "activation"),
+    [
+        ("__nv_bfloat16", 1, (3, 264, 21), 0, False, None),
+        ("__half", 1, (1, 4104, 33), 1, True, None),
+        ("__half", 4, (3, 1800, 9), 1, True, None),
+        ("float", 8, (4, 72, 3), 0, True, None),  # more warps than parts of the inputs
+        ("__half", 2, (3, 520, 16), 0, False, "silu"),
+        ("__half", 8, (4, 2104, 10), 1, False, "silu"),
+    ],
 )
-def test_gemv_applies_the_activation(
-    rng: np.random.Generator, split: int, shape: tuple[int, int, int], normed: int, biased: bool
+def test_gemv_equals_the_product(
+    rng: np.random.Generator,
+    weight: str,
+    split: int,
+    shape: tuple[int, int, int],
+    normed: int,
+    more: bool,
+    activation: str | None,
 ) -> None:
+    """split: warps that share an output. more: with a bias, and added to what is in y."""
     rows, n, out = shape
-    x, w, bias, norm, _ = made(rng, "float", "__half", (rows, n, 2 * out), normed, biased)
-    exact, allowed = gated(*exact_and_allowed((x, w, bias, norm, None), "float", "__half"))
-    constants = {"ROWS": rows, "OUTPUTS": 4, "NORMED": normed, "ACTIVATION": "silu", "SPLIT": split}
+    width = out // 2 if activation else out
+    x, w, bias, norm, before = case = made(rng, "float", weight, shape, normed, more)
+    exact, allowed = expected(case, "float", weight, activation is not None)
+    gate = {} if activation is None else {"ACTIVATION": activation}
+    constants = {"ROWS": rows, "OUTPUTS": 4, "NORMED": normed, "ADD": int(more), "SPLIT": split, **gate}
+    run = program("gemv", ACT="float", WEIGHT=FORMATS[weight], **constants)
     for seed in SEEDS:
-        y = poisoned((rows, out), "float")
-        args = y, x, w.view(np.uint8), bias, norm, *sizes(rows, n, out), np.float32(EPS)
-        run = program("gemv", ACT="float", WEIGHT="f16", **constants)
-        run.launch("gemv_kernel", (-(-2 * out * split // 32),), (256,), *args, seed=seed)
-        assert (np.abs(y - exact) <= allowed).all()
+        whole, y = target(before, rows, width)
+        numbers = np.int32(rows), np.int32(n), np.int32(width), np.int64(whole.shape[1])
+        args = y, x, w.view(np.uint8), bias, norm, *numbers, np.float32(EPS)
+        run.launch("gemv_kernel", (-(-out * split // 32),), (256,), *args, seed=seed)
+        assert_close(whole, y, exact, allowed)
+
+
+def test_inputs_beyond_half_precision_saturate() -> None:
+    x = np.zeros((3, 8), np.float32)
+    x[0, 1], x[1, 2], x[2, 3] = 1e6, -1e6, np.nan
+    w, y = np.ones((1, 8), np.float16), np.full((3, 1), 7, np.float32)
+    run = program("gemv", ACT="float", WEIGHT="f16", ROWS=4, OUTPUTS=4, NORMED=0)
+    run.launch("gemv_kernel", (1,), (256,), y, x, w.view(np.uint8), None, None, *sizes(3, 8, 1), np.float32(EPS))
+    np.testing.assert_array_equal(y[:, 0], [65504, -65504, np.nan])

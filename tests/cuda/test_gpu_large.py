@@ -35,7 +35,7 @@ _STORED = 1 << 30  # bytes of the KV store and of the work of steps, at most
 
 @pytest.fixture(autouse=True)
 def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Of all processes, since each test may take gigabytes, which it gives back for the tests of the others."""
+    """One of all processes, since each test may take gigabytes, which it gives back for the tests of the others."""
     fcntl = pytest.importorskip("fcntl", reason="processes take turns by locks of Linux")
     with (tmp_path_factory.getbasetemp().parent / "large.lock").open("w") as lock:  # that folder is for all of them
         fcntl.flock(lock, fcntl.LOCK_EX)

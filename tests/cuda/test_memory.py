@@ -52,11 +52,10 @@ from polarlm.model_loaders.config import (
     ShortConv,
     is_gated,
 )
-from tests.pairs import each
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
-MEMORY = int(23.4e9), 24 * GB  # of a GPU on which driver and desktop take some
+MEMORY = int(23.4e9), 24 * GB  # free and total of a GPU on which driver and desktop take some
 
 
 class Counting(TracingDevice):
@@ -272,11 +271,33 @@ CONFIGS = {
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 
 
-@pytest.mark.parametrize(("name", "types", "tokens"), each(CONFIGS, TYPES, [2048, 70, 9000, 2048]))
+@pytest.mark.parametrize(
+    ("name", "types", "tokens"),
+    [
+        ("8B", TYPES[0], 2048),
+        ("odd", TYPES[2], 70),
+        ("embeddings of layers", TYPES[1], 9000),
+        ("experts and a shared network", TYPES[0], 9000),
+        ("gated delta rules", TYPES[0], 2048),
+        ("Mamba 2, experts without gates", TYPES[1], 70),
+    ],
+)
 def test_prompt_bytes_bounds_the_peak_of_a_prompt(name: str, types: tuple[str, str], tokens: int) -> None:
+    check_prompt(CONFIGS[name], types, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_prompt_bytes_bounds_the_peak_of_every_prompt(config: ModelConfig) -> None:
+    """Tokens, the model's sizes and the types decide together at which op of a prompt the peak is."""
+    for types, tokens in itertools.product(TYPES, (70, 2048, 9000)):
+        check_prompt(config, types, tokens)
+
+
+def check_prompt(config: ModelConfig, types: tuple[str, str], tokens: int) -> None:
     """Never more, and at least two thirds of it, since what is counted in vain is missing in the store. Logits of all
     rows of a block are what scoring asks for."""
-    config, device = CONFIGS[name], Counting()
+    device = Counting()
     model = model_of(device, config, types, tokens + 64, 1)
     load = Load(config, model.store.shape.format(0), tokens, 1)
     prompt(model, 1)  # rotations are on the device
@@ -287,17 +308,22 @@ def test_prompt_bytes_bounds_the_peak_of_a_prompt(name: str, types: tuple[str, s
     assert 2 / 3 * counted <= device.peak - before <= counted
 
 
+@pytest.mark.parametrize("name", ["8B", "odd", "embeddings of layers", "gated delta rules"])
+def test_step_bytes_bounds_the_peak_of_steps(name: str) -> None:
+    check_steps(CONFIGS[name], TYPES[0])
+
+
 @pytest.mark.slow
-def test_prompt_bytes_bounds_the_peak_of_every_prompt() -> None:
-    """Slow: tokens, the model's sizes and the types decide together at which op of a prompt the peak is."""
-    for case in itertools.product(CONFIGS, TYPES, [70, 2048, 9000]):
-        test_prompt_bytes_bounds_the_peak_of_a_prompt(*case)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_step_bytes_bounds_the_peak_of_steps_of_every_model(config: ModelConfig) -> None:
+    """A model's sizes and the types decide together which op of a step needs most."""
+    for types in TYPES:
+        check_steps(config, types)
 
 
-@pytest.mark.parametrize(("name", "types"), each(CONFIGS, TYPES))
-def test_step_bytes_bounds_the_peak_of_steps(name: str, types: tuple[str, str]) -> None:
+def check_steps(config: ModelConfig, types: tuple[str, str]) -> None:
     """For every number of sequences that there may be; results and inputs included."""
-    config, device, most = CONFIGS[name], Counting(), 70
+    device, most = Counting(), 70
     model = model_of(device, config, types, 64, most)
     sequences = [prompt(model, 3) for _ in range(most)]
     for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 70):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -87,24 +85,6 @@ def test_an_error_is_that_of_every_launch_and_not_of_the_wait() -> None:
         with pytest.raises(RuntimeError, match="error"):
             modules.get("wrong")
     assert len(compiler.begun) == 2  # as without the thread, a launch compiles again after an error
-
-
-@pytest.mark.slow
-def test_a_program_does_not_wait_for_texts_that_nobody_needs() -> None:
-    """Three texts take a second each; the one that has begun is finished, the others are left."""
-    program = (
-        "import time\n"
-        "from polarlm.engine.backends.cuda.device.modules import Modules\n"
-        "def compile(text):\n"
-        "    print(text, flush=True)\n"
-        "    time.sleep(1)\n"
-        "modules = Modules(compile, 1)\n"
-        "for text in 'abc':\n"
-        "    modules.expect(text)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() in (["a"], [])
-    assert not done.stderr
 
 
 def test_a_core_is_left_to_what_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Matrices of two packed formats in one launch, on the emulator: the results are those of two launches, to the bit."""
+"""Matrices of two packed formats in one launch, on the emulator: results equal two launches' to the bit."""
 
 from __future__ import annotations
 
@@ -46,42 +46,18 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "joins", lambda *given: False)
 
 
+TWO = ("q4_k", "q6_k")
+
+
 @pytest.mark.parametrize(
-    ("rows", "first", "second"),
-    [(1, "q4_k", "q6_k"), (2, "q5_0", "q8_0"), (3, "q8_0", "q2_k"), (8, "q4_k", "q6_k"), (16, "q5_0", "q8_0")],
-)
-def test_two_formats_in_one_launch_give_the_results_of_two_launches(
-    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, first: str, second: str, rows: int
-) -> None:
-    """With a norm before, a bias, and a sum after it; neither matrix ends with a tile."""
-    width = 3 * 256
-    w = Linear(ops.load([stored(rng, 70, first, width), stored(rng, 37, second, width)]), None)
-    x, norm, before = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), width, (rows, 107)))
-    with_bias = Linear(w.parts, ops.to_device(rng.standard_normal(107).astype(np.float32)))
-
-    def results() -> list[np.ndarray]:
-        normed = ops.linear(ops.to_device(x), w, norm=(ops.to_device(norm), EPS))
-        added = ops.linear(ops.to_device(x), with_bias, residual=ops.to_device(before))
-        return [ops.to_host(normed), ops.to_host(added)]
-
-    together = results()
-    kernel = "gemv_packed_kernel" if rows <= GEMV_ROWS else "gemm_packed_kernel"
-    assert products(ops) in ([], [kernel] * 2)
-    apart(monkeypatch)
-    for one, other in zip(together, results(), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert products(ops) in ([], [kernel] * 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rows", "formats", "activation", "processors"),
+    ("rows", "formats", "gated", "processors"),
     [
-        (1, ("q4_k", "q6_k"), None, 1),  # fewer blocks than sets of tiles, of both formats
-        (12, ("q4_k", "q6_k"), None, 1),
-        (1, ("q4_k", "q5_k"), "silu", 6),  # follows the product, since no block has both
-        (5, ("q4_k", "q5_k"), "silu", 6),
-        (1, ("q4_k", "q5_k", "q6_k"), None, 6),  # the third one has a launch of its own
+        (1, TWO, False, 6),
+        (2, ("q5_0", "q8_0"), False, 6),
+        (16, ("q5_0", "q8_0"), False, 6),
+        (12, TWO, False, 1),  # fewer blocks than sets of tiles, of both formats
+        (5, ("q4_k", "q5_k"), True, 6),  # an activation follows the product, since no block has both formats
+        (1, ("q4_k", "q5_k", "q6_k"), False, 6),  # the third one has a launch of its own
     ],
 )
 def test_formats_in_one_launch_give_the_results_of_single_launches(
@@ -90,17 +66,30 @@ def test_formats_in_one_launch_give_the_results_of_single_launches(
     monkeypatch: pytest.MonkeyPatch,
     rows: int,
     formats: tuple[str, ...],
-    activation: str | None,
+    gated: bool,
     processors: int,
 ) -> None:
-    """On a GPU with few multiprocessors too, of three formats, and with an activation."""
+    """With a norm before, and with a bias and a sum after it; matrices end within a tile unless they are gated."""
     monkeypatch.setattr(EmulatedDevice, "processors", processors)
-    w = Linear(ops.load([stored(rng, 160, name, 512) for name in formats[::-1]]))
-    x = ops.to_device(rng.standard_normal((rows, 512)).astype(np.float32))
-    together = ops.to_host(ops.linear(x, w, activation=activation))
-    assert len(products(ops)) in (0, len(formats) - 1)
+    width, outputs = 3 * 256, (80, 48, 32) if gated else (70, 37, 21)
+    parts = ops.load([stored(rng, out, name, width) for out, name in zip(outputs, formats, strict=False)])
+    total = sum(outputs[: len(formats)])
+    x, norm, before = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), width, (rows, total)))
+    bias = ops.to_device(rng.standard_normal(total).astype(np.float32))
+
+    def results() -> list[np.ndarray]:
+        activation = "silu" if gated else None
+        normed = ops.linear(ops.to_device(x), Linear(parts), norm=(ops.to_device(norm), EPS), activation=activation)
+        added = ops.linear(ops.to_device(x), Linear(parts, bias), residual=ops.to_device(before))
+        return [ops.to_host(normed), ops.to_host(added)]
+
+    together = results()
+    kernel = "gemv_packed_kernel" if rows <= GEMV_ROWS else "gemm_packed_kernel"
+    assert products(ops) in ([], [kernel] * 2 * (len(formats) - 1))
     apart(monkeypatch)
-    np.testing.assert_array_equal(together, ops.to_host(ops.linear(x, w, activation=activation)))
+    for one, other in zip(together, results(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert products(ops) in ([], [kernel] * 2 * len(formats))
 
 
 def test_matrices_that_are_not_packed_and_more_rows_take_a_launch_each(ops: CudaOps, rng: np.random.Generator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,8 +13,7 @@ import pytest
 from polarlm.bench.gpu.shapes import LLAMA_8B
 from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import EngineConfig
-from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
-from polarlm.engine.backends.cuda.linear import _UPLOAD_BYTES
+from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import KeptTiles
@@ -23,14 +21,12 @@ from polarlm.engine.loading import assembly
 from polarlm.engine.loading.placement.place import place
 from polarlm.engine.loading.placement.wanted import Sizes, Wanted
 from polarlm.engine.loading.sizes import warn_of_context
-from polarlm.engine.model.weights import load_weights as load_model_weights
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, get
 from polarlm.model_loaders import ModelConfig, families, load_weights
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice, open_device
-from tests.cuda.fake_memory import MemoryPointer, Pool
 from tests.cuda.test_memory import Counting
 from tests.cuda.test_model_emulated import Rounded, close, model_from, talk
 from tests.weights import StoredBytes, read_all
@@ -131,64 +127,8 @@ class Shapes:
         return stored_type(name, more).upper()
 
 
-class Pooled(Counting):
-    """Arrays are pieces of a pool like CuPy's, which has addresses and no memory. allocated: bytes of the pool."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocated = 0
-        self._pool = Pool(None, self._allocate)  # type: ignore[arg-type]
-
-    def _allocate(self, size: int) -> MemoryPointer:
-        block = SimpleNamespace(ptr=self.allocated, size=size)
-        self.allocated += size + 1  # so that no two blocks are neighbours
-        return MemoryPointer(block, 0)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> TracingArray:
-        x = super().empty(shape, dtype)
-        weakref.finalize(x._like, lambda piece: None, self._pool.malloc(max(1, x.nbytes)).mem)
-        return x
-
-
-class Unread(Shapes):
-    """Its matrices have one type, or those of Q4_K_M; their bytes are whatever lies in memory."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self._kind = kind
-
-    def stored_dtype(self, name: str) -> str:
-        own = super().stored_dtype(name)
-        return own if own == "F32" or self._kind == "Q4_K_M" else self._kind
-
-    def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
-        """Nothing is read but vectors, which loading computes with: what lies in memory may be a signalling NaN."""
-        if out.ndim == 1:
-            out.fill(1.0)
-
-    def read_raw(self, name: str, rows: slice) -> np.ndarray:
-        size = get(self.stored_dtype(name).lower()).size(self.shape(name)[1])
-        return np.empty((rows.stop - rows.start, size), np.uint8)
-
-    def expect(self, name: str) -> None:
-        """There is nothing to read ahead."""
-
-    def release(self, name: str, rows: slice) -> None:
-        """There is nothing to release."""
-
-
-@pytest.mark.parametrize("kind", ["Q4_K_M", "F32"])
-def test_loading_an_8b_model_takes_its_size_and_a_few_uploads(kind: str) -> None:
-    """Small arrays, such as norm weights, come to lie in the memory of earlier uploads, which then is too small for
-    the next one. The pool keeps what is left over."""
-    device = Pooled()
-    weights = load_model_weights(CudaOps(device), LLAMA_8B, Unread(kind))
-    assert device.live == weights.bytes
-    assert device.allocated <= weights.bytes + 4 * _UPLOAD_BYTES
-
-
 def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
-    """With the default settings, on a GPU of 8 GB, which are 8188 MiB, of which driver and desktop take 600 MB."""
+    """With the default settings, on a GPU of 8 GB, which are 8188 MiB; driver and desktop take 600 MB."""
     memory = (8188 << 20) - 6 * GB // 10, 8188 << 20
     ops, said = CudaOps(TracingDevice(lambda launch: None, 24, 100 << 10, memory)), list[str]()
     config = EngineConfig(ctx_size=32768)
@@ -198,7 +138,7 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     warn_of_context(config, LLAMA_8B, placement.store_plan, said.append)
     assert placement.store_plan.tokens == 32768
     assert not said
-    # Of the parts, the line takes no arrays.
+    # The line takes no arrays from the parts.
     source: Any = SimpleNamespace(name="llama-8b", weights=Shapes(), config=LLAMA_8B)
     model: Any = SimpleNamespace(ops=ops, weights=SimpleNamespace(bytes=weights))
     line = assembly.fit_line(assembly.Parts(config, source, placement, model))

@@ -74,7 +74,7 @@ def test_tiles_of_some_formats_hold_the_file_s_values_exactly(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_tiles_hold_the_file_s_values_exactly(ops: CudaOps, rng: np.random.Generator, name: str) -> None:
-    """Of matrices joined, none of which ends with a tile; embedded in place. Each format has code of its own."""
+    """Matrices are joined, and none ends with a tile; rows are embedded from them. Each format has code of its own."""
     width = width_of(name, 3)
     files = [StoredBytes(random_blocks(rng, name, rows, width), name) for rows in (5, 23, 9)]
     values = np.concatenate([file.values for file in files])
@@ -111,23 +111,6 @@ def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator)
     assert launched(ops, "gemm_small_sum_kernel") in (True, None)
 
 
-@pytest.mark.parametrize(("rows", "other", "narrowed"), [(12, "q6_k", 1), (70, "f16", 1), (12, "bf16", 2)])
-def test_x_is_rounded_once_for_parts_that_take_it_in_the_same_type(
-    ops: CudaOps, rng: np.random.Generator, rows: int, other: str, narrowed: int
-) -> None:
-    """The results are those of the parts alone."""
-    raw = pack(rng.standard_normal((32, 256)), other) if other not in BLOCKS else random_blocks(rng, other, 32, 256)
-    files = [StoredBytes(random_blocks(rng, "q4_k", 32, 256), "q4_k"), StoredBytes(raw, other)]
-    x, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 256), (256,)))
-    more: dict[str, Any] = {"norm": (ops.to_device(norm), EPS)}
-    parts = [ops.to_host(ops.linear(ops.to_device(x), Linear(ops.load([file])), **more)) for file in files]
-    before = len(ops._device.launches) if isinstance(ops._device, EmulatedDevice) else 0
-    together = ops.to_host(ops.linear(ops.to_device(x), Linear(ops.load(files)), **more))
-    np.testing.assert_allclose(together, np.concatenate(parts, axis=1), rtol=1e-5, atol=1e-4)  # cuBLAS may differ
-    if isinstance(ops._device, EmulatedDevice):
-        assert ops._device.launches[before:].count("narrow_kernel") == narrowed
-
-
 def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, out: int, width: int) -> None:
     """x @ weightᵀ + bias, added to what is there, against float64; x is rounded to half precision."""
     file = StoredBytes(random_blocks(rng, name, out, width), name)
@@ -159,7 +142,7 @@ def test_blocks_of_a_small_gpu_multiply_several_sets_of_tiles(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
     """A GPU of one multiprocessor has fewer blocks than sets, whose last tiles are not all there, and many rows share x
-    among four tiles. Warps take several units, the last of which is a part: slots of shared memory are used again."""
+    among four tiles. Warps take several units, and the last one is a part: slots of shared memory are used again."""
     monkeypatch.setattr(EmulatedDevice, "processors", 1)
     block = get(name).values, packed.block_bytes(get(name))
     configured = packed.gemv_packed if rows <= GEMV_ROWS else packed.gemm_packed
@@ -239,7 +222,7 @@ def test_an_activation_comes_in_the_type_of_the_next_product(
     assert y.dtype == (np.float32 if not rounded else np.uint16 if following == "bf16" else np.float16)
     out = ops.to_host(ops.linear(y, down))
     if isinstance(ops._device, EmulatedDevice):
-        assert ops._device.launches[before:].count("narrow_kernel") == rounded  # of x
+        assert ops._device.launches[before:].count("narrow_kernel") == rounded  # x is
         if blocks == 256 and rows == 40:  # with few rows of weights, blocks share the inputs
             assert "gemm_small_sum_kernel" in ops._device.launches[before:]
     np.testing.assert_array_equal(out, ops.to_host(ops.linear(plain, down)))

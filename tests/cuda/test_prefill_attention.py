@@ -184,12 +184,3 @@ def test_scores_that_rise_and_fall_steeply_do_not_overflow(rng: np.random.Genera
     paged = random_cache(rng, "f16", "f16", [96], rows=96, block_size=16, head_dim=16)
     q = rng.standard_normal((96, 2, 16), np.float32) * 12
     paged.assert_attention(attend(paged, q), q[:, :-1])
-
-
-@pytest.mark.slow
-def test_results_are_multiplied_by_the_factor_of_their_head(rng: np.random.Generator) -> None:
-    """Powers of two, to the bit."""
-    paged = random_cache(rng, "ring4", "ring3.5", [100], rows=30, block_size=32, head_dim=32, kv_heads=2)
-    q = rng.standard_normal((30, 5, 32), np.float32)
-    factors = np.array([8, 8, 0.25, 0.25], np.float32)
-    np.testing.assert_array_equal(attend(paged, q, factors=factors), attend(paged, q) * factors[:, None])

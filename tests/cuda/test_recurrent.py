@@ -27,7 +27,7 @@ from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.recurrence import conv_inputs, make_rows, make_slots, make_weights, recurrence
-from tests.tiny import VOCABULARY, load_tiny, make_model, matrices_read, preempt
+from tests.tiny import VOCABULARY, make_model, preempt
 
 SHAPES = [  # and the tokens of a block
     (GatedDelta(2, 4, 8, 12, 4), 16),
@@ -139,7 +139,7 @@ def test_heads_of_the_size_that_models_have(shape: Recurrent) -> None:
     [
         (GatedDelta(1, 2, 16, 16, 3), 16, (1e-9, 1, 1)),
         (GatedDelta(1, 2, 16, 16, 3), 16, (100, 1, 1)),
-        (Mamba2(1, 2, 24, 16, 3), 64, (1, 30, 1)),  # products take 16 terms, of which this one lacks some
+        (Mamba2(1, 2, 24, 16, 3), 64, (1, 30, 1)),  # products take 16 terms, and this one lacks some
         (Mamba2(1, 2, 16, 16, 3), 16, (1e-9, 1e-9, 1e-9)),
         (Mamba2(1, 2, 16, 16, 3), 16, (100, 1e-6, 100)),
     ],
@@ -221,17 +221,6 @@ def test_layers_without_kernels_are_refused(mixer: Recurrent, block: int, words:
     check_layers(NumpyOps(), config, block)
 
 
-def test_a_draft_model_without_kernels_is_refused_before_any_matrix_is_read(
-    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(assembly, "select", lambda device, threads: (CudaOps(open_device(checked=False)), ""))
-    draft, read = make_model(tmp_path, "qwen3_5_tied"), matrices_read(monkeypatch)
-    with pytest.raises(EngineError, match=r"model_draft=.* blocks of 128 tokens: choose 64") as caught:
-        Engine.load(tiny_path, block_size=128, ctx_size=256, model_draft=str(draft))
-    assert caught.value.code == "device_unavailable"
-    assert not read
-
-
 def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None:
     """Also of a column of zeros, and of one of tiny numbers; later changes of the states do not matter."""
     matrices, inputs = rng.standard_normal((2, 3, 8, 20)), rng.standard_normal((2, 3, 5))
@@ -286,29 +275,3 @@ def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
         assert preempt(engine).saved is not None
         assert fold([*chunks, *stream]).token_ids == first
     assert together[0][:4] == found[1][0][:4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fixture", ["qwen3_5_tied", "granite_hybrid_tied", "lfm2_tied"])
-def test_another_engine_goes_on_from_a_session_and_from_a_disk(tmp_path: Path, fixture: str) -> None:
-    """With the model's drafts for itself at first."""
-    (tmp_path / "model").mkdir()
-    path, ids = make_model(tmp_path / "model", fixture), np.random.default_rng(0).integers(5, VOCABULARY, 140).tolist()
-    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    disk = {"cache_disk": "8M", "cache_disk_folder": str(tmp_path / "disk")}
-
-    def load(**settings: str) -> Engine:
-        ops = CudaOps(open_device(checked=False))
-        return load_tiny(path, ops=ops, ctx_size=256, cache_type="f16", calibration=False, **settings)
-
-    with load(**disk, model_draft=str(path)) as engine:
-        wanted = engine.generate(ids, params)
-        engine.save_session(tmp_path / "session", prompt=ids)
-    assert wanted.usage.accepted_tokens > 0
-    for settings in (disk, {}):
-        with load(**settings) as engine:
-            if not settings:
-                engine.load_session(tmp_path / "session")
-            found = engine.generate(ids, params)
-        assert found.usage.cached_tokens == len(ids) - 1
-        assert found.token_ids == wanted.token_ids

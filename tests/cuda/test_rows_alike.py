@@ -40,7 +40,7 @@ def test_other_rows_change_only_the_order_of_sums(
     values = x[0].astype(np.float64)
     if normed:
         values *= ops.to_host(norm[0]) / np.sqrt((values**2).mean() + EPS)
-    root = np.sqrt(given**2 @ values**2)  # of the squares of what is summed
+    root = np.sqrt(given**2 @ values**2)  # the root of the sum of squares of what is summed
     alike = [products[rows] for rows in ROWS if rows > (GEMV_ROWS if weight != "f16" else 0)]
     order, rounding = 4 * EPS32 * np.sqrt(WIDTH) * root, STEP["__half"] / 4 * root
     assert (order < rounding / 4).all()

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
@@ -103,44 +101,6 @@ def near(value: float) -> float:
     return float(np.float32(value))
 
 
-UNIFORM = st.floats(0, 1 - 2.0**-20).map(near)
-CHAINS = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.0, 0.25, 0.8, 1.0, 3.0, 50.0]).map(near),
-    top_k=st.one_of(st.sampled_from([0, 1, 2, 40]), st.integers(0, 4000)),
-    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.9999)).map(near),
-    min_p=st.one_of(st.just(0.0), st.floats(1e-4, 1)).map(near),
-    repeat_penalty=st.sampled_from([1.0, 0.5, 1.1, 4.0]).map(near),
-    presence_penalty=st.sampled_from([0.0, -1.0, 0.5]),
-    frequency_penalty=st.sampled_from([0.0, -0.25, 0.3]).map(near),
-    logit_bias=st.just({}),
-)
-
-
-@st.composite
-def logits_of_models(draw: st.DrawFn) -> np.ndarray:
-    """(V,) float32: from peaked to flat, some with many equal values, some with −inf."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    vocab = draw(st.one_of(st.integers(1, 70), st.integers(300, 3000)))
-    x = rng.standard_normal(vocab) * draw(st.sampled_from([0.0, 1e-3, 0.5, 3.0, 30.0]))
-    if draw(st.booleans()):
-        x = np.round(x * 4) / 4
-    if draw(st.booleans()):
-        x[rng.integers(0, vocab, vocab // 2)] = -np.inf
-        x[rng.integers(0, vocab)] = 1.5
-    return (x + draw(st.sampled_from([0.0, 20.0, -7.0]))).astype(np.float32)
-
-
-@pytest.mark.slow
-@given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32))
-def test_ids_equal_those_of_the_host(logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    recent = rng.integers(0, min(len(logits), 40), tokens).tolist()
-    ids = launch(logits[None], [params(chain, drawn)], [window(recent)], seed % 1000)
-    expected = on_host(logits, chain, recent, drawn)
-    assert ids[0] == expected or ids[0] in right_answers(logits, chain, recent, drawn)
-
-
 WIDE = [
     (PLAIN, 3.0),
     (replace(PLAIN, top_k=40, top_p=near(0.95), min_p=near(0.05), temperature=near(0.8)), 3.0),
@@ -180,7 +140,7 @@ def test_equal_logits_are_drawn_in_order_of_ids() -> None:
 
 
 EXACT_CASES = [
-    # of equal tokens two have half of the mass, and the third draws from a quarter on
+    # two of four equal tokens have half of the mass, and the third draws from a quarter on
     ([1.0] * 4, replace(PLAIN, top_p=0.5), [], 0.999, 1),
     ([1.0] * 4, replace(PLAIN, top_p=0.75), [], 0.999, 2),
     ([1.0] * 4, PLAIN, [], 0.75, 3),
@@ -229,10 +189,6 @@ def test_an_output_that_is_not_finite_gives_no_token(value: float, place: int, t
     ids = launch(logits, [row, row], [window([place, 5])] * 2)
     assert ids[0] == -1
     assert ids[1] >= 0
-
-
-def test_a_row_of_minus_infinity_gives_no_token() -> None:
-    assert launch(np.full((1, 9), -np.inf, np.float32), [params(PLAIN, 0.5)], [NO_TOKENS])[0] == -1
 
 
 @pytest.mark.parametrize("temperature", [1e-44, 1e-30, 1e4])

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,27 +13,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine import Engine
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
-from polarlm.engine.loading import assembly
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.outputs import TokenLogprob, fold
+from polarlm.engine.outputs import TokenLogprob
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import Penalties, Sampled, SamplerInput, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import DeviceArray, EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
-from tests.sampling.constrained import InTurn, mask_of
+from tests.sampling.constrained import mask_of
 from tests.sampling.test_sample import OFF, distribution
-from tests.tiny import EOS, VOCABULARY
 
 V = 72  # three words of a mask, and rows that are taken as they lie
-NEAR = 2e-6  # of where the device, which adds masses in 2^-44 of float32 exponentials, may draw a neighbour
+NEAR = 2e-6  # this near, the device, which adds masses in 2^-44 of float32 exponentials, may draw a neighbour
 
 
 def near(value: float) -> float:
@@ -239,11 +235,6 @@ def asking(**values: Any) -> SamplerInput:
     return SamplerInput(resolve(SamplingParams(**values), GenerationDefaults()), [4, 5, 4], 0.5, V)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_rows_without_lists_take_64_bytes(rows: int) -> None:
-    assert pack_sampler_inputs([asking(temperature=0.5)] * rows).table.shape == (rows, 16)
-
-
 def test_tables_with_lists_have_few_sizes() -> None:
     bias = dict.fromkeys(range(30), 1.0)
     sizes = [
@@ -317,16 +308,3 @@ def test_a_step_copies_no_logits_to_the_host() -> None:
     )
     assert device.back == 3 * 4 + 2 * (16 + 20 * 8)  # two rows of the largest number of log-probabilities
     assert device.launches == [*launches, "logprobs_kernel"]
-
-
-def test_an_engine_on_the_device_follows_a_constraint(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "select", lambda *_: (CudaOps(EmulatedDevice(checked=False)), ""))
-    sets = [range(5, 12), range(40, 60), range(5, 12), EOS]
-    constraint = InTurn(sets, VOCABULARY)
-    with Engine.load(tiny_path, block_size=16, ctx_size=64, cache_type="f16", calibration=False) as engine:
-        params = SamplingParams(temperature=1.5, seed=4, min_tokens=3, logit_bias={41: 2.0}, logprobs=1)
-        answer = fold(engine.stream([9, 20, 33], params, constraint=constraint))
-    assert answer.finish_reason == "stop"
-    assert answer.token_ids == tuple(constraint.accepted)
-    assert [token in among for token, among in zip(answer.token_ids, sets, strict=False)] == [True] * 3
-    assert [token.id for token in answer.logprobs] == list(answer.token_ids)

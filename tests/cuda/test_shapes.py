@@ -56,55 +56,23 @@ PACKED = [get(name) for name in available() if packed.is_packed(get(name))]
 
 
 @pytest.mark.parametrize("format", PACKED[::3], ids=lambda format: format.name)
-def test_packed_products_of_one_or_two_rows_stay_on_their_multiprocessors(format: WeightFormat) -> None:
-    """As many blocks as are resident, or fewer; each has room for the next weights while it multiplies."""
+def test_packed_products_have_every_output_and_fit_their_multiprocessors(format: WeightFormat) -> None:
+    """Blocks that stay are as many as are resident; each has room for the next weights while it multiplies."""
     block = format.values, packed.block_bytes(format)
-    for case in itertools.product(MACHINES, (1, 2), (32, 4096, 28672, 128256), (False, True)):
-        machine, rows, out, gated = case
-        config, blocks = packed.gemv_packed(rows, out, *machine, *block, gated)
-        tiles, slots, warps, resident = (config.defines[name] for name in ("TILES", "SLOTS", "WARPS", "RESIDENT"))
-        assert config.defines["ROWS"] == rows, case
-        assert 8 <= warps * resident <= 24, case
-        assert tiles == (2 if gated or out >= 64 * machine[0] else 1), case
-        assert tiles < slots <= 2 * tiles, case
-        assert config.shared + 256 + 1024 <= min(machine[1], 100 << 10), case
-        assert resident * (config.shared + 256 + 1024) <= machine[1], case
-        assert blocks == min(-(-out // (16 * tiles)), resident * machine[0]), case
-
-
-@pytest.mark.parametrize("format", PACKED[::3], ids=lambda format: format.name)
-def test_packed_products_of_few_rows_fit_shared_memory(format: WeightFormat) -> None:
-    """With two blocks a multiprocessor where slots for a unit more than their tiles fit it; each block has weights, and
-    blocks that stay, which are as many as are resident, have two sets of them in the mean of the largest matrix."""
-    block = format.values, packed.block_bytes(format)
-    unit = 16 * block[1] * max(128, format.values) // format.values
-    cases = itertools.product(MACHINES, range(3, GEMM_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True))
+    cases = itertools.product(MACHINES, range(1, GEMM_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True))
     for case in cases:
-        machine, rows, out, gated = case
-        config, blocks = packed.gemm_packed(rows, out, *machine, *block, gated)
-        most, tiles, slots, stays = (config.defines[name] for name in ("ROWS", "TILES", "SLOTS", "STAYS"))
+        (processors, memory), rows, out, gated = case
+        configured = packed.gemv_packed if rows <= GEMV_ROWS else packed.gemm_packed
+        config, blocks = configured(rows, out, processors, memory, *block, gated)
+        tiles, slots = (config.defines[name] for name in ("TILES", "SLOTS"))
         sets = -(-out // (16 * tiles))
-        assert most in (4, 8, 16), case
-        assert rows <= most < 2 * rows, case
-        assert tiles in ((2, 4) if gated else (1, 2, 4)), case
-        assert tiles < 4 or (most > 8 and sets >= 2 * 0.875 * machine[0] - 2), case
-        assert tiles == 1 or gated or sets >= 0.875 * machine[0] - 1, case
+        assert rows <= config.defines["ROWS"] < 2 * rows, case
+        assert tiles >= 2 or not gated, case
         assert slots > tiles, case
-        resident = 2 if 8 * (tiles + 1) * unit + 1024 <= min(machine[1] // 2, 99 << 10) else 1
-        assert blocks == (resident * machine[0] if stays else sets), case
-        assert not stays or sets >= 1.5 * blocks, case
-        assert stays or tiles == 4 or sets < 1.5 * resident * machine[0] or no_room(most, tiles, unit, machine[1]), case
-        assert config.shared + 1024 <= min(machine[1], 100 << 10), case
-        assert resident * (config.shared + 1024) <= machine[1], case
-
-
-def no_room(rows: int, tiles: int, unit: int, memory: int) -> bool:
-    """Whether two blocks of gemm_packed fit a multiprocessor, but not with memory of their own for sums."""
-    least = 8 * ((tiles + 1) * unit + 4 * rows * (16 * tiles + 4)) + 1024
-    return memory // 2 < least
-
-
-def test_up_to_eight_rows_are_not_padded_to_sixteen() -> None:
-    shapes = [launch_configs.gemm_small(rows, 4096, 4096, *H100)[0].defines["ROWS"] for rows in (1, 8, 9, 16, 17, 64)]
-    assert shapes == [8, 8, 16, 16, 32, 64]
-    assert launch_configs.gemv(GEMV_ROWS, 4096, 4096, 132)[0].defines["ROWS"] == GEMV_ROWS
+        assert config.shared + 256 + 1024 <= min(memory, 100 << 10), case
+        if rows <= GEMV_ROWS:
+            resident = config.defines["RESIDENT"]
+            assert blocks == min(sets, resident * processors), case
+            assert resident * (config.shared + 256 + 1024) <= memory, case
+        else:
+            assert blocks == sets or (config.defines["STAYS"] and sets >= 1.5 * blocks), case

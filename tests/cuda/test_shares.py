@@ -17,7 +17,7 @@ N, WARPS, KV_HEADS, GROUP = 64, 3, 2, 4
 
 
 def span(length: int, rows: int, dropped: int = 0) -> SpanHeader:
-    """Of a sequence of `length` tokens, of which the last `rows` are new. dropped: blocks lost to a window."""
+    """The span of a sequence of `length` tokens, the last `rows` of them new. dropped: blocks lost to a window."""
     position = length - rows
     now = position // N
     lost = max(0, min(dropped, now - 1))
@@ -74,7 +74,7 @@ def probe(codec: str, rows: int) -> Program:
 def test_shares_are_equal_and_cover_every_unit_once(
     rng: np.random.Generator, codec: str, rows: int, window: int, ctas: int
 ) -> None:
-    """Of more sequences than a warp has lanes; two of them pad the batch. The busiest CTA has one unit more than the
+    """There are more sequences than lanes of a warp; two pad the batch. The busiest CTA has one unit more than the
     least busy one, whatever the lengths."""
     counts = rng.integers(1, rows + 1, 40)
     lengths = rng.integers(20, 1500, 40)

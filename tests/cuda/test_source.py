@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine import codecs, weight_formats
+from polarlm.engine import weight_formats
 from polarlm.engine.backends.cuda.device import kernel_source
 from polarlm.engine.backends.cuda.kv.cache import SideArrays, SpanHeader
-from polarlm.engine.records import layout
 
 SOURCES = sorted(kernel_source.folder().rglob("*.cu*"))
 TWINS = ("codecs", "weights")  # folders of files that are called like their twins in Python
@@ -53,19 +52,6 @@ def test_lines_have_at_most_120_characters() -> None:
         assert [line for line in file.read_text(encoding="utf-8").splitlines() if len(line) > 120] == [], file.name
 
 
-def test_what_the_compiler_gets_is_ascii() -> None:
-    for kernel in [file.stem for file in SOURCES if file.suffix == ".cu"]:
-        keys, values = layout(codecs.get("polarquant"), False, 64, 128, 8), layout(codecs.get("ring4"), True, 64, 128)
-        assert kernel_source.source(kernel, keys, values, LENGTH=1, SCALE=0.5, ACT="float").isascii(), kernel
-
-
-def test_no_two_files_have_one_name() -> None:
-    """But a codec and a weight format may: no text has both."""
-    for twins in TWINS:
-        others = [file.name for file in SOURCES if file.parent.name not in TWINS or file.parent.name == twins]
-        assert len(set(others)) == len(others)
-
-
 def test_every_struct_of_weights_is_a_weight_format() -> None:
     twins = {file.stem for file in SOURCES if file.parent.name == "weights"}
     assert {"f32", "f16", "bf16"} <= twins <= set(weight_formats.available())
@@ -105,9 +91,7 @@ def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
     named = {part for file in SOURCES if file.suffix == ".cu" for part in _joined(file)}
     named.remove("decode_attention.cu")  # which another kernel calls
     readers = {file.name for file in SOURCES if file.parent.name in {"cuda", *TWINS}}
-    assert named == {file.name for file in SOURCES if file.suffix == ".cuh"} - readers - {
-        "wgmma.cuh"
-    }  # of no kernel yet
+    assert named == {file.name for file in SOURCES if file.suffix == ".cuh"} - readers
     assert set(parts) <= named
 
 

@@ -106,7 +106,7 @@ def test_a_conversation_launches_nothing_unexpected(
     [("qwen3_5_tied", "gated_delta"), ("granite_hybrid_tied", "mamba2"), ("nemotron_h_experts", "mamba2")],
 )
 def test_a_conversation_of_a_hybrid_launches_nothing_unexpected(tmp_path: Path, fixture: str, op: str) -> None:
-    """Of its states: rows of prompts and of steps, ends of blocks, and what is kept and restored."""
+    """Kernels of its states: rows of prompts and of steps, ends of blocks, and what is kept and restored."""
     device = Watched()
     with load_tiny(make_model(tmp_path, fixture), ops=CudaOps(device), **SETTINGS, cache_type="f16") as engine:
         assert not device.unexpected()
@@ -164,7 +164,7 @@ class Zeros:
 
 
 def product_texts(device: Watched, rows: int, out: int, width: int, format: str) -> set[str]:
-    """Of products in a step: plain, with a norm, added to a residual, and gated."""
+    """The texts of products in a step: plain, with a norm, added to a residual, and gated."""
     device.launched.clear()
     ops, x, norm = CudaOps(device), np.zeros((rows, width), np.float32), (np.ones(width, np.float32), 1e-5)
     (matrix,) = ops.load([FirstRow(Zeros(get(format), (out, width)))])

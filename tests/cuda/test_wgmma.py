@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.bench.gpu.nvrtc import compile_text
 from polarlm.engine.backends.cuda.device.kernel_source import _text, prelude
 from polarlm.engine.errors import EngineError
+from tests.cuda.nvrtc import compile_text
 from tests.cuda.programs import Program, on_gpu
 from tests.cuda.test_cupy_device import imported
 from tests.cuda_emulator import EmulatorError

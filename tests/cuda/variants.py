@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from polarlm.bench.gpu.nvrtc import SHARED_LIMIT
 from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source, target
+from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
 from polarlm.engine.backends.cuda.heads import rotate_defines
 from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
 from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
@@ -18,6 +17,7 @@ from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.state.cache_types import TWO_KINDS
 from tests.cuda.formats import BESIDE
+from tests.cuda.nvrtc import SHARED_LIMIT
 
 Define = int | float | str
 
@@ -35,7 +35,7 @@ class Cache:
     finer: tuple[str, str] | None = None
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """Of keys and of values."""
+        """The layouts of keys and of values."""
         keys, values = codecs.get(self.keys), codecs.get(self.values)
         both = (
             records.layout(keys, False, self.block_size, self.head_dim, self.mean_bits),
@@ -79,7 +79,7 @@ _SHORT = _TYPES[1:]
 _HEAD_DIMS = (64, 80, 96, 128, 256)
 # Every cache type that the kernels read.
 _CACHE_TYPES = [name for name in codecs.available() if records.record_of(codecs.get(name), Geometry(False, 64, 128))]
-_MOST_SEQUENCES = 256  # of a step, for shared memory
+_MOST_SEQUENCES = 256  # most sequences of a step, for shared memory
 
 
 def _all(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
@@ -92,7 +92,7 @@ def _rotate() -> list[Variant]:
 
 
 def _heads(kernel: str) -> list[Variant]:
-    """Of what joins `heads.cuh`: each head dim with and without norms, rotated or not."""
+    """Variants of what joins `heads.cuh`: each head dim with and without norms, rotated or not."""
     variants = []
     for d, (normed, keys, values) in itertools.product(_HEAD_DIMS, ((0, 1, 1), (1, 1, 0), (0, 0, 1))):
         orders = {"KEY_ORDER": d & -d if keys else 1, "VALUE_ORDER": d & -d if values else 1}
@@ -423,21 +423,15 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     return {(variant.kernel, trait) for trait in of}
 
 
-def archs_of(kernel: str) -> tuple[int, ...]:
-    """The architectures that a kernel is compiled for."""
-    return (90,) if target(VARIANTS[kernel][0].text()) else tuple(SHARED_LIMIT)
-
-
 def covering() -> Iterator[tuple[Variant, int]]:
     """Every kernel for every architecture, with every codec and head dim that it serves.
 
     The variants take turns, in steps that change every constant; then come those with a trait that was not among them.
     """
-    for kernel, variants in VARIANTS.items():
-        served = archs_of(kernel)
-        step, seen = len(variants) // len(served) + 1, set[tuple[str, str]]()
-        archs = itertools.cycle(served)
-        for i, arch in enumerate(served):
+    for variants in VARIANTS.values():
+        step, seen = len(variants) // len(SHARED_LIMIT) + 1, set[tuple[str, str]]()
+        archs = itertools.cycle(SHARED_LIMIT)
+        for i, arch in enumerate(SHARED_LIMIT):
             variant = variants[i * step % len(variants)]
             seen |= traits(variant)
             yield variant, arch
@@ -448,5 +442,5 @@ def covering() -> Iterator[tuple[Variant, int]]:
 
 
 def everything() -> Iterator[tuple[Variant, int]]:
-    for kernel, variants in VARIANTS.items():
-        yield from itertools.product(variants, archs_of(kernel))
+    for variants in VARIANTS.values():
+        yield from itertools.product(variants, SHARED_LIMIT)

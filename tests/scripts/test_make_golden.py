@@ -22,12 +22,3 @@ def test_a_run_that_is_missing_is_added(tmp_path: Path, monkeypatch: pytest.Monk
     found = written["llama_gqa_linear"]["types"].pop("f16")
     assert written == known
     assert found["answer"] == expected["answer"]
-
-
-def test_a_complete_file_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = make_golden.FILE.read_text(encoding="utf-8")
-    file = tmp_path / "golden.json"
-    file.write_text(before, encoding="utf-8")
-    monkeypatch.setattr(make_golden, "FILE", file)
-    assert make_golden.main() == 0
-    assert file.read_text(encoding="utf-8") == before

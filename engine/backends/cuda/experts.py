@@ -106,7 +106,7 @@ class ExpertOps:
         return formats.pop()
 
     def _stacked(self, format: WeightFormat, experts: Sequence[Sequence[StoredMatrix]]) -> Matrix:
-        """The matrices of the first expert, stacked, then those of the next."""
+        """The matrices of the first expert, stacked, then the next expert's."""
         rows = sum(matrix.shape[0] for matrix in experts[0])
         if packed.is_packed(format) and rows % packed.ROWS:
             raise _refused(f"experts with matrices of {rows} rows in {format.name}, not a multiple of {packed.ROWS},")
@@ -244,7 +244,7 @@ class ExpertOps:
 
 
 def _bias_pitch(product: Product) -> int:
-    """Numbers from the bias of an expert to that of the next."""
+    """Numbers from the bias of an expert to the next expert's."""
     return 0 if product.bias is None else int(row_stride(product.bias))
 
 

@@ -66,7 +66,7 @@ class HeadOps:
     ) -> None:
         """Launch a kernel that JOINS `cuda/heads/heads.cuh`: it does all of the transform but dense rotations.
 
-        vectors: number of heads in all rows that it transforms. spans: its arguments after those of the transform.
+        vectors: number of heads in all rows that it transforms. spans: its arguments after the transform's.
         rows: its STEP_ROWS.
         """
         keys, values = transform.keys, transform.values

@@ -30,7 +30,7 @@ class LaunchConfig(NamedTuple):
 
 class Product(NamedTuple):
     """The arguments of `linear` besides x, for one matrix. add: to y instead of overwriting it. beside: a matrix of
-    another packed format, whose columns of y follow those of `weight`."""
+    another packed format, whose columns of y follow the columns of `weight`."""
 
     weight: Matrix
     bias: Any | None
@@ -70,8 +70,8 @@ class Launcher:
     ) -> None:
         """Launch `<kernel>_kernel` of the file `<kernel>.cu`, or of `<file>.cu`.
 
-        args: those of `Device.launch`; Python's int and float are passed as int32 and float32. layouts: of keys and
-        values, for a kernel that reads or writes records. finer: those of blocks with more bits, if it reads two kinds.
+        args: as for `Device.launch`; Python's int and float are passed as int32 and float32. layouts: of keys and
+        values, for a kernel that reads or writes records. finer: of blocks with more bits, if it reads two kinds.
         """
         text = _source(file or kernel, *layouts, finer, **config.defines, **self._defines)
         numbers = [_number(arg) for arg in args]

@@ -29,15 +29,15 @@ EXPERT_ROWS = 2048
 # and serves as many rows or fewer, down to the number before.
 ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
 
-# Of a packed matrix, dequantized at a time for a product of many rows.
+# Bytes of a packed matrix that are dequantized at a time for a product of many rows.
 DEQUANTIZED_BYTES = 64 << 20
 
-Layouts = tuple[Layout, Layout]  # of keys and of values
+Layouts = tuple[Layout, Layout]  # keys, values
 
 _TILE_BYTES = 512
 SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
-_DECODE_WARPS = 8  # of decode_blocks
-_ENCODE_WARPS = 12  # of encode_blocks, at most: two blocks fit a multiprocessor
+_DECODE_WARPS = 8  # a CTA of decode_blocks has
+_ENCODE_WARPS = 12  # a CTA of encode_blocks has, at most: two of them fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once

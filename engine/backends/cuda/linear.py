@@ -61,7 +61,7 @@ class LinearOps:
         rows, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         _check_width(width)
         is_packed, end = packed.is_packed(format), 0
-        if is_packed:  # of the last tile, no file has all rows
+        if is_packed:  # no file has all rows of the last tile
             data = self._device.zeros(packed.tiles(format, rows, width), np.uint8)
         else:
             data = self._device.empty((rows, format.size(width)), np.uint8)

@@ -56,7 +56,7 @@ class CudaOps:
     def __init__(self, device: Device, host: Ops | None = None):
         self.name, self._device, self.host = device.name, device, host
         self._alike = [device]  # devices that get the same kernels
-        self.others: Callable[[], Sequence[CudaOps]] = tuple  # those of the other GPUs of this process
+        self.others: Callable[[], Sequence[CudaOps]] = tuple  # the ops of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
         launch = Launcher(device)
 
@@ -120,7 +120,7 @@ class CudaOps:
         self.fetch_later = partial(sampler.fetch_later, device)
 
     def with_host(self, host: Ops) -> CudaOps:
-        """The ops on the same GPU, with those of its host."""
+        """The ops on the same GPU, with the host's ops."""
         return CudaOps(self._device, host)
 
     def empty(self, shape: tuple[int, ...]) -> Array:

@@ -18,7 +18,7 @@ from polarlm.engine.weight_formats import Grouped, Matrix, WeightFormat
 
 ROWS = 16  # rows of a tile
 _GEMV_PACKED_STATIC_BYTES = 128 * GEMV_ROWS  # static shared memory of gemv_packed, at most
-_PACKED_WARPS = 8  # of gemm_packed
+_PACKED_WARPS = 8  # a CTA of gemm_packed has
 _SIZES = ("TILES", "SLOTS", "UNIT")  # what differs between the formats of a launch of packed weights
 _GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of the weights has more
 _SLOT_BYTES = 80 << 10  # of slots of gemm_packed, unless these are too few: the rest is left to the L1 cache, for x

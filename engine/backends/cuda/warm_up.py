@@ -38,7 +38,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class FirstRow:
-    """A matrix of which one row is loaded, zeros, and nothing is read; see `StoredMatrix`."""
+    """A matrix for which one row of zeros is loaded, and nothing is read; see `StoredMatrix`."""
 
     matrix: StoredMatrix
 

@@ -1,4 +1,4 @@
-"""The ops on several GPUs of one process, of which each has some consecutive layers of a model."""
+"""The ops on several GPUs of one process; each has some consecutive layers of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_ONE_CACHE = ("copy_full", "round_trip", "decode_blocks", "read_blocks", "wri
 class CardsOps(CudaOps):
     """The ops of several cards. What belongs to no layer is done on the last one, which has the head of the model.
 
-    A layer's ops are those of its card (`of_layer`). Block ids mean the same on every card; ops with a cache, and with
+    A layer's ops are its card's (`of_layer`). Block ids mean the same on every card; ops with a cache, and with
     the buffer of a prompt, are done where that cache is.
     """
 

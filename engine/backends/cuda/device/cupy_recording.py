@@ -97,7 +97,7 @@ class _Recording:
         self._result: Any = None
         self._stream, self._memory, self._copy = stream, memory, copy
         # All inputs on the host are copied at once from a pinned buffer, which is not overwritten before that copy has
-        # finished; those of other devices lie behind them.
+        # finished; inputs of other devices follow them.
         sizes = [math.prod(x.shape) * _dtype(x).itemsize for x in inputs]
         behind = [isinstance(x, Moved) for x in inputs]
         places, end, on_host = {}, 0, 0

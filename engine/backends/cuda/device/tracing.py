@@ -63,7 +63,7 @@ class TracingDevice:
         memory: tuple[int, int] = (1 << 40, 1 << 40),
         overlaps: bool = False,
     ) -> None:
-        """launched: is called with every launch. The rest is that of the GPU that the launches are meant for."""
+        """launched: is called with every launch. The rest describes the GPU that the launches are meant for."""
         self._launched, self._memory = launched, memory
         self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
 

@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.kv import CacheFormat, SpanView, table_width
 from polarlm.engine.records import Layout
 
-Layouts = tuple[Layout, Layout]  # of keys and of values
+Layouts = tuple[Layout, Layout]  # keys, values
 
 
 class SpanHeader(NamedTuple):
@@ -127,7 +127,7 @@ class LayerCache:
         return self.keys.layout.record.geometry.padded
 
     def pools(self, buffer: Buffer | CardBuffers | None) -> Buffer:
-        """`buffer`, that of the layer's card, or the full-precision slots if it is None."""
+        """`buffer`, on the layer's card, or the full-precision slots if it is None."""
         if buffer is None:
             return self.full
         return buffer.of[self.device] if isinstance(buffer, CardBuffers) else buffer
@@ -178,7 +178,7 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
 
 
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
-    """The table of `spans`: one span of a prompt, or those of a step, each of whose rows lie in at most two blocks."""
+    """The table of `spans`: one span of a prompt, or the spans of a step, each with rows in at most two blocks."""
     assert all(len(span.following) <= 1 for span in spans)
     ids = [_ids(span) for span in spans]
     table = np.zeros((len(spans), HEADER + table_width(max(map(len, ids)))), np.int32)

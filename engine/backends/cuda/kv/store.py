@@ -24,7 +24,7 @@ from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.records import Layout
 
-_COPY_THREADS = 256  # of a block
+_COPY_THREADS = 256  # a CTA has
 
 
 class CacheOps:
@@ -112,7 +112,7 @@ class CacheOps:
         )
 
     def _side(self, layout: Layout, format: CacheFormat, metric: Metric | None, pool: Array, like: Side | None) -> Side:
-        """A side with `pool`; the codec's tables are those of `like` (same layout) if given."""
+        """A side with `pool`; the codec's tables are shared with `like` (same layout) if given."""
         if like is None:
             tables, nearest = (
                 self._upload(layout.tables if layout.tables.size else None),
@@ -204,7 +204,7 @@ class CacheOps:
         for (layouts, heads), layers in alike.items():
             rows = [cache.values.arrays(full.v) for cache, full, _ in layers]
             rows += [cache.keys.arrays(full.k) for cache, full, _ in layers]
-            pairs = 2 * [moves for _, _, moves in layers]  # of slots and blocks, for each row
+            pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
             jobs = np.column_stack([numbers, np.concatenate(pairs)])
             args = Addresses(rows, written=1), self._upload(jobs), len(layers), heads

@@ -35,7 +35,7 @@ _AddRows = Callable[[slice, DeltaSlots, int, np.ndarray], None]
 
 
 class RecurrentOps:
-    """The ops `short_conv`, `gated_delta`, `mamba2` and `advance_delta`, and those of states that are kept."""
+    """The ops `short_conv`, `gated_delta`, `mamba2` and `advance_delta`, and the ops of states that are kept."""
 
     def __init__(self, device: Device, launch: Launcher):
         self._device, self._launch = device, launch

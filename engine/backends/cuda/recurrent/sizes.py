@@ -68,7 +68,7 @@ class DeltaSizes:
             )
 
     def _matrix_threads(self) -> int:
-        """Threads that share out a matrix, of which each has 4 columns and at most 8 rows, if there are enough."""
+        """Threads that share out a matrix; each has 4 columns and at most 8 rows, if there are enough."""
         columns = self.value_dim // 4
         return min(_STEP_THREADS, _whole_warps(max(columns * -(-self.key_dim // _HELD), self.block // 4)))
 

@@ -21,7 +21,7 @@ _PART_WORDS = 2 + _SAMPLE_THREADS // 32 * (32 + 1 / 2)  # uint64 of scratch per 
 _SIZES = {"THREADS": _SAMPLE_THREADS, "PART": _PART, "PART_WORDS": int(_PART_WORDS), "ROW_WORDS": ROW_WORDS}
 SAMPLE = LaunchConfig({**_SIZES, "NOTHING_LEFT": _NOTHING_LEFT}, _SAMPLE_THREADS)
 _SUMS = 4  # int32 before the pairs in a result of `cuda/sampling/logprobs.cu`
-_UNIT = 2.0**-44  # of its sums
+_UNIT = 2.0**-44  # in which it adds masses
 
 
 def sample(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -11,8 +11,6 @@ pytest.importorskip("llvmlite")
 
 import numpy as np
 
-from polarlm.bench.kernel_loops import mix_kernel as mix_kernel
-from polarlm.bench.kernel_loops import scores_kernel as scores_kernel
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
 from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments
 from polarlm.engine.codecs import Codec
@@ -20,7 +18,8 @@ from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import Level
 from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import Value
+from polarlm.engine.jit.lang.records import Pointer
+from polarlm.engine.jit.lang.values import F32, Value, vector
 from polarlm.engine.jit.run.workers import aligned
 from tests.jit.levels import declared, run
 
@@ -137,3 +136,49 @@ def mixed(tiles: ValueTiles, level: Level, packed: np.ndarray, weights: np.ndarr
     kernel = mix_kernel(tiles, n, d, heads)
     run(kernel, level, len(packed), (in_memory(packed), in_memory(weights.astype(np.float32)), sums))
     return sums.view(np.float32).reshape(heads, -1)[:, :d]
+
+
+class ScoresArguments(NamedTuple):
+    """Arguments of `scores_kernel`."""
+
+    blocks: Pointer
+    queries: Pointer
+    out: Pointer
+
+
+def scores_kernel(tiles: KeyTiles, n: int, heads: int) -> Kernel:
+    """Scores of all heads with one tile after another: float32 (blocks, H, N)."""
+
+    def emit(e: Emitter, args: ScoresArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as block:
+            queries = [args.queries + head * tiles.query_bytes for head in range(heads)]
+            targets = [args.out + (block * heads + head) * (4 * n) for head in range(heads)]
+            at = args.blocks + block * tiles.nbytes
+            tiles.emit_scores(e, at, at, queries, targets)
+
+    return Kernel(f"scores_{tiles.name}_{heads}", emit, ScoresArguments)
+
+
+class MixArguments(NamedTuple):
+    """Arguments of `mix_kernel`."""
+
+    blocks: Pointer
+    weights: Pointer
+    sums: Pointer
+
+
+def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
+    """The sums of all blocks; weights (blocks, H, N) float32, sums (H, D rounded up to 16)."""
+
+    def emit(e: Emitter, args: MixArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as block:
+            weights = [scratch + head * (4 * n) for head in range(heads)]
+            for head, target in enumerate(weights):
+                for first in range(0, 4 * n, 64):
+                    weight = e.load(args.weights + (block * heads + head) * (4 * n), vector(F32, 16), first)
+                    e.store(weight, target, first)
+            targets = [args.sums + head * (4 * -(-d // 16) * 16) for head in range(heads)]
+            at = args.blocks + block * tiles.nbytes
+            tiles.emit_values(e, at, at, weights, targets)
+
+    return Kernel(f"mix_{tiles.name}_{heads}", emit, MixArguments)
