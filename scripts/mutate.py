@@ -2,10 +2,10 @@
 
     python -m scripts.mutate [--number 100] [--seed 0] [--rooms engine/state,cuda] [--suite FOLDER] [--jobs 1]
 
-Each mutation is made in a copy of the tracked files, and the tests of the room that it is in run there until the first
-one fails: those of `make test`, and, for mutations that these miss, the slow tests of `make test-all`. So the table
+Each mutation is made in a copy of the tracked files. The tests of the mutated room run there until the first test
+fails: first the tests of `make test`, then, if they miss the mutation, the slow tests of `make test-all`. So the table
 shows what the short run loses. `--suite` takes the tests of another checkout: the same seed gives the same mutations of
-the same product, so that two suites can be compared. Those that survive are printed: some change nothing that could be
+the same product, so that two suites can be compared. Surviving mutations are printed: some change nothing that could be
 seen.
 """
 

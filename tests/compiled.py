@@ -28,9 +28,9 @@ def kept(make: Callable[[], bytes], *parts: str, folder: Path = COMPILED) -> byt
     """
     path = folder / hashlib.sha256("\0".join(parts).encode()).hexdigest()
     with suppress(FileNotFoundError):
-        found = path.read_bytes()
+        content = path.read_bytes()
         used(path)
-        return found
+        return content
     made = make()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
@@ -46,11 +46,11 @@ def keeping(compile: Callable[[str, Level], bytes]) -> Callable[[str, Level], by
     # This file says with which options and passes LLVM compiles.
     passes = Path(compiler.__file__).read_text(encoding="utf-8")
 
-    def found(source: str, level: Level) -> bytes:
+    def compile_once(source: str, level: Level) -> bytes:
         description = compiler.target_description(level)
         return kept(lambda: compile(source, level), compile.__name__, source, description, passes)
 
-    return found
+    return compile_once
 
 
 def end_of_compilation() -> None:

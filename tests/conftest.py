@@ -43,17 +43,16 @@ for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"):
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("tests")
 
-_CASES = 4  # of a test, in `make test`
 _NOT_SLOW = "not slow"  # what `make test` gives as -m
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
-ENCODERS = FIXTURES.with_name("encoders")  # of scripts/make_encoder_fixtures.py
+ENCODERS = FIXTURES.with_name("encoders")  # written by scripts/make_encoder_fixtures.py
 EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
-TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # of scripts/train_hybrid.py
+TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # written by scripts/train_hybrid.py
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Remove what earlier runs have kept and none has used for long; of several processes, the one that starts them."""
+    """Remove what earlier runs have kept and no run has used for long: in the process that starts the others."""
     if not hasattr(session.config, "workerinput"):
         for folder in (COMPILED, EMULATED):
             forget(folder)
@@ -69,41 +68,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return cores + 1
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make all cases of a test slow but `_CASES`, and all but N of one with the mark slow(keep=N).
-
-    The others are spread evenly over the cases.
-    """
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for cases in tests.values():
-        kept = _kept(cases[0], len(cases))
-        for number, case in enumerate(cases):
-            case.own_markers[:] = [mark for mark in case.own_markers if mark.name != "slow"]
-            if number not in kept:
-                case.add_marker(pytest.mark.slow)
-
-
-def _kept(test: pytest.Item, cases: int) -> set[int]:
-    """The numbers of the cases of a test that are not slow."""
-    mark = test.get_closest_marker("slow")
-    keep = _CASES if mark is None else mark.kwargs.get("keep", 0)
-    last, most = cases - 1, min(keep, cases)
-    return {round(i * last / max(1, most - 1)) for i in range(most)}
-
-
-@pytest.hookimpl(trylast=True)  # when the test has all its cases
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make no cases that `-m "not slow"` would leave out, which are most: each process would make all 15,000."""
-    config = metafunc.config
-    cases = getattr(metafunc, "_calls", None)  # pytest's own; without it all are made, and `-m` chooses
-    if cases and config.option.markexpr == _NOT_SLOW and not any("[" in name for name in config.args):
-        kept = _kept(metafunc.definition, len(cases))
-        metafunc._calls = [case for number, case in enumerate(cases) if number in kept] or cases[:1]
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Without collections of garbage: what is made meanwhile stays."""
@@ -114,16 +78,16 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave modules and cases, which live to the end, out of later collections of garbage: tests ask for dozens, and
-    each would take half a second."""
+    """Leave modules and cases, which live to the end, out of later collections of garbage: tests ask for dozens of
+    collections, and each would take half a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each of several processes takes tests that follow one another, so that a module's fixtures are made once, and at
-    the end those that another would still have to run."""
+    """Each process takes tests that follow one another, so that a module's fixtures are made once. At the end it takes
+    tests that wait in another process."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import WorkStealingScheduling
@@ -138,9 +102,8 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep statistics of test models in a folder of the tests, compiled kernels in those of this checkout, for all
-    processes and runs, what LLVM and NVRTC make of a text in one for all checkouts, and the demonstration model in the
-    user's cache."""
+    """Statistics of test models are kept in a folder of this run, compiled kernels in a folder of this checkout, what
+    LLVM and NVRTC make of a text in a folder for all checkouts, and the demonstration model in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
 
@@ -164,7 +127,7 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
-    """Each client of a server would read those of all authorities, in 22 ms; those of tests have none."""
+    """Each client of a server would read the certificates of all authorities, in 22 ms; tests need no certificate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield

@@ -15,7 +15,7 @@ COMPILED = _TEMPORARY / f"polarlm-kept-{getpass.getuser()}"  # by LLVM and NVIDI
 EMULATED = _TEMPORARY / f"cuda-emulator-{getpass.getuser()}"  # by g++, for the emulated GPU
 
 _SECONDS = 14 * 24 * 3600.0
-_BYTES = 2 << 30  # of a folder; those of all tests take 0.2 GB
+_BYTES = 2 << 30  # in a folder; all tests together keep 0.2 GB
 
 
 def used(entry: Path) -> None:

@@ -157,15 +157,6 @@ def test_grammars_are_compiled_without_fork() -> None:
     assert "nothing" in wrong
 
 
-@pytest.mark.parametrize("name", ["a:b", "what?", "nul.txt", "ends in a dot."])
-def test_the_simulated_windows_refuses_names(name: str, tmp_path: Path) -> None:
-    """The simulation does; on Linux these are names like others."""
-    program = "\nimport pathlib, sys\npathlib.Path(sys.argv[1]).write_text('')\n"
-    run(tmp_path, [str(tmp_path / name)], program)
-    with pytest.raises(AssertionError, match="Invalid argument"):
-        run(tmp_path, [str(tmp_path / name)], prelude("win32") + program)
-
-
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_command_line_answers(system: str, tiny_path: Path, tmp_path: Path) -> None:
     words = ["chat", "-m", str(tiny_path), "--single-turn", "--prompt", "Once", "-n", "8", "--temp", "0"]

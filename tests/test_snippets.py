@@ -221,7 +221,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         name, _, anchor = target.partition("#")
         file = page if not name else (page.parent / name).resolve()
         assert file.exists(), target
-        if anchor:
+        if anchor and file.suffix == ".md":  # a line of code is named by its number
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
 

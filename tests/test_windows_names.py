@@ -78,7 +78,6 @@ def sessions_of(model: str, folder: Path) -> Path:
     return Path(own)
 
 
-# Product: each place has a way of its own to make a file's name, and each name is odd in a way of its own.
 @pytest.mark.parametrize(
     "made",
     [
@@ -90,11 +89,8 @@ def sessions_of(model: str, folder: Path) -> Path:
     ],
     ids=["a kernel", "what is computed once", "the digest of weights", "results", "sessions of a model"],
 )
-@pytest.mark.parametrize("name", ODD)
-def test_any_name_becomes_a_file_that_windows_can_have(
-    made: Callable[[str, Path], str], name: str, tmp_path: Path
-) -> None:
-    assert is_portable(made(name, tmp_path))
+def test_any_name_becomes_a_file_that_windows_can_have(made: Callable[[str, Path], str], tmp_path: Path) -> None:
+    assert [name for name in ODD if not is_portable(made(name, tmp_path))] == []
 
 
 @pytest.mark.parametrize("name", ["talk", "console", "a.b"])

@@ -150,7 +150,7 @@ def test_replayed_steps_of_recurrent_layers_equal_launched_steps(kind: str) -> N
         assert np.isfinite(given).all()
 
 
-# Product: copies inside of a GPU and between two, of hidden states alone and of a recurrent state beside them.
+# Copies inside of a GPU and between two, of hidden states alone and of a recurrent state beside them.
 @pytest.mark.parametrize("second", [0, 1])
 @pytest.mark.parametrize(("kind", "counts"), [("llama_gqa_linear", (1, 1)), ("qwen3_5_tied", (2, 2))])
 def test_devices_share_the_layers_of_a_model(kind: str, counts: tuple[int, int], second: int) -> None:

@@ -82,7 +82,7 @@ ALLOWED = {"f16": (0.05, 0.01), "balanced": (2.0, 0.15)}
 
 
 # Prompts that begin as an earlier one read its blocks as codes, and a CPU that computes them does not.
-# Product: every part has schedules of its own, and what one finds in codes it need not find in halves.
+# Every part has schedules of its own, and what one finds in codes it need not find in halves.
 @pytest.mark.slow
 @pytest.mark.parametrize(("types", "cache_prompt"), [("f16", True), ("balanced", False)])
 @pytest.mark.parametrize("part", range(min(PARTS, SIZES.schedules)))

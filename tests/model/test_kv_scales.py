@@ -36,7 +36,7 @@ def logits(path: Path, ids: list[int], block_size: int = N, **settings) -> list[
     return scored
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # ten engines for each case
 @pytest.mark.parametrize(
     ("fixture", "types"),
     [("llama_gqa_llama3_tied", "default"), ("qwen2_bias", "as published"), ("qwen3_qk_norm_tied", "polarquant")],

@@ -54,7 +54,6 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_constraints_are_refused(grammars: Grammars, name: str) -> None:
     """Some compute for all the seconds that they may."""

@@ -155,7 +155,7 @@ def test_tokens_with_logits_of_minus_infinity_are_never_drawn() -> None:
     assert support(logits, {"repeat_penalty": 2.0, "presence_penalty": 1.0}, recent=[0, 1]) == {1, 2}
 
 
-# Product: the largest logit and a drawn one are found by other code, which sees NaN and infinities in its own way.
+# The largest logit and a drawn one are found by other code, which sees NaN and infinities in its own way.
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("broken", [[0.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf]])
 def test_nan_or_infinite_logits_are_an_error(broken, temperature: float) -> None:
