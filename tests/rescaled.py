@@ -43,9 +43,9 @@ def rescale(patch: pytest.MonkeyPatch, side: str, factor: float) -> None:
     """
     load = assembly.load_weights
 
-    def load_rescaled(ops, config, source, **more):
+    def load_rescaled(ops, config, source, *rest, **more):
         into = ("k_norm", "q_norm") if config.attention.qk_norm else ("k_proj", "q_proj")
         by, inverse = into if side == "keys" else ("v_proj", "o_proj")
-        return load(ops, config, _Rescaled(source, {by: factor, inverse: 1 / factor}), **more)
+        return load(ops, config, _Rescaled(source, {by: factor, inverse: 1 / factor}), *rest, **more)
 
     patch.setattr(assembly, "load_weights", load_rescaled)
