@@ -63,7 +63,7 @@ def bare_model(
 def shape_of(mixer: Mixer, k: Codec, v: Codec, mean_bits: int, block_size: int) -> Any:
     """The shape of a layer's state."""
     if not isinstance(mixer, Attention):
-        return MIXERS[type(mixer)].state_shape(mixer, block_size)
+        return MIXERS[type(mixer)].state_shape(mixer)
     if mixer.shares_kv:
         return SharedShape(mixer.kv_heads, mixer.head_dim, mixer.window)
     return LayerShape(k, v, mixer.kv_heads, mixer.head_dim, mean_bits, mixer.window)

@@ -199,7 +199,7 @@ def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
         if isinstance(one.mixer, Attention) and one.mixer.shares_kv
         else LayerShape(full, full, one.mixer.kv_heads, one.mixer.head_dim, window=one.mixer.window)
         if isinstance(one.mixer, Attention)
-        else MIXERS[type(one.mixer)].state_shape(one.mixer, block_size)
+        else MIXERS[type(one.mixer)].state_shape(one.mixer)
         for one in config.layers
     )
     return CacheShape(block_size, tuple(layers))

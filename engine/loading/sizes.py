@@ -16,7 +16,7 @@ from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.layer_shapes import LayerShape, OwnShape, SharedShape
+from polarlm.engine.state.layer_shapes import LayerShape, SharedShape, StateShape
 from polarlm.engine.state.plan import (
     StorePlan,
     format_bytes,
@@ -60,12 +60,12 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         return CacheShape(config.block_size, ())
     mean_bits, attentions = 8 if encoding.small_means else 16, model.kv_attentions
     head_dims = [attentions[layer].head_dim if layer in attentions else None for layer in range(len(model.layers))]
-    layers: list[LayerShape | SharedShape | OwnShape] = []
+    layers: list[StateShape] = []
     finer = cache_types.finer_kind(config)
     for layer, (codec_k, codec_v) in zip(model.layers, cache_types.layer_codecs(config, head_dims), strict=True):
         mixer = layer.mixer
         if not isinstance(mixer, Attention):
-            layers.append(MIXERS[type(mixer)].state_shape(mixer, config.block_size))
+            layers.append(MIXERS[type(mixer)].state_shape(mixer))
             continue
         if mixer.shares_kv:
             layers.append(SharedShape(mixer.kv_heads, mixer.head_dim, mixer.window))
@@ -85,7 +85,7 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         raise EngineError(str(error)) from None
 
 
-def _check_two_kinds(config: EngineConfig, layers: Sequence[LayerShape | SharedShape | OwnShape]) -> None:
+def _check_two_kinds(config: EngineConfig, layers: Sequence[StateShape]) -> None:
     """Raises EngineError for layers whose blocks cannot be of two kinds."""
     kinds = {layer.group for layer in layers if isinstance(layer, LayerShape) and layer.finer}
     if not kinds:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
 
 EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
+T = TypeVar("T")
 
 
 class _Reader:
@@ -145,14 +146,15 @@ def load_weights(
         of_layer = reader(number)
         of_experts = of_host if of_host is not None and number < on_host else of_layer
         count = layer.ffn.count if isinstance(layer.ffn, Experts) else 0
-        layer_reader = _LayerReader(of_layer, of_experts, table.layers[number], count)
-        whole = (
-            MIXERS[type(layer.mixer)].Weights.read(layer_reader),
-            None if layer.ffn is None else FFNS[type(layer.ffn)].Weights.read(layer_reader),
-            layer_reader.vector("layer_scale"),
-            LayerEmbeddingWeights.read(layer_reader),
+        layer_reader = LayerReader(of_layer, of_experts, table.layers[number], count)
+        layers.append(
+            LayerWeights(
+                layer_reader.weights(MIXERS[type(layer.mixer)].Weights),
+                None if layer.ffn is None else layer_reader.weights(FFNS[type(layer.ffn)].Weights),
+                layer_reader.vector("layer_scale"),
+                layer_reader.weights(LayerEmbeddingWeights) if "layer_gate" in layer_reader.slots else None,
+            )
         )
-        layers.append(LayerWeights(*whole))
     of_last = reader(last)
     norm = of_last.vector(top["norm"], config.logit_scale) if "norm" in top else None
     head = Linear((embedding,))
@@ -311,13 +313,18 @@ def _format(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat
 
 
 @dataclass(frozen=True)
-class _LayerReader:
-    """Reads the slots of one layer. of_experts: reads the matrices and biases of experts. count: of these."""
+class LayerReader:
+    """Reads the slots of one layer. of_experts: reads the matrices and biases of `count` experts."""
 
     read: _Reader
     of_experts: _Reader
     slots: Slots
     count: int
+
+    def weights(self, kind: type[T]) -> T:
+        """Return `kind`, a dataclass, each of whose fields names its slot; see `engine.model.layers.slot`."""
+        slots = ((part.name, part.metadata) for part in fields(kind))  # type: ignore[arg-type]
+        return kind(**{name: getattr(self, slot["read"])(slot["slot"]) for name, slot in slots})
 
     def vector(self, slot: str) -> Array | None:
         return self.read.vector(self._names(slot)) if slot in self.slots else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -26,11 +27,24 @@ class ArraySpec(NamedTuple):
     dtype: np.dtype
 
 
-class TokenBlocks:
-    """The blocks of a state that has something of every token in its window: K/V, or the inputs of a convolution."""
+class StateShape:
+    """How one layer stores its state, in blocks of `block_size` tokens.
 
-    window: int | None
-    is_sparse = False
+    Unless a subclass says otherwise, it has something of every token in its window: K/V, or inputs of a convolution.
+    """
+
+    window: int | None = None  # the number of tokens that a token sees, itself included; None: all before it
+    is_sparse: ClassVar[bool] = False  # whether its quantized blocks are snapshots; see `LayerState.is_sparse`
+
+    @property
+    def group(self) -> Hashable:
+        """Layers for which this is equal share block tables."""
+        return self
+
+    @property
+    def values(self) -> int:
+        """The number of stored K/V values per token."""
+        return 0
 
     def held_blocks(self, tokens: int, block_size: int) -> tuple[int, int]:
         """Return the quantized blocks and the full-precision blocks of a sequence of `tokens`."""
@@ -55,53 +69,36 @@ class TokenBlocks:
         """Return the number of quantized blocks that such a store has for what no sequence needs."""
         return 0
 
-
-class StateShape(Protocol):
-    """How one layer stores its state, in blocks of `block_size` tokens. That of K/V is LayerShape."""
-
-    def held_blocks(self, tokens: int, block_size: int) -> tuple[int, int]:
-        """See `TokenBlocks`, as for the next three."""
-
-    def needed_blocks(self, tokens: int, block_size: int) -> int: ...
-
-    def slots(self, full_slots: int, more: int) -> int: ...
-
-    def more_blocks(self, full_slots: int, more: int) -> int: ...
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether its quantized blocks are snapshots; see `LayerState.is_sparse`."""
-
-    @property
-    def group(self) -> Hashable:
-        """Layers for which this is equal share block tables."""
-
-    @property
-    def window(self) -> int | None:
-        """The number of tokens that a token sees, itself included; None: all before it."""
-
-    @property
-    def values(self) -> int:
-        """The number of stored values per token."""
-
-    def quantized_bytes(self, block_size: int) -> int:
-        """Return the bytes of a complete block as it is stored."""
-
-    def full_bytes(self, block_size: int) -> int:
-        """Return the bytes of a full-precision slot."""
-
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
-        """Return the arrays of a complete block in `LayerState.read_blocks`. stored_as: see `Ops.stored_as`."""
+        """Return the arrays of a complete block in `LayerState.read_blocks`. stored_as: see `Ops.stored_as`.
+
+        Raises ValueError for a representation that the layer does not have.
+        """
+        raise NotImplementedError
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:
         """Return the arrays of a full-precision block in `LayerState.read_full`."""
+        raise NotImplementedError
+
+    def quantized_bytes(self, block_size: int) -> int:
+        """Return the bytes of a complete block as it is stored."""
+        return _bytes(self.block_arrays(block_size, ""))
+
+    def full_bytes(self, block_size: int) -> int:
+        """Return the bytes of a full-precision slot."""
+        return _bytes(self.full_arrays(block_size))
 
 
-class OwnShape(StateShape, Protocol):
+def _bytes(arrays: Sequence[ArraySpec]) -> int:
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+
+
+class OwnShape(StateShape):
     """The shape of a state that is not K/V. It makes the state itself; for K/V, which need codecs, the store does."""
 
     def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
         """Return the state of `layers`. blocks: the numbers of quantized blocks and of full-precision slots."""
+        raise NotImplementedError
 
 
 NEWEST = 3
@@ -118,7 +115,7 @@ class FinerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerShape(TokenBlocks):
+class LayerShape(StateShape):
     """How one layer stores its K/V."""
 
     codec_k: Codec
@@ -145,7 +142,6 @@ class LayerShape(TokenBlocks):
         return int(self.finer is not None)  # for the block that is being coded again
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
-        """Raises ValueError for a representation that the layer does not have."""
         arrays = transfer.block_arrays(self.format(block_size), stored_as)
         return [ArraySpec(name, (self.kv_heads, *field.shape), field.dtype) for name, field in arrays.items()]
 
@@ -173,20 +169,18 @@ class LayerShape(TokenBlocks):
 
     @property
     def values(self) -> int:
-        """The number of values per token: a key and a value for every KV head."""
+        """A key and a value for every KV head."""
         return 2 * self.kv_heads * self.head_dim
 
     def quantized_bytes(self, block_size: int) -> int:
-        """Return the bytes of a quantized block: both codecs' fields and the means of keys."""
         return transfer.nbytes(self.format(block_size), transfer.FIELDS)
 
     def full_bytes(self, block_size: int) -> int:
-        """Return the bytes of a slot, in half precision."""
-        return 2 * block_size * self.values
+        return 2 * block_size * self.values  # in half precision
 
 
 @dataclass(frozen=True)
-class SharedShape(TokenBlocks):
+class SharedShape(StateShape):
     """A layer that stores nothing: it reads the K/V of the last layer before it with a LayerShape of its group."""
 
     kv_heads: int  # K
@@ -196,16 +190,6 @@ class SharedShape(TokenBlocks):
     @property
     def group(self) -> Hashable:
         return self.window, self.kv_heads, self.head_dim
-
-    @property
-    def values(self) -> int:
-        return 0
-
-    def quantized_bytes(self, block_size: int) -> int:
-        return 0
-
-    def full_bytes(self, block_size: int) -> int:
-        return 0
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         return []

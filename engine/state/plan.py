@@ -21,7 +21,7 @@ class StorePlan:
     shape: CacheShape
     tokens: int
     quantized_blocks: tuple[int, ...]  # per group
-    full_slots: int  # slots of K/V in full precision; see `TokenBlocks.slots`
+    full_slots: int  # slots of K/V in full precision; see `StateShape.slots`
     more_slots: int = 0  # slots of further sequences that are kept
     more_tokens: int = 0  # tokens of further sequences that are kept
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.state.layer_shapes import NEWEST, LayerShape, OwnShape, SharedShape
+from polarlm.engine.state.layer_shapes import NEWEST, LayerShape, SharedShape, StateShape
 from polarlm.model_loaders.forks import cached_property
 
 
@@ -16,7 +16,7 @@ class CacheShape:
     """How all layers store a block of K/V, or of another state."""
 
     block_size: int  # N
-    layers: tuple[LayerShape | SharedShape | OwnShape, ...]
+    layers: tuple[StateShape, ...]
     # Layer with K/V → the bytes of a quantized block and of a full-precision slot on the backend, all KV heads. Layers
     # that are absent have no padding.
     stored: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)

@@ -36,7 +36,7 @@ from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.state.blocks import CodeAgain
 from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
-from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
+from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
 from polarlm.engine.state.layer_state import Buffers, LayerState, in_words
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.tables import BlockTable, Growth
@@ -121,7 +121,7 @@ class KVStore:
             shape = plan.shape.layers[layers[0]]
             blocks = quantized, shape.slots(plan.full_slots, plan.more_slots)
             if not isinstance(shape, LayerShape):
-                assert not isinstance(shape, SharedShape)
+                assert isinstance(shape, OwnShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
                 continue
             for layer in layers:

@@ -176,7 +176,7 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     own = LayerShape(k, v, attention.kv_heads, dim, 8)
     kinds = [layer.mixer for layer in config.layers]
     shape = CacheShape(
-        64, tuple(own if isinstance(one, Attention) else MIXERS[type(one)].state_shape(one, 64) for one in kinds)
+        64, tuple(own if isinstance(one, Attention) else MIXERS[type(one)].state_shape(one) for one in kinds)
     )
     stored = Conditioning(k.rotation(dim), v.rotation(dim))
     store = KVStore(

@@ -9,10 +9,11 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import MISSING, field
+from typing import Any, NamedTuple
 
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.weight_formats import ExpertLinear, Linear
+from polarlm.engine.weight_formats import Linear
 
 Tap = Callable[[str, Array], None]
 """tap(name, x): see `engine.model.prefill.Taps`, for one layer and position."""
@@ -27,20 +28,9 @@ class Eps(NamedTuple):
     after: float  # for outputs of mixers and networks
 
 
-class ReadSlot(Protocol):
-    """Reads the tensors that fill the slots of one layer; see `model_loaders.files.tensor_table`."""
-
-    def vector(self, slot: str) -> Array | None:
-        """Return the tensors of a slot (n_i,), concatenated; None for a slot that the model lacks."""
-
-    def linear(self, slot: str) -> Linear:
-        """Return the projection of a slot, with its biases if it has any."""
-
-    def optional_linear(self, slot: str) -> Linear | None:
-        """As `linear`; None if the model lacks the slot."""
-
-    def experts(self, slot: str) -> ExpertLinear:
-        """Return the projection of every expert in a slot, with their biases if they have any."""
+def slot(name: str, read: str = "vector", default: Any = MISSING) -> Any:
+    """A field of a layer's weights: the slot whose tensors fill it, and the method of `LayerReader` that reads them."""
+    return field(default=default, metadata={"slot": name, "read": read})
 
 
 def norm_of(weight: Array | None, eps: float) -> Norm:

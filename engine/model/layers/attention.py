@@ -8,7 +8,7 @@ import numpy as np
 
 from polarlm.engine.backends.kv import Cache, PreparedTransform, Spans
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, ReadSlot, Tap, add_projected, norm_of, projected
+from polarlm.engine.model.layers import Eps, Tap, add_projected, norm_of, projected, slot
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -17,30 +17,16 @@ from polarlm.model_loaders import config
 class AttentionWeights:
     """Matrices are (out, in); None for what the family does not have."""
 
-    norm: Array | None  # (E,)
-    qkv: Linear  # ((H + 2K)·D, E): q heads, k heads, v heads
-    q_norm: Array | None  # (D,), or (H·D,) of all heads together
-    k_norm: Array | None  # (D,), or (K·D,)
-    sink_scores: Array | None  # (H,)
-    out: Linear  # (E, H·D)
-    post_norm: Array | None  # (E,): norms the result before it is added to the residual, or in encoders the sum
-    output_gate: Linear | None = None  # (H·D, E)
-    post_norm_bias: Array | None = None  # (E,)
-
-    @classmethod
-    def read(cls, read: ReadSlot) -> AttentionWeights:
-        """Read the weights in the slots of a layer."""
-        return cls(
-            norm=read.vector("attention_norm"),
-            qkv=read.linear("qkv"),
-            q_norm=read.vector("q_norm"),
-            k_norm=read.vector("k_norm"),
-            sink_scores=read.vector("sink_scores"),
-            out=read.linear("out"),
-            post_norm=read.vector("attention_post_norm"),
-            output_gate=read.optional_linear("output_gate"),
-            post_norm_bias=read.vector("attention_post_norm_bias"),
-        )
+    norm: Array | None = slot("attention_norm")  # (E,)
+    qkv: Linear = slot("qkv", "linear")  # ((H + 2K)·D, E): q heads, k heads, v heads
+    q_norm: Array | None = slot("q_norm")  # (D,), or (H·D,) of all heads together
+    k_norm: Array | None = slot("k_norm")  # (D,), or (K·D,)
+    sink_scores: Array | None = slot("sink_scores")  # (H,)
+    out: Linear = slot("out", "linear")  # (E, H·D)
+    # (E,): norms the result before it is added to the residual, or in encoders the sum
+    post_norm: Array | None = slot("attention_post_norm")
+    output_gate: Linear | None = slot("output_gate", "optional_linear", default=None)  # (H·D, E)
+    post_norm_bias: Array | None = slot("attention_post_norm_bias", default=None)  # (E,)
 
 
 class Attention:

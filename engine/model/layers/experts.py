@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, ReadSlot, add_projected, norm_of, projected
+from polarlm.engine.model.layers import Eps, add_projected, norm_of, projected, slot
 from polarlm.engine.weight_formats import ExpertLinear, Linear
 from polarlm.model_loaders import config
 
@@ -14,42 +14,22 @@ from polarlm.model_loaders import config
 class ExpertsWeights:
     """Matrices are (out, in); None for what the family does not have."""
 
-    norm: Array | None  # (E,)
-    router: Linear  # (count, E)
-    choice_bias: Array | None  # (count,)
-    gate_up: ExpertLinear  # (2F, E) of each expert
-    down: ExpertLinear  # (E, F) of each expert
-    shared_gate: Linear | None  # (1, E)
-    shared_gate_up: Linear | None  # (2S, E), S the size of the shared network
-    shared_down: Linear | None  # (E, S)
-    post_norm: Array | None  # (E,): norms the result before it is added to the residual
-    factors: Array | None = None  # (count,)
+    norm: Array | None = slot("ffn_norm")  # (E,)
+    router: Linear = slot("router", "linear")  # (count, E)
+    choice_bias: Array | None = slot("choice_bias")  # (count,)
+    gate_up: ExpertLinear = slot("experts_gate_up", "experts")  # (2F, E) of each expert
+    down: ExpertLinear = slot("experts_down", "experts")  # (E, F) of each expert
+    shared_gate: Linear | None = slot("shared_gate", "optional_linear")  # (1, E)
+    shared_gate_up: Linear | None = slot("shared_gate_up", "optional_linear")  # (2S, E), S: the shared network's size
+    shared_down: Linear | None = slot("shared_down", "optional_linear")  # (E, S)
+    post_norm: Array | None = slot("ffn_post_norm")  # (E,): norms the result before it is added to the residual
+    factors: Array | None = slot("expert_factors", default=None)  # (count,)
     # Norms (E,) of the inputs of router and experts, and of the results of experts and shared network before they are
     # added; without them, `norm` also serves the router and the experts.
-    router_norm: Array | None = None
-    experts_norm: Array | None = None
-    experts_post_norm: Array | None = None
-    shared_post_norm: Array | None = None
-
-    @classmethod
-    def read(cls, read: ReadSlot) -> ExpertsWeights:
-        """Read the weights in the slots of a layer."""
-        return cls(
-            norm=read.vector("ffn_norm"),
-            router=read.linear("router"),
-            choice_bias=read.vector("choice_bias"),
-            gate_up=read.experts("experts_gate_up"),
-            down=read.experts("experts_down"),
-            shared_gate=read.optional_linear("shared_gate"),
-            shared_gate_up=read.optional_linear("shared_gate_up"),
-            shared_down=read.optional_linear("shared_down"),
-            post_norm=read.vector("ffn_post_norm"),
-            factors=read.vector("expert_factors"),
-            router_norm=read.vector("router_norm"),
-            experts_norm=read.vector("experts_norm"),
-            experts_post_norm=read.vector("experts_post_norm"),
-            shared_post_norm=read.vector("shared_post_norm"),
-        )
+    router_norm: Array | None = slot("router_norm", default=None)
+    experts_norm: Array | None = slot("experts_norm", default=None)
+    experts_post_norm: Array | None = slot("experts_post_norm", default=None)
+    shared_post_norm: Array | None = slot("shared_post_norm", default=None)
 
 
 class Experts:

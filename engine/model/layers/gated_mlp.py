@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, ReadSlot, add_projected, norm_of, projected
+from polarlm.engine.model.layers import Eps, add_projected, norm_of, projected, slot
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -14,22 +14,12 @@ from polarlm.model_loaders import config
 class GatedMLPWeights:
     """Matrices are (out, in); None for what the family does not have."""
 
-    norm: Array | None  # (E,)
-    gate_up: Linear  # (2F, E)
-    down: Linear  # (E, F)
-    post_norm: Array | None  # (E,): norms the result before it is added to the residual, or in encoders the sum
-    post_norm_bias: Array | None = None  # (E,)
-
-    @classmethod
-    def read(cls, read: ReadSlot) -> GatedMLPWeights:
-        """Read the weights in the slots of a layer."""
-        return cls(
-            norm=read.vector("ffn_norm"),
-            gate_up=read.linear("gate_up"),
-            down=read.linear("down"),
-            post_norm=read.vector("ffn_post_norm"),
-            post_norm_bias=read.vector("ffn_post_norm_bias"),
-        )
+    norm: Array | None = slot("ffn_norm")  # (E,)
+    gate_up: Linear = slot("gate_up", "linear")  # (2F, E)
+    down: Linear = slot("down", "linear")  # (E, F)
+    # (E,): norms the result before it is added to the residual, or in encoders the sum
+    post_norm: Array | None = slot("ffn_post_norm")
+    post_norm_bias: Array | None = slot("ffn_post_norm_bias", default=None)  # (E,)
 
 
 class GatedMLP:

@@ -23,14 +23,14 @@ class Mixer(Protocol):
     """The mixer of one layer. `project` is called for the rows of a unit before `mix` is called for them."""
 
     Weights: ClassVar[Any]
-    """A class whose `read` reads the slots of a layer."""
+    """A dataclass whose fields are `slot`s of a layer."""
 
     def __init__(self, ops: Ops, shape: Any, eps: Eps, weights: Any, cache: Any, transform: Any):
         """shape: the mixer in the configuration. cache: where the layer's state lies. transform: for attention, its
         HeadTransform, prepared by `Ops.prepare`."""
 
     @staticmethod
-    def state_shape(shape: Any, block_size: int) -> OwnShape:
+    def state_shape(shape: Any) -> OwnShape:
         """Return how the state of a layer is stored. Not called for attention, whose codecs the settings choose."""
 
     def project(

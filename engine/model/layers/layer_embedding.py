@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, Norm, ReadSlot, add_projected, norm_of, projected
+from polarlm.engine.model.layers import Eps, Norm, add_projected, norm_of, projected, slot
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Activation
 
@@ -35,15 +35,9 @@ class TokenInputs:
 class LayerEmbeddingWeights:
     """Matrices are (out, in)."""
 
-    gate: Linear  # (P, E)
-    out: Linear  # (E, P)
-    post_norm: Array | None  # (E,): norms the result before it is added to the residual
-
-    @classmethod
-    def read(cls, read: ReadSlot) -> LayerEmbeddingWeights | None:
-        """Read the weights in the slots of a layer; None if the model has no embeddings of layers."""
-        gate = read.optional_linear("layer_gate")
-        return None if gate is None else cls(gate, read.linear("layer_out"), read.vector("layer_post_norm"))
+    gate: Linear = slot("layer_gate", "linear")  # (P, E)
+    out: Linear = slot("layer_out", "linear")  # (E, P)
+    post_norm: Array | None = slot("layer_post_norm")  # (E,): norms the result before it is added to the residual
 
 
 class LayerEmbedding:

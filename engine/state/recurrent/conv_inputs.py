@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.state.layer_shapes import ArraySpec, TokenBlocks
+from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
-from polarlm.engine.state.recurrent.slots import F32, PromptRows, RecurrentShape, RecurrentState, RowsOp
+from polarlm.engine.state.recurrent.slots import F32, PromptRows, RecurrentState, RowsOp
 from polarlm.engine.state.tables import BlockTable, Growth
 
 
 @dataclass(frozen=True)
-class ConvShape(RecurrentShape, TokenBlocks):
+class ConvShape(OwnShape):
     """How one layer stores its inputs, of `channels` float32 numbers a token. width: tokens that a token sees.
 
     Every complete block is kept, so that any of them can be the end of a stored prefix.

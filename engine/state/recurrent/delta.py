@@ -17,12 +17,11 @@ from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, Fetc
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.layer_shapes import ArraySpec
+from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.slots import (
     F32,
     PromptRows,
-    RecurrentShape,
     RecurrentState,
     RowsOp,
     Slot,
@@ -37,7 +36,7 @@ _STEP = 4  # factor between the distances, in blocks, from the end of a prompt t
 
 
 @dataclass(frozen=True)
-class DeltaShape(RecurrentShape):
+class DeltaShape(OwnShape):
     """How one layer stores its state. codes: how snapshots keep its matrices. snapshots: their number; None: two for
     each slot."""
 

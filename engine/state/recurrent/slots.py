@@ -6,49 +6,19 @@ sequence can be cut anywhere in its current block, and rows that are not kept le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.state.layer_shapes import ArraySpec
+from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
 
 F32 = np.dtype(np.float32)
-Slot = Sequence[Array]  # the arrays of one slot, as in `RecurrentShape.full_arrays`
+Slot = Sequence[Array]  # the arrays of one slot, as in `OwnShape.full_arrays`
 RowsOp = Callable[..., Array]  # `short_conv`, `gated_delta` or `mamba2` of a layer's ops
-
-
-class RecurrentShape:
-    """How one layer stores its state. Its arrays have the inputs of a convolution, called "inputs", last.
-
-    The first `tokens` tokens of a slot's arrays are at the beginning of each axis.
-    """
-
-    window: int | None = None  # a later token sees everything before it
-    values: int = 0  # K/V values per token
-
-    def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
-        raise NotImplementedError
-
-    def full_arrays(self, tokens: int) -> list[ArraySpec]:
-        raise NotImplementedError
-
-    @property
-    def group(self) -> Hashable:
-        return self
-
-    def quantized_bytes(self, block_size: int) -> int:
-        return _bytes(self.block_arrays(block_size, ""))
-
-    def full_bytes(self, block_size: int) -> int:
-        return _bytes(self.full_arrays(block_size))
-
-
-def _bytes(arrays: Sequence[ArraySpec]) -> int:
-    return sum(int(np.prod(array.shape)) * array.dtype.itemsize for array in arrays)
 
 
 class Prompt(Protocol):
@@ -87,10 +57,14 @@ def assign_each(ops: Ops, targets: Slot, sources: Slot) -> None:
 
 
 class RecurrentState(TableGroup):
-    """The part of a `LayerState` that concerns its slots."""
+    """The part of a `LayerState` that concerns its slots.
+
+    The arrays of its shape have the inputs of a convolution, called "inputs", last. The first `tokens` tokens of a
+    slot's arrays are at the beginning of each axis.
+    """
 
     def __init__(
-        self, ops: Ops, shape: RecurrentShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
+        self, ops: Ops, shape: OwnShape, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]
     ) -> None:
         super().__init__(block_size, None, *blocks)
         self.layers = layers

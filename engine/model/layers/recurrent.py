@@ -1,0 +1,40 @@
+"""What mixers whose state one op reads and advances have in common: projections of their inputs and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.model.layers import Eps, Tap, add_projected, norm_of, projected
+from polarlm.engine.state.recurrent.slots import add_rows
+
+
+class RecurrentMixer:
+    """A `Mixer` whose weights have `norm`, `inputs`, `conv` and `out`."""
+
+    op: ClassVar[str]  # the name of the op
+
+    def __init__(self, ops: Ops, shape: Any, eps: Eps, weights: Any, cache: Any, transform: None):
+        self._ops, self._weights, self._slots = ops, weights, cache
+        self._norm = norm_of(weights.norm, eps.before)
+        by_channel = ops.to_host(weights.conv).reshape(shape.channels, shape.width)
+        self._of_op = self.weights_of_op(shape, eps, weights, ops.to_device(by_channel.T))
+
+    @staticmethod
+    def weights_of_op(shape: Any, eps: Eps, weights: Any, conv: Array) -> Sequence[Any]:
+        """Return the arguments of the op after its inputs. conv: (width, channels)."""
+        raise NotImplementedError
+
+    def project(
+        self, x: Array, rope: None, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> Array:
+        """Add the rows x (T, E) to the layer's state, and return the results of the op for them."""
+        inputs = projected(self._ops, x, self._weights.inputs, adapters, norm=self._norm, recorded=recorded)
+        return add_rows(self._ops, getattr(self._ops, self.op), inputs, self._of_op, self._slots, spans)
+
+    def mix(
+        self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+    ) -> None:
+        """Add the projection of the results y to x (T, E), in place."""
+        add_projected(self._ops, x, y, self._weights.out, adapters, None, recorded=recorded)
