@@ -1,4 +1,4 @@
-"""`AsyncEngine`, the engine for asyncio. Its requests share one queue with those of threads."""
+"""`AsyncEngine`, the engine for asyncio. Its requests and the requests of threads share one queue."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
-from polarlm.engine.errors import EngineError
-from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding, fold
+from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, fold
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.mailbox import Mailbox
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.constraints import Constraint
+from polarlm.engine.vectors import embedding_in
 
 Params = SamplingParams | None
 Options = PromptOptions | None
@@ -45,7 +45,6 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
-        """No error ends this thread before `stop` does."""
         while True:
             self._wake.clear()
             if self._stopping:  # read after `clear`, so that a call of `stop` is not missed
@@ -66,7 +65,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """An asynchronous engine over `engine`, which `close` closes as well."""
+        """engine: `close` closes it as well."""
         self.engine = engine
         self._waiting: set[Mailbox] = set()
         self._lock = threading.Lock()  # guards `_waiting` and `_thread`: there may be several event loops
@@ -124,12 +123,9 @@ class AsyncEngine:
         return await self.generate(messages, params, options)
 
     async def embed(self, prompt: Prompt, pooling: str | None = None, options: Options = None) -> Embedding:
-        """The embedding of `prompt`; see `Engine.embed`. Those that wait together are computed together."""
+        """The embedding of `prompt`; see `Engine.embed`. Texts that wait together are computed together."""
         options = self.engine.embedding_options(pooling, options)
-        found = embedding(await self._chunks(prompt, SamplingParams(max_tokens=0), options))
-        if found is None:
-            raise EngineError("The request for an embedding was cancelled", "closed")
-        return found
+        return embedding_in(await self._chunks(prompt, SamplingParams(max_tokens=0), options))
 
     async def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Log-probabilities of `ids`; see `Engine.score`. Cancelling the task does not end the computation."""

@@ -9,7 +9,7 @@ from polarlm.engine import limits
 
 DEFAULT_CACHE_TYPE = "balanced"
 AS_STORED = "as-stored"
-AUTO = "auto"  # of `tensor_split` and `cpu_moe`: as memory allows
+AUTO = "auto"  # tensor_split, cpu_moe: as memory allows
 
 
 def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:

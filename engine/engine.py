@@ -119,7 +119,7 @@ class Engine(Vectors):
         """Teacher-forced log-probabilities of `ids` (T ≥ 2). Attention reads the cache as it does in steps.
 
         Earlier requests finish first. With `every_token_coded`, attention reads all tokens after the first block as
-        codes, including those of the current block: the figure to compare with engines that keep no recent tokens in
+        codes, the current block included: the figure to compare with engines that keep no recent tokens in
         full precision. With `logits`, the score has every position's logits, which take 4·T·V bytes.
         """
         if self.model.config.is_encoder:
@@ -241,7 +241,7 @@ class Engine(Vectors):
     # -- requests and threads ----------------------------------------------------------------------------------
 
     def _request(self, prompt: Prompt, params: Params, options: Options, gone: Any = None, **more: Any) -> Request:
-        """A request that is not queued yet. more: the other keyword arguments of `Request.create`."""
+        """A request that is not queued yet. more: other arguments of `Request.create`."""
         self._check_open()
         params, options = params or SamplingParams(), options or PromptOptions()
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
@@ -251,7 +251,7 @@ class Engine(Vectors):
         more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone, after=after)}
         request = Request.create(prompt, params, options, self.model, self.context, **more)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
-            request.found = self._tiers.find(request.sequence.prompt[:-1], request.salt)
+            request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
@@ -285,7 +285,6 @@ class Engine(Vectors):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the engine's lock. Raises EngineError as `_check_open` does."""
         with self._lock.hold():
             self._enter()
             yield
@@ -296,7 +295,6 @@ class Engine(Vectors):
         self._runner.sweep()
 
     def _sweep(self) -> None:
-        """Remove cancelled requests if the engine can still be used."""
         if not self._closed and not self._lock.lost:
             self._runner.sweep()
 

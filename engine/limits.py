@@ -17,7 +17,7 @@ DRAFTS = ("none", "ngram-simple", DRAFT_MODEL)  # kinds of drafts
 # neighbours of the fastest number are almost as fast.
 DRAFT_ROWS = (2, 4, 8, 16)
 POOLINGS = ("mean", "last", "cls")  # how the states of a text's tokens become its vector
-RANK = "rank"  # in the place of a pooling: the vector is one number, how likely the answer is yes and not no
+RANK = "rank"  # as a pooling: the vector is one number, how likely the answer is yes and not no
 MOST_DRAFTED = 15  # tokens of a draft: one fewer than the most rows of a sequence in a step
 _ROLES = ("system", "developer", "user", "assistant", "tool")  # roles that templates know
 _MAX_BIAS = 1e6  # far below the overflow of float32 logits
@@ -65,15 +65,10 @@ def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(each, Mapping) for each in value)
 
 
-Valid = tuple[Callable[[Any], bool], str]
-"""Whether a value is valid, and the valid values in words."""
+Valid = tuple[Callable[[Any], bool], str]  # whether a value is valid, and the valid values in words
+Limits = Mapping[str, Valid]  # field → its valid values
 
-Limits = Mapping[str, Valid]
-"""Field → its valid values."""
-
-CONSTRAINTS = ("schema", "grammar", "regex")
-"""Fields of SamplingParams; at most one of them is given."""
-
+CONSTRAINTS = ("schema", "grammar", "regex")  # fields of SamplingParams; at most one of them has a value
 
 OPTIONS: Limits = {
     "parse_special": (is_flag, "True or False"),
@@ -105,10 +100,10 @@ def check(limits: Limits, values: Mapping[str, Any]) -> None:
 
 
 def check_one(names: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Raises EngineError if more than one of the fields `names` is given."""
-    given = [name for name in names if values[name] is not None]
-    if len(given) > 1:
-        raise EngineError(f"{given[0]} and {given[1]} both constrain the answer; leave one of them out")
+    """Raises EngineError if more than one of the fields `names` has a value."""
+    fields = [name for name in names if values[name] is not None]
+    if len(fields) > 1:
+        raise EngineError(f"{fields[0]} and {fields[1]} both constrain the answer; leave one of them out")
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:

@@ -23,7 +23,7 @@ class Usage:
     cached_tokens: int  # prompt tokens that were found in the KV store
     completion_tokens: int
     prefill_seconds: float  # up to the logits of the first token
-    generation_seconds: float  # of the later steps that produced a token
+    generation_seconds: float  # in later steps that produced a token
     drafted_tokens: int = 0  # drafted tokens that steps verified
     accepted_tokens: int = 0  # drafted tokens that became part of the answer
     # Source → cached tokens: "store", the KV store, or the tier that they were restored from: "ram", "disk", "remote".
@@ -48,10 +48,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a generated token, in nats, and those of the most likely tokens in its place.
+    """The log-probability of a generated token, and of the most likely tokens at its position, in nats.
 
-    They are of the model's own distribution: log-softmax of its logits over the vocabulary, before bias, penalties,
-    temperature, top-k, top-p and min-p. Computed in float64; every value is finite.
+    It is the log-softmax of the model's logits over the vocabulary, before bias, penalties, temperature, top-k, top-p
+    and min-p. Computed in float64; every value is finite.
     """
 
     id: int
@@ -148,7 +148,7 @@ class TierStatus:
     """What a tier holds, and its failures since the engine was loaded."""
 
     place: str  # "ram", "disk" or "remote"
-    bytes: int | None  # of its objects, after this process's last write; None for a tier without a limit
+    bytes: int | None  # stored, after this process's last write; None for a tier without a limit
     objects: int | None
     damaged: int  # objects that were found damaged and not used
     timeouts: int  # requests that were computed without the tier because it took too long
@@ -158,12 +158,12 @@ class TierStatus:
 
 @dataclass(frozen=True)
 class ExpertStatus:
-    """The experts that are in memory, and how often the weights of chosen ones were: gate_up and down apart."""
+    """The experts in memory, and how often chosen experts were there; gate_up and down are counted apart."""
 
-    experts: int  # of each layer, that are in memory at a time
+    experts: int  # in memory at a time, for each layer
     hits: int
     misses: int  # weights that were read from the file
-    bytes: int  # of these
+    bytes: int  # read from the file
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class SnapshotStatus:
     snapshots: int  # that there is room for
     used: int  # held by requests
     kept: int  # held by no request; the prefix cache can find them until their room is needed
-    bytes: int  # of them all, used or not, in the computer's memory
+    bytes: int  # in the computer's memory, for all snapshots, used or not
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Status:
 
     running: int  # requests that take part in steps
     waiting: int  # requests in the queue or in prefill
-    prefilling: int  # those of the waiting requests that are in prefill
+    prefilling: int  # waiting requests that are in prefill
     blocks: int
     blocks_used: int  # held by requests
     blocks_kept: int  # held by no request; the prefix cache can find them until they are allocated again
@@ -194,7 +194,7 @@ class Status:
     experts: ExpertStatus | None = None  # None if all experts are in memory, or there are none
     snapshots: SnapshotStatus | None = None  # None for a model without recurrent layers
     types: dict[str, int] | None = None  # used and kept blocks by cache type; None if all blocks have the same
-    blocks_of_largest: int = 0  # those of `blocks` that the largest group of layers has
+    blocks_of_largest: int = 0  # blocks of the largest group of layers
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ class CacheStats:
     """Memory of the newest sequence in the KV store."""
 
     tokens: int
-    bytes: int  # of its blocks and full-precision slots
-    bits_per_value: float  # of a complete encoded block
-    f16_bytes: int  # of the same blocks in half precision
+    bytes: int  # blocks and full-precision slots
+    bits_per_value: float  # in a complete encoded block
+    f16_bytes: int  # the same blocks in half precision
     context: int  # tokens that fit
 
 
@@ -232,7 +232,7 @@ class CompilationCounts:
     outcomes: Counter[str] = field(default_factory=Counter)
     """By outcome: "compiled", "refused", "abandoned" (no request wanted it any more), "too_many" (full queue)."""
     waiting: int = 0  # constraints that wait or are being compiled
-    took: Times = field(default_factory=Times)  # of constraints compiled or refused, with their time in the queue
+    took: Times = field(default_factory=Times)  # until a constraint was compiled or refused, from its arrival
 
     def copy(self, waiting: int) -> CompilationCounts:
         """A copy with `waiting` constraints that wait."""

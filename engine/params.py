@@ -34,7 +34,7 @@ def option(
     """A field of SamplingParams, with its valid values and the names that it has elsewhere.
 
     fallback: the value where neither the request nor the model's files name one; the default is None then.
-    json: the fields of a request's JSON, of which the last one counts, if they are not the option's name; () if the
+    json: the fields of a request's JSON, the last one counts, if they are not the option's name; () if the
     server reads the option in a way of its own. page: its label on the chat page. flags, more: as in `setting`.
     """
     return setting(default, *flags, valid=valid, fallback=fallback, json=json, page=page, **more)
@@ -285,9 +285,10 @@ class PromptOptions:
     # those before it, in an encoder on all. The whole prompt is computed, and the prefix cache keeps none of it. A text
     # gets the token that its tokenizer closes such texts with, if there is one.
     pooling: str | None = None
-    prompt_name: str | None = None  # of an embedding: the prompt of the model's files that goes before the text
-    dimensions: int | None = None  # of an embedding: keep the first ones, scaled to length 1 again; None keeps all
-    truncate: bool = False  # of an embedding: cut a prompt that is longer than the context, in place of an error
+    # Further options of embeddings:
+    prompt_name: str | None = None  # the prompt of the model's files that goes before the text
+    dimensions: int | None = None  # keep the first ones, scaled to length 1 again; None keeps all
+    truncate: bool = False  # cut a prompt that is longer than the context, in place of an error
 
     def __post_init__(self) -> None:
         limits.check(limits.OPTIONS, vars(self))

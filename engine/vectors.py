@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
-from polarlm.engine.outputs import Chunk, Embedding, Outbox, embedding
+from polarlm.engine.outputs import Chunk, Embedding, embedding
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt, pair_ids, yes_and_no
 from polarlm.engine.requests.request import Ticket
@@ -26,19 +24,13 @@ _JUDGE = (
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-class Vectors(ABC):
+class Vectors:
     """The methods of an engine that give texts vectors."""
 
     model: Model
     context: int
-
-    @abstractmethod
-    def submit(self, prompt: Prompt, params: Any = None, options: Any = None, *, into: Outbox) -> Ticket:
-        """See `Engine.submit`."""
-
-    @abstractmethod
-    def work(self) -> bool:
-        """See `Engine.work`."""
+    submit: Callable[..., Ticket]
+    work: Callable[[], bool]
 
     def embed(self, prompt: Prompt, pooling: str | None = None, options: PromptOptions | None = None) -> Embedding:
         """The embedding of `prompt`, a vector of the model's size.
@@ -88,23 +80,22 @@ class Vectors(ABC):
         return [(prompt, params, options) for prompt in prompts]
 
     def embedding_options(self, pooling: str | None, options: PromptOptions | None = None) -> PromptOptions:
-        """`options` of a request for an embedding: with `pooling`, or with that of the model."""
+        """`options` of a request for an embedding, with `pooling`, or else the model's pooling."""
         return replace(options or PromptOptions(), pooling=pooling or self.model.pooling or "mean")
 
 
-def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
-    """Return the embedding that each request gives. Raises EngineError."""
-    found = [embedding(chunks) for chunks in _answers(engine, jobs)]
-    embeddings = [one for one in found if one is not None]
-    if len(embeddings) < len(found):
+def embedding_in(chunks: Iterable[Chunk]) -> Embedding:
+    """The embedding in one of a request's `chunks`. Raises EngineError if the request was cancelled."""
+    vector = embedding(chunks)
+    if vector is None:
         raise EngineError("The request for an embedding was cancelled", "closed")
-    return embeddings
+    return vector
 
 
-def _answers(engine: Vectors, jobs: Sequence[Job]) -> list[list[Chunk]]:
-    """Return the chunks of each request. All of them wait together, and this thread runs units of work meanwhile.
+def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
+    """The embedding of each request. All requests wait together, and this thread runs units of work meanwhile.
 
-    An error of one of them ends the others. Raises EngineError.
+    An error in one request ends the others. Raises EngineError.
     """
     outboxes: list[deque[Chunk | Exception]] = [deque() for _ in jobs]
     tickets: list[Ticket] = []
@@ -114,7 +105,7 @@ def _answers(engine: Vectors, jobs: Sequence[Job]) -> list[list[Chunk]]:
         while unfinished := [outbox for outbox in outboxes if not _is_finished(outbox)]:
             if not engine.work() and not any(map(_is_finished, unfinished)):
                 raise EngineError("The request was cancelled", "closed")
-        return [_chunks(outbox) for outbox in outboxes]
+        return [embedding_in(chunk for chunk in outbox if isinstance(chunk, Chunk)) for outbox in outboxes]
     finally:
         for ticket in tickets:
             ticket.cancel()
@@ -126,7 +117,3 @@ def _is_finished(outbox: Sequence[Chunk | Exception]) -> bool:
     if isinstance(last, Exception):
         raise last
     return last is not None and last.finish_reason is not None
-
-
-def _chunks(outbox: Sequence[Chunk | Exception]) -> list[Chunk]:
-    return [chunk for chunk in outbox if isinstance(chunk, Chunk)]

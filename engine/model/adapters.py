@@ -83,7 +83,7 @@ def read_adapters(
     if config.lora and model.is_encoder:
         raise EngineError("This is an embedding model, which takes no adapters", settings=("lora",))
     is_gguf = any(file.suffix == ".gguf" for file in weights.files())
-    found = {}
+    by_name = {}
     for name, text in config.lora.items():
         path, scale = parsed(text)
         try:
@@ -94,10 +94,10 @@ def read_adapters(
             adapter = read_adapter(where, model, is_gguf=is_gguf)
         except model_loaders.LoadError as error:
             raise EngineError(str(error), "model_unavailable", ("lora",)) from error
-        found[name] = Loaded(adapter, scale)
+        by_name[name] = Loaded(adapter, scale)
         rank = max(change.rank for change in adapter.changes.values())
         say(f"Adapter {name}: rank {rank}, {len(adapter.changes)} matrices" + (f", scale {scale:g}" * (scale != 1)))
-    return Adapters(found)
+    return Adapters(by_name)
 
 
 def parsed(text: str) -> tuple[str, float]:
@@ -111,13 +111,12 @@ def parsed(text: str) -> tuple[str, float]:
 def row_adapters(spans: Sequence[Span]) -> list[np.ndarray]:
     """Return the number of each row's adapter (T, 1) int32, and its scale (T, 1) float32; nothing if no row has one.
 
-    A row without an adapter has the number of another row's, so that the matrices of no further one are read, and the
-    scale 0.
+    A row without an adapter has another row's number, so that no further matrices are read, and the scale 0.
     """
     if not have_adapters(spans):
         return []
     other = next(adapter.number for span in spans if (adapter := span.sequence.adapter) is not None)
-    of_spans = [(other, 0.0) if (own := span.sequence.adapter) is None else own for span in spans]
+    of_spans = [span.sequence.adapter or (other, 0.0) for span in spans]
     counts = [span.count for span in spans]
     numbers, scales = (np.repeat(column, counts)[:, None] for column in zip(*of_spans, strict=True))
     return [numbers.astype(np.int32), scales.astype(np.float32)]
@@ -131,8 +130,8 @@ def have_adapters(spans: Sequence[Span]) -> bool:
 def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
     """Load what adapters add to the product of a `Linear`; None if none changes it.
 
-    names, rows: of the tensors that it consists of, one after another. The rank of each adapter is the sum of the ranks
-    of its changes of these tensors.
+    names, rows: of its tensors, one after another. An adapter's rank is the sum of the ranks of its changes of these
+    tensors.
     """
     rank = _rank(adapters, names)
     if not rank:
@@ -168,14 +167,14 @@ def delta_bytes(ops: Ops, config: ModelConfig, adapters: Sequence[Loaded]) -> in
 
 
 def _rank(adapters: Sequence[Loaded], names: Sequence[str]) -> int:
-    """The rank that matrices for these tensors have; 0 if no adapter changes them."""
+    """0 if no adapter changes these tensors."""
     changes = [one.adapter.changes for one in adapters]
-    most = max((sum(own[name].rank for name in names if name in own) for own in changes), default=0)
+    most = max((sum(change[name].rank for name in names if name in change) for change in changes), default=0)
     return -(-most // _RANKS) * _RANKS
 
 
 def _format(adapters: Sequence[Loaded]) -> WeightFormat:
-    """The format of all changes: 16 bits if all files have the same ones."""
+    """16 bits if all files have the same ones."""
     kinds = {one.adapter.dtype for one in adapters}
     return get(kinds.pop().lower() if len(kinds) == 1 else "f32")
 

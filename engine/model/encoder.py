@@ -25,9 +25,8 @@ class Encoder(Transformer):
     def encode(self, texts: Sequence[Sequence[int]], seconds: Sequence[int] | None = None) -> Array:
         """Return the last hidden states (T, E) of the tokens of all `texts`, in order.
 
-        seconds: of each text the place from which on its tokens have the second type; None: none has it.
-        All rows go through a product together; a row sees the rows of its own text. Cost per token: 2 FLOPs per weight
-        of the layers, and attention over its text.
+        seconds: for each text, the place from which on its tokens have the second type; None: none has it. All rows go
+        through a product together; a row sees the rows of its text.
         """
         lengths = [len(text) for text in texts]
         places = np.concatenate([np.arange(length) for length in lengths])
@@ -54,8 +53,7 @@ class Encoder(Transformer):
         return states
 
     def _inputs(self, ids: np.ndarray, places: np.ndarray, types: np.ndarray) -> Array:
-        """ids (T,), the tokens at `places` of their texts, of `types` → the inputs of the first layer (T, E). Raises
-        EngineError for what a table has no row for."""
+        """ids (T,), the tokens at `places` of their texts, of `types` → the inputs of the first layer (T, E)."""
         ops, inputs = self.ops, self.weights.encoder_inputs
         ids = rows_of(self.weights.embedding, ids)
         if inputs is None:
@@ -77,6 +75,6 @@ class Encoder(Transformer):
         of_encoders, eps = self.ops.of_encoders, Eps(self.config.norm_eps, self.config.norm_eps)
         assert of_encoders is not None
         self._encoder_layers = [
-            EncoderLayer(self.ops, of_encoders, layer, eps, own, self._transforms[number])
-            for number, (layer, own) in enumerate(zip(self.config.layers, weights.layers, strict=True))
+            EncoderLayer(self.ops, of_encoders, layer, eps, w, self._transforms[number])
+            for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]

@@ -17,9 +17,9 @@ _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
 
 @dataclass(frozen=True)
 class FileMatrix:
-    """A `StoredMatrix` in a file. format: the file's own, whose bytes are not changed, or another one, to which the
-    values are rounded. progress: called with the number of bytes of the file that were read since its last call. begin:
-    called when reading begins."""
+    """A `StoredMatrix` in a file. format: the file's, whose bytes are not changed, or another one, to which values are
+    rounded. progress: called with the bytes of the file that were read since its last call. begin: called before
+    reading."""
 
     source: WeightSource
     name: str
@@ -56,7 +56,6 @@ class FileMatrix:
             self.progress(size_of(self.source.stored_dtype(self.name), (rows.stop - first) * columns))
 
     def _convert(self, rows: slice, raw: np.ndarray) -> None:
-        """Convert these rows to the format, into `raw` (rows, bytes of a row) uint8."""
         assert self.format.quantize is not None
         columns = self.shape[1]
         step = max(1, _SLAB_VALUES // max(1, columns))
@@ -70,8 +69,8 @@ class FileMatrix:
 def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None) -> WeightFormat:
     """Return the format in which `ops` gets a matrix with rows of `columns` values that the file stores as `stored`.
 
-    wanted: the format to convert it to, or None for the file's own. Blocks that the backend does not keep become q8_0
-    if it keeps that; their rows are whole blocks of it, too. Else types without a weight format become float32.
+    wanted: the format to convert it to; None: the file's. Blocks that the backend does not keep become q8_0 if it keeps
+    that; their rows are whole blocks of it, too. Else types without a weight format become float32.
     """
     if wanted is not None:
         return nearest(wanted, stored, columns)

@@ -18,10 +18,7 @@ _SAMPLE = 1024  # values from each end of a weight that are covered
 
 
 def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
-    """Return a digest of the model: of its configuration, and of samples of its weights.
-
-    The weights are sampled on the device. If they are narrower there than in the file, the digest is different.
-    """
+    """Return a digest of a configuration and of samples of the weights, as the device keeps them."""
     digest = hashlib.sha256(repr(_described(config)).encode())
     for name, shape, ends in _samples(ops, weights):
         digest.update(repr((name, shape)).encode())
@@ -31,34 +28,33 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
 
 
 def _described(value: Any) -> Any:
-    """Return a configuration as names and values, without those that are defaults: a new field changes no digest."""
+    """Return a configuration's names and values that are no defaults, so that a new field changes no digest."""
     if isinstance(value, tuple):
         return [_described(one) for one in value]
     if not is_dataclass(value):
         return value
-    given = {field.name: getattr(value, field.name) for field in fields(value) if field.default is MISSING}
+    required = {field.name: getattr(value, field.name) for field in fields(value) if field.default is MISSING}
     changed = {
         field.name: one
         for field in fields(value)
         if field.default is not MISSING and (one := getattr(value, field.name)) != field.default
     }
-    return type(value).__name__, {name: _described(one) for name, one in (given | changed).items()}
+    return type(value).__name__, {name: _described(one) for name, one in (required | changed).items()}
 
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
-    """Yield (name, shape, values from each end) of every weight."""
     for name, tensor, layer in _tensors(weights):
-        own = ops.of_layer(layer)
+        card = ops.of_layer(layer)
         if isinstance(tensor, ExpertLinear):
-            of = ops.host if tensor.on_host and ops.host is not None else own
+            of = ops.host if tensor.on_host and ops.host is not None else card
             tensor = tensor.parts[0]
             first = last = of.rows(tensor, slice(0, 1))
         elif isinstance(tensor, Matrix | Linear):
             count, width = tensor.shape
             rows = -(-_SAMPLE // width)
-            first, last = (own.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
+            first, last = (card.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
         else:
-            first = last = tensor if isinstance(tensor, np.ndarray) else own.to_host(tensor)
+            first = last = tensor if isinstance(tensor, np.ndarray) else card.to_host(tensor)
         yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]
 
 
@@ -84,7 +80,7 @@ def _tensors(weights: ModelWeights) -> Iterator[_Tensor]:
 
 
 def _fields(name: str, part: Any, layer: int) -> Iterator[_Tensor]:
-    """Yield the weights in the fields of a dataclass, under names that begin with `name`, and their biases."""
+    """Yield the weights in the fields of a dataclass, and their biases."""
     for field in fields(part):
         if (tensor := getattr(part, field.name)) is not None:
             yield f"{name}.{field.name}", tensor, layer

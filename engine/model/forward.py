@@ -64,33 +64,22 @@ class Transformer:
             self._embedding_norm = ones, config.norm_eps
         self._transforms: dict[int, PreparedTransform] = {}
         for stage in self._stages:
-            own = [layer for layer in stage.layers if layer in config.attentions]
-            transforms = [self._transform_of(layer, config.attentions[layer]) for layer in own]
-            self._transforms |= zip(own, stage.ops.prepare(transforms), strict=True)
+            numbers = [layer for layer in stage.layers if layer in config.attentions]
+            transforms = [self._transform_of(layer, config.attentions[layer]) for layer in numbers]
+            self._transforms |= zip(numbers, stage.ops.prepare(transforms), strict=True)
         self.weights = weights
-
-    @property
-    def weights(self) -> ModelWeights:
-        """The weights that the next forward pass computes with."""
-        return self._weights
-
-    @weights.setter
-    def weights(self, weights: ModelWeights) -> None:
-        self._weights = weights
         self._make_layers(weights)
 
     def _make_layers(self, weights: ModelWeights) -> None:
-        """Make the objects that compute the layers."""
-        layers, after = zip(self.config.layers, weights.layers, strict=True), self.config.post_norm_eps
+        after = self.config.post_norm_eps
         eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
         of_layer, cache, transform = self.ops.of_layer, self.store.cache, self._transforms.get
         self._layers = [
             decoder_layer(of_layer(number), layer, eps, w, cache(number), transform(number), number)
-            for number, (layer, w) in enumerate(layers)
+            for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
-        """The transform of a layer's heads into the stored space."""
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
         scales = stored.scales(attention.heads)  # (H + 2K, D)
         return HeadTransform(
@@ -124,7 +113,7 @@ class Transformer:
         return x[first_output:]
 
     def forward(self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None) -> Array:
-        """Run all of `forward_units` and return the hidden states (outputs, E) of the last rows; None: of all."""
+        """Run `forward_units` to its end, and return what it returns."""
         units = self.forward_units(spans, ids, outputs)
         while True:
             try:
@@ -140,10 +129,8 @@ class Transformer:
         return logits
 
     def final_states(self, hidden: Array) -> np.ndarray:
-        """Norm hidden states (T, E) in place, as for the head, and return them as float32 on the host.
-
-        Raises EngineError if they are not finite.
-        """
+        """Norm hidden states (T, E) in place, as for the head, and return them as float32 on the host. Raises
+        EngineError if they are not finite."""
         self.ops.rms_norm(hidden, (self.weights.norm, self.config.norm_eps))
         states: np.ndarray = self.ops.to_host(hidden)
         if not np.isfinite(states).all():
@@ -199,35 +186,34 @@ class Transformer:
         return self.ops.fetch_later(self.ops.sample(logits, packed), sampler_inputs)
 
     def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
-        """Compute the rows, one stage after another, and return their logits (T, V) on the device, or with sampler
-        inputs the tokens (T,) that follow them and their logits."""
+        """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
+        tokens (T,) and the logits."""
         key = name, max(span.count for span in spans), have_adapters(spans)
         tables, x, newest = self._tables(spans), ids, list[Any]()
         *before, last = self._stages
         for number, (ops, _) in enumerate(before):
             x, newest = FromCard(ops.run_graph(key, _Work(self, number, False), [x, *tables]), ops), [ids]
-        given = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
-        return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *given, *tables])
+        inputs = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
+        return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables])
 
     def _tables(self, spans: Sequence[Span]) -> list[Any]:
-        """Return the tables of `_rows` for all rows of `spans`."""
         at = positions(spans)
         spans_of_groups = self.store.spans(spans, slice(0, len(at)))
         return [*chain.from_iterable(self._ropes.tables(at)), *spans_of_groups, *row_adapters(spans)]
 
-    def _step(self, stage: int, x: Array, *given: Any) -> tuple[Array, Array]:
-        """The last stage of a step, x → tokens (T,), logits (T, V). given: ids (T,) int32, if x is not these; sampler
+    def _step(self, stage: int, x: Array, *inputs: Any) -> tuple[Array, Array]:
+        """The last stage of a step, x → tokens (T,), logits (T, V). inputs: ids (T,) int32, if x is not these; sampler
         inputs; tables, as for `_rows`."""
-        ids, (sampler_inputs, *tables) = (given[0], given[1:]) if stage else (x, given)
+        ids, (sampler_inputs, *tables) = (inputs[0], inputs[1:]) if stage else (x, inputs)
         logits = self._rows(stage, x, *tables)
         return self.ops.sample(logits, sampler_inputs, ids), logits
 
     def _rows(self, stage: int, x: Array, *tables: Any) -> Array:
-        """One stage of a step: x, ids (T,) int32 of the first stage or else hidden states (T, E) → hidden states, or
-        logits (T, V) of the last stage.
+        """One stage of a step: x, ids (T,) int32 or later hidden states (T, E) → hidden states, or logits (T,
+        V).
 
-        tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers, and if a row has an
-        adapter the numbers from `row_adapters`.
+        tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers, then what
+        `row_adapters` gives.
         """
         first_spans, inputs = 2 * len(self._ropes), None
         if stage == 0:
@@ -264,10 +250,8 @@ class Transformer:
 
 
 def rows_of(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return `numbers` (T,) of rows of `table` as int32. Raises EngineError for one that it lacks.
-
-    Kernels read whatever lies there, so numbers that come from outside pass here on their way to `Ops.embed`.
-    """
+    """Return numbers (T,) of rows of `table` as int32. Raises EngineError for a row that it lacks: kernels would read
+    whatever lies there."""
     ids = np.asarray(numbers)
     beyond = ids[(ids < 0) | (ids >= table.shape[0])]
     if beyond.size:
@@ -285,5 +269,5 @@ class _Work:
     stage: int
     samples: bool
 
-    def __call__(self, *given: Any) -> Any:
-        return (self.model._step if self.samples else self.model._rows)(self.stage, *given)
+    def __call__(self, *inputs: Any) -> Any:
+        return (self.model._step if self.samples else self.model._rows)(self.stage, *inputs)

@@ -41,28 +41,27 @@ def variances(
 ) -> list[Variances | None]:
     """Return the variances of every layer's keys and values; None for a layer without K/V.
 
-    block_sizes: one per layer; with a size, the variances of keys are around the mean of their block. Reads the weights
-    of the key and value projections, and the embedding if layers have no norm before them.
+    block_sizes: for each layer; with a size, keys vary around the mean of their block. Reads the projections of keys
+    and values, and the embedding if layers have no norm before them.
     """
     inputs = _normed_inputs(ops, weights) if config.layers[0].norms != "after" else _plain_inputs(ops, config, weights)
     sizes = block_sizes or [None] * len(config.layers)
     layers = [config.kv_attentions.get(number) for number in range(len(config.layers))]
     return [
-        None if own is None else _variances(ops.of_layer(number), own, w.mixer, squares, size)
-        for number, (own, w, squares, size) in enumerate(zip(layers, weights.layers, inputs, sizes, strict=True))
+        None if attention is None else _variances(ops.of_layer(number), attention, w.mixer, squares, size)
+        for number, (attention, w, squares, size) in enumerate(zip(layers, weights.layers, inputs, sizes, strict=True))
     ]
 
 
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
-    """Yield the mean squares of the input to each layer's projections, (E,) float64, if a norm precedes them; none,
-    (0,), of a layer that is not attention."""
+    """Yield the mean squares (E,) float64 of each layer's normed input; (0,) for a layer that is not attention."""
     for number, layer in enumerate(weights.layers):
         norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else None
         yield np.empty(0) if norm is None else np.square(ops.of_layer(number).to_host(norm), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:
-    """Yield the same for layers without that norm: the sum over the embeddings and all earlier post-norms' results."""
+    """Yield the same for layers without that norm: sums over the embeddings and all earlier results' norms."""
     step = 4096  # rows
     squares = np.zeros(config.hidden_size)
     for first in range(0, config.vocab_size, step):
@@ -115,10 +114,8 @@ def scale(variances: Variances, smoothing: np.ndarray | None = None) -> Scale:
 
 
 def _power_of_two(variance: np.ndarray) -> np.ndarray:
-    """Variances (K, D) → (K,) float32: each head's rms, rounded down to a power of two; 1 if it is 0 or not finite.
-
-    Rounded down, because the variances are more often too large than too small.
-    """
+    """Variances (K, D) → (K,) float32: each head's rms, rounded down to a power of two, because variances are more
+    often too large than too small; 1 if it is 0 or not finite."""
     rms = np.sqrt(variance.mean(axis=-1))
     exponents = np.frexp(np.where(np.isfinite(rms) & (rms > 0), rms, 1))[1] - 1
     return np.ldexp(np.float32(1), np.clip(exponents, -_MOST_OCTAVES, _MOST_OCTAVES))

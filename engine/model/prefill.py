@@ -37,7 +37,7 @@ class Stage(NamedTuple):
 def stages(ops: Ops, layers: int) -> list[Stage]:
     """Return the stages of a model with this number of layers."""
     runs = itertools.groupby(range(layers), ops.of_layer)
-    return [Stage(own, [*numbers]) for own, numbers in runs]
+    return [Stage(card, [*numbers]) for card, numbers in runs]
 
 
 def units_of(count: int, step: int) -> list[slice]:
@@ -51,7 +51,7 @@ def units_of(count: int, step: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Rows of a prompt that are computed together, and the spans that they belong to."""
+    """Rows of a prompt that are computed together."""
 
     rows: slice
     position: int  # position of the first row in its sequence
@@ -74,14 +74,9 @@ class Prefill:
     def units(
         self, x: Array, inputs: Array | None, spans: Sequence[Span], first_output: int, *, by_layer: bool
     ) -> Generator[int, None, Array]:
-        """Compute all layers for x (T, E), the embedded rows of `spans`, in place, and seal them. Returns x, or what it
-        has become on the device of the last layer.
-
-        inputs: the inputs of all layers (T, L·P), if any.
-
-        Yields the number of rows after each unit; see `Transformer.forward_units`. The last layer leaves rows before
-        `first_output` as they are.
-        """
+        """Compute all layers for x (T, E), the embedded rows of `spans`, in place, and seal them; see
+        `Transformer.forward_units`. Returns x on the last layer's device. The last layer leaves rows before
+        `first_output` as they are. inputs: the inputs of all layers (T, L·P), if any."""
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
         count, whole = len(x), any(span.round_trip for span in spans)
         step = count if whole else self.ops.prefill_rows
@@ -96,12 +91,12 @@ class Prefill:
         for number, (ops, layers) in enumerate(self.stages):
             if number:
                 x = ops.to_device(FromCard(x, self.stages[number - 1].ops))
-            own = [(ops.to_device(cos), ops.to_device(sin)) for cos, sin in ropes]
+            tables = [(ops.to_device(cos), ops.to_device(sin)) for cos, sin in ropes]
             adapters = Routing(*map(ops.to_device, of_rows)) if of_rows else None
             for layer in layers:
                 for span in spans:
                     self.store.begin_layer(layer, span)
-                rope = self.ropes.of_layer(layer, own)
+                rope = self.ropes.of_layer(layer, tables)
                 for at, unit_rows in enumerate(slices):
                     self._layer(layer, x, inputs, rope, units[at], spans if at == last[1] else (), adapters)
                     rows = unit_rows.stop - unit_rows.start
@@ -133,10 +128,8 @@ class Prefill:
         complete: Sequence[Span],
         of_rows: Routing | None,
     ) -> None:
-        """Compute one decoder layer for the rows of `unit` of x (T, E), in place, and seal the spans `complete`.
-
-        of_rows: the adapters of all rows; None if none has one.
-        """
+        """Compute one layer for the rows of `unit` of x (T, E), in place, and seal the spans `complete`. of_rows: the
+        adapters of all rows, if any."""
         mixer, rows = self.layers[layer].mixer, unit.rows
         group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
 

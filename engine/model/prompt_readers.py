@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,10 +41,8 @@ class PromptReader(Protocol):
 def forward_and_read(
     model: Transformer, span: Span, ids: Sequence[int], reader: PromptReader
 ) -> Generator[int, None, Array]:
-    """Run `Transformer.forward_units` for a whole prompt, and then units of no rows, which read its hidden states.
-
-    Returns the hidden state of the last token, (1, E).
-    """
+    """Run `Transformer.forward_units` for a whole prompt, then units of no rows, which read its hidden states. Returns
+    the hidden state of the last token, (1, E)."""
     hidden = yield from model.forward_units([span], ids)
     last = hidden[-1:].copy()
     for first in range(0, len(ids), _ROWS):
@@ -86,7 +84,7 @@ class Ranking:
         return Chunk("", (), embedding=np.array([self._score], np.float32))
 
 
-class PairRelevance:
+class PairRelevance(Ranking):
     """Reads how relevant the second text of a pair is for the first: σ of the logit of a model's head."""
 
     def __init__(self) -> None:
@@ -97,35 +95,27 @@ class PairRelevance:
         if first == 0:
             self._score = sigmoid(model.relevance(hidden[:1]))
 
-    def chunk(self) -> Chunk:
-        return Chunk("", (), embedding=np.array([self._score], np.float32))
-
 
 class Pooling:
-    """Reads the embedding of a prompt: the mean of its tokens' final hidden states, or one of them, of length 1.
-
-    Products of the model may follow the mean.
-    """
+    """Reads the embedding of a prompt, of length 1: the mean of its tokens' final hidden states, or one of them.
+    Products of the model may follow the mean."""
 
     def __init__(self, kind: str, dimensions: int | None = None) -> None:
         """kind: "mean", "last", or "cls" for the first state. dimensions: the number of first ones to keep."""
         self._kind, self._dimensions, self._rows = kind, dimensions, 0
-        self._total: np.ndarray | None = None  # (E,) float64
-        self._after: Callable[[np.ndarray], np.ndarray] | None = None
+        self._total = np.zeros(())  # (E,) float64
 
     def read(self, model: Transformer, hidden: Array, first: int) -> None:
         states = model.final_states(hidden).astype(np.float64)
         self._after = model.after_pooling
         self._rows += len(states)
         if self._kind == "mean":
-            self._total = states.sum(axis=0) + (0 if self._total is None else self._total)
+            self._total = self._total + states.sum(axis=0)
         elif self._kind == "last":
             self._total = states[-1]
         elif first == 0:
             self._total = states[0]
 
     def chunk(self) -> Chunk:
-        assert self._total is not None
-        assert self._after is not None
         vector = self._after(self._total / (self._rows if self._kind == "mean" else 1))[: self._dimensions]
         return Chunk("", (), embedding=(vector / (np.linalg.norm(vector) or 1.0)).astype(np.float32))

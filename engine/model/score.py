@@ -20,10 +20,7 @@ _ROWS = 256  # rows of logits at a time: 128 MiB for a vocabulary of 128 K
 def score(
     model: Transformer, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False, logits: bool = False
 ) -> Score:
-    """Feed `ids` (T,) to the empty sequence `kv` and score every next id. Raises OutOfBlocks.
-
-    every_token_coded: see `states`. logits: return the logits as well.
-    """
+    """Feed `ids` (T,) to the empty sequence `kv` and score every next id; see `states`. Raises OutOfBlocks."""
     logprobs = np.empty(len(ids) - 1, np.float32)
     kept = np.empty((len(ids) if logits else 0, model.config.vocab_size), np.float32)
     for start, hidden in states(model, kv, ids, every_token_coded=every_token_coded):
@@ -40,11 +37,10 @@ def score(
 def states(
     model: Transformer, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False
 ) -> Iterator[tuple[int, Array]]:
-    """Feed `ids` (T,) to `kv`, and yield (index of the first id, hidden states (rows, E) from there on).
+    """Feed `ids` (T,) to `kv`, and yield (index of the first id, hidden states (rows, E) from it on), block by block.
 
-    `kv` is empty or ends with a complete block. Each yield is a chunk of one block, so that attention reads what it
-    reads in a step: the first and the current block in full precision, all others as codes. With `every_token_coded`,
-    it reads the current block encoded and decoded; its codes may depend on later tokens of the block. The states are
+    `kv` is empty or ends with a complete block. Attention reads what it reads in a step; with `every_token_coded`, it
+    reads the current block encoded and decoded, whose codes may depend on later tokens of the block. The states are
     valid until the next chunk. Raises OutOfBlocks.
     """
     size = model.store.shape.block_size
@@ -78,8 +74,8 @@ def score_alone(model: Transformer, ids: Sequence[int], *, every_token_coded: bo
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
     """Return the log softmax of logits (T, V) at ids (T,): (T,) float32, computed in float64."""
-    found = np.empty(len(logits), np.float32)
+    logprobs = np.empty(len(logits), np.float32)
     for first in range(0, len(logits), 64):  # float64 copies of 64 rows at a time
         rows = slice(first, first + 64)
-        found[rows] = np.take_along_axis(log_softmax(logits[rows]), np.asarray(ids[rows])[:, None], axis=1)[:, 0]
-    return found
+        logprobs[rows] = np.take_along_axis(log_softmax(logits[rows]), np.asarray(ids[rows])[:, None], axis=1)[:, 0]
+    return logprobs

@@ -23,15 +23,13 @@ def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
 
 
 def _many_rows(shape: CacheShape) -> int:
-    """Return the rows of a prompt that completes blocks."""
+    """Enough to complete blocks."""
     return max(2 * shape.block_size, _MANY_ROWS)
 
 
 def warm_up(model: Transformer, short: Sequence[int]) -> SequenceKV:
-    """Run first prompts and a step, and return the sequence of the longest prompt and of the step.
-
-    model: one with the ops of a `WarmUp`. short: rows of the other prompts.
-    """
+    """Run first prompts and a step with the ops of a `WarmUp`; return the sequence of the longest prompt and of the
+    step. short: rows of the other prompts."""
     sequence = model.store.new_sequence()
     _prompt(model, sequence, _ROWS)
     _step(model, sequence)
@@ -43,9 +41,9 @@ def warm_up(model: Transformer, short: Sequence[int]) -> SequenceKV:
 
 
 def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
-    """Run a prompt that completes blocks and one that reads them, after `warm_up`, and again once one is coded again.
+    """Run a prompt that completes blocks and prompts that read them, before and after one is coded again.
 
-    Recurrent layers have a kernel for a step that completes a block; for these one is run as well.
+    Recurrent layers have a kernel for a step that completes a block, which runs as well.
     """
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
@@ -63,9 +61,7 @@ def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
     """Run a prompt of `rows` rows; with `in_steps`, run a step of `rows` sequences before it."""
     sequences = [model.store.new_sequence() for _ in range(rows if in_steps else 1)]
     if in_steps:
-        spans = [model.store.open_step(sequence) for sequence in sequences]
-        model.step(spans, [0] * rows, [greedy(model.config.vocab_size)] * rows)
-        model.store.commit_steps(spans)
+        _step(model, *sequences)
     _prompt(model, sequences[0], rows)
     for sequence in sequences:
         model.store.release(sequence)
@@ -83,17 +79,15 @@ def warm_up_adapter(model: Transformer) -> None:
 def warm_up_drafts(model: Transformer, rows: int) -> None:
     """Run a step of one sequence with `rows` rows, as drafted tokens have."""
     sequence = model.store.new_sequence()
-    rows = min(rows, model.store.rows_of_block(sequence))
-    span = model.store.open_step(sequence, rows)
-    model.step([span], [0] * rows, [greedy(model.config.vocab_size)] * rows)
-    model.store.commit(span)
+    _step(model, sequence, rows=min(rows, model.store.rows_of_block(sequence)))
     model.store.release(sequence)
 
 
-def _step(model: Transformer, sequence: SequenceKV) -> None:
-    span = model.store.open_step(sequence)
-    model.step([span], [0], [greedy(model.config.vocab_size)])
-    model.store.commit(span)
+def _step(model: Transformer, *sequences: SequenceKV, rows: int = 1) -> None:
+    spans = [model.store.open_step(sequence, rows) for sequence in sequences]
+    count = rows * len(spans)
+    model.step(spans, [0] * count, [greedy(model.config.vocab_size)] * count)
+    model.store.commit_steps(spans)
 
 
 def _prompt(model: Transformer, sequence: SequenceKV, tokens: int) -> None:

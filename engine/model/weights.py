@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class _Reader:
-    """Loads named tensors to the device. weight_type: the format to convert matrices to, or None for the file's."""
+    """Loads named tensors to the device. weight_type: the format to convert matrices to; None: the file's."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class _Reader:
         return matrices
 
     def _matrices(self, names: Sequence[str]) -> list[FileMatrix]:
-        """Matrices that are read one after another: while the first is packed, the system reads the others ahead."""
+        """While the first is packed, the system reads the others ahead."""
         waiting = [*names]
 
         def begin() -> None:
@@ -103,7 +103,7 @@ class _Reader:
         return ExpertLinear(count, parts, self.vector(biases).reshape(count, -1) if biases else None)
 
     def _count(self, matrices: Sequence[Matrix], share: float = 1.0) -> None:
-        """Count the bytes of matrices. share: the part of them that is in memory at a time."""
+        """share: the part of the matrices that is in memory at a time."""
         counts = ((matrix.format, round(share * math.prod(matrix.shape))) for matrix in matrices)
         self.bytes += sum(self._ops.matrix_bytes(format, count) for format, count in counts)
 
@@ -122,10 +122,9 @@ def load_weights(
 ) -> ModelWeights:
     """Load all weights to the device. Matrices are converted to `weight_type`; None keeps the file's format.
 
-    progress: called with the number of bytes of the file that are done since its last call. numbers: the numbers of the
-    layers to load; None: all. kept: as in `Ops.load`. cache: as in `Ops.cache_experts`; None loads all experts.
-    on_host: the experts of this many layers, the first ones, stay on `Ops.host`. adapters: the adapters that requests
-    choose from, by their numbers.
+    progress: called with the bytes of the file that are done since its last call. numbers: the layers to load; None:
+    all. kept, cache: see `Ops.load`, `Ops.cache_experts`. on_host: the experts of this many layers, the first ones,
+    stay on `Ops.host`. adapters: those that requests choose from.
     """
     readers: dict[Ops, _Reader] = {}  # one for each card
 
@@ -179,7 +178,6 @@ def load_weights(
 
 
 def _encoder_inputs(read: _Reader, top: Mapping[str, Sequence[str]]) -> EncoderInputs:
-    """Load what an encoder adds to its embeddings."""
     norm, bias = (read.vector(top[slot]) for slot in ("embedding_norm", "embedding_norm_bias"))
     tables = [read.matrices(top[slot])[0] if slot in top else None for slot in ("positions", "token_types")]
     return EncoderInputs(norm, bias, *tables)
@@ -213,45 +211,34 @@ def expert_bytes(
 ) -> list[int]:
     """Return the bytes of each layer's matrices of experts on a device, for the `weight_type` of `load_weights`."""
     return [
-        sum(
-            ops.matrix_bytes(_format(ops, source, spec.name, weight_type), math.prod(spec.shape))
-            for slot in EXPERT_SLOTS
-            for spec in slots.get(slot, ())
-        )
+        sum(_bytes(ops, source, spec.name, weight_type) for slot in EXPERT_SLOTS for spec in slots.get(slot, ()))
         for slots in tensors(config).layers
     ]
 
 
 def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> int:
     """Return the bytes of all tensors on the device, for the `weight_type` of `load_weights`."""
-    counts = {name: int(np.prod(source.shape(name))) for name in source.names()}
-    return sum(
-        ops.matrix_bytes(_format(ops, source, name, weight_type), count) if len(source.shape(name)) > 1 else 4 * count
-        for name, count in counts.items()
-    )
+    return sum(_bytes(ops, source, name, weight_type) for name in source.names())
+
+
+def _bytes(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat | None) -> int:
+    shape = source.shape(name)
+    count = math.prod(shape)
+    return ops.matrix_bytes(_format(ops, source, name, weight_type), count) if len(shape) > 1 else 4 * count
 
 
 def bytes_of_layers(
     ops: Ops, config: ModelConfig, source: WeightSource, weight_type: WeightFormat | None = None
 ) -> tuple[int, list[int], int]:
-    """Return the bytes of `weight_bytes` by place: tensors before the first layer, each layer, and the
-    head, a copy of the embedding if it is tied."""
+    """Return the bytes of `weight_bytes` by place: tensors before the first layer, each layer, and the head, a copy of
+    the embedding if it is tied."""
+
+    def size(slots: Iterable[Sequence[Any]]) -> int:
+        return sum(_bytes(ops, source, spec.name, weight_type) for specs in slots for spec in specs)
+
     table = tensors(config)
-
-    def size(names: Sequence[str]) -> int:
-        return sum(
-            ops.matrix_bytes(_format(ops, source, name, weight_type), count)
-            if len(source.shape(name)) > 1
-            else 4 * count
-            for name in names
-            for count in [math.prod(source.shape(name))]
-        )
-
-    def slots(of: Mapping[str, Sequence[Any]], *left_out: str) -> int:
-        return sum(size([spec.name for spec in specs]) for slot, specs in of.items() if slot not in left_out)
-
-    head = size([spec.name for spec in table.top.get("head", table.top["embedding"])])
-    return slots(table.top, "head"), [slots(of) for of in table.layers], head
+    before = size(specs for slot, specs in table.top.items() if slot != "head")
+    return before, [size(of.values()) for of in table.layers], size([table.top.get("head", table.top["embedding"])])
 
 
 @dataclass(frozen=True)
@@ -280,8 +267,8 @@ def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None
                 if format is weight_type and format is not find(stored):
                     how = f"converted to {format.name}" + (f" and {how}" if device is not format else "")
             sizes.setdefault(how, Counter())[stored] += ops.matrix_bytes(format, math.prod(shape))
-    found = (Kept(tuple(name for name, _ in types.most_common()), how, types.total()) for how, types in sizes.items())
-    return tuple(sorted(found, key=lambda one: -one.bytes))
+    kinds = (Kept(tuple(name for name, _ in types.most_common()), how, types.total()) for how, types in sizes.items())
+    return tuple(sorted(kinds, key=lambda one: -one.bytes))
 
 
 def in_words(kept: Sequence[Kept]) -> str:
@@ -308,7 +295,6 @@ def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
 
 
 def _format(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat | None) -> WeightFormat:
-    """Return the format in which the device gets a matrix."""
     return format_for(ops, source.stored_dtype(name), source.shape(name)[1], weight_type)
 
 
@@ -329,11 +315,8 @@ class LayerReader:
     def vector(self, slot: str) -> Array | None:
         return self.read.vector(self._names(slot)) if slot in self.slots else None
 
-    def linear(self, slot: str) -> Linear:
-        return self.read.linear(self._names(slot), self._names(f"{slot}_bias"))
-
-    def optional_linear(self, slot: str) -> Linear | None:
-        return self.linear(slot) if slot in self.slots else None
+    def linear(self, slot: str) -> Linear | None:
+        return self.read.linear(self._names(slot), self._names(f"{slot}_bias")) if slot in self.slots else None
 
     def experts(self, slot: str) -> ExpertLinear:
         experts = self.of_experts.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))

@@ -25,7 +25,7 @@ class AttentionWeights:
     out: Linear = slot("out", "linear")  # (E, H·D)
     # (E,): norms the result before it is added to the residual, or in encoders the sum
     post_norm: Array | None = slot("attention_post_norm")
-    output_gate: Linear | None = slot("output_gate", "optional_linear", default=None)  # (H·D, E)
+    output_gate: Linear | None = slot("output_gate", "linear", default=None)  # (H·D, E)
     post_norm_bias: Array | None = slot("attention_post_norm_bias", default=None)  # (E,)
 
 
@@ -65,8 +65,7 @@ class Attention:
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
 
-        rope: cos and sin (T, D/2). adapters: the adapters of the rows. recorded: whether this is a step, which may
-        be recorded and has no taps.
+        rope: cos and sin (T, D/2). recorded: whether this is a step, which may be recorded and has no taps.
         """
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -80,10 +79,10 @@ class Attention:
             ops.rms_norm(qkv[:, :keys], (w.q_norm, self._eps))
             ops.rms_norm(qkv[:, keys:values], (w.k_norm, self._eps))
             norms = None
-        given = qkv.reshape(len(x), heads + 2 * kv_heads, dim), rope, self._transform
+        rows = qkv.reshape(len(x), heads + 2 * kv_heads, dim), rope, self._transform
         if tap is None:
-            return ops.place_kv(*given, self._cache, spans, norms)
-        q, k, v = ops.transform_heads(*given, norms)
+            return ops.place_kv(*rows, self._cache, spans, norms)
+        q, k, v = ops.transform_heads(*rows, norms)
         tap("queries", q)
         tap("keys", k)
         ops.append_kv(self._cache, spans, k, v)

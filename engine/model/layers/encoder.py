@@ -44,13 +44,13 @@ class EncoderLayer:
         assert isinstance(layer.ffn, config.GatedMLP)
         assert isinstance(weights.ffn, GatedMLPWeights)
         self._ops, self._of_encoders, self._shape, self._transform = ops, of_encoders, layer.mixer, transform
-        self._attention = own = weights.mixer
-        self._norm, self._post_norm = norm_of(own.norm, eps.before), norm_of(own.post_norm, eps.after)
-        self._qk_norms = None if own.q_norm is None else (own.q_norm, own.k_norm, eps.before)
+        self._attention = w = weights.mixer
+        self._norm, self._post_norm = norm_of(w.norm, eps.before), norm_of(w.post_norm, eps.after)
+        self._qk_norms = None if w.q_norm is None else (w.q_norm, w.k_norm, eps.before)
         self._network: _SummedNetwork | GatedMLP
         self._sum_norm = None
         if layer.norms == "sums":
-            self._sum_norm, self._post_norm = (own.post_norm, own.post_norm_bias, eps.after), None
+            self._sum_norm, self._post_norm = (w.post_norm, w.post_norm_bias, eps.after), None
             self._network = _SummedNetwork(ops, of_encoders, layer.ffn.activation, eps, weights.ffn)
         else:
             self._network = GatedMLP(ops, layer.ffn, eps, weights.ffn)
@@ -72,7 +72,7 @@ class EncoderLayer:
 
 
 class _SummedNetwork:
-    """The network of a layer, and the norm of the sum of its input and its result."""
+    """A network, and the norm of the sum of its input and its result."""
 
     def __init__(self, ops: Ops, of_encoders: EncoderOps, activation: str, eps: Eps, weights: GatedMLPWeights) -> None:
         self._ops, self._of_encoders, self._activation, self._weights = ops, of_encoders, activation, weights

@@ -19,9 +19,9 @@ class ExpertsWeights:
     choice_bias: Array | None = slot("choice_bias")  # (count,)
     gate_up: ExpertLinear = slot("experts_gate_up", "experts")  # (2F, E) of each expert
     down: ExpertLinear = slot("experts_down", "experts")  # (E, F) of each expert
-    shared_gate: Linear | None = slot("shared_gate", "optional_linear")  # (1, E)
-    shared_gate_up: Linear | None = slot("shared_gate_up", "optional_linear")  # (2S, E), S: the shared network's size
-    shared_down: Linear | None = slot("shared_down", "optional_linear")  # (E, S)
+    shared_gate: Linear | None = slot("shared_gate", "linear")  # (1, E)
+    shared_gate_up: Linear | None = slot("shared_gate_up", "linear")  # (2S, E), S: the shared network's size
+    shared_down: Linear | None = slot("shared_down", "linear")  # (E, S)
     post_norm: Array | None = slot("ffn_post_norm")  # (E,): norms the result before it is added to the residual
     factors: Array | None = slot("expert_factors", default=None)  # (count,)
     # Norms (E,) of the inputs of router and experts, and of the results of experts and shared network before they are
@@ -46,11 +46,8 @@ class Experts:
         self._shared_post_norm = norm_of(weights.shared_post_norm, eps.after)
 
     def add(self, x: Array, *, adapters: Routing | None, recorded: bool) -> None:
-        """Add the result to x (T, E), in place.
-
-        adapters: the rows' adapters, which change the shared network. recorded: whether this is a step, which may be
-        recorded.
-        """
+        """Add the result to x (T, E), in place. adapters change the shared network. recorded: whether this is a
+        step."""
         ops, w, shape = self._ops, self._weights, self._shape
         logits = ops.linear(x, w.router, norm=self._router_norm, recorded=recorded)
         routing = ops.route(logits, shape, w.choice_bias, w.factors)

@@ -38,9 +38,8 @@ class Mixer(Protocol):
     ) -> Any:
         """Append the state of the rows x (T, E), and return what `mix` needs of them; `mix` may get only its last rows.
 
-        rope: cos and sin (T, D/2) for attention, else None. spans: the spans of the layer's group, see
-        `LayerState.spans`. adapters: the adapters of the rows; None if none has one. recorded: whether this is a step,
-        which may be recorded and has no taps.
+        rope: cos and sin (T, D/2) for attention, else None. spans: as `LayerState.spans` returns them. adapters: the
+        rows' adapters, if any. recorded: whether this is a step, which may be recorded and has no taps.
         """
 
     def mix(
