@@ -60,7 +60,7 @@ class Answers:
         return Conversation(known, keys, self)
 
     def _recall(self, messages: Sequence[Message], keys: Sequence[bytes]) -> None:
-        """Fetch from the tiers the answers in `messages` that are not in memory."""
+        """Fetch answers that are not in memory from the tiers."""
         if self._tiers is None:
             return
         pairs = [
@@ -74,9 +74,9 @@ class Answers:
     def _with_known_ids(self, message: Message, key: bytes) -> Message:
         if message["role"] != "assistant" or message.get("token_ids") is not None:
             return message
-        for found, more in ((key, {}), (_reasoned(key), {"reasoned": True})):
-            if (known := self._ids.get(found)) is not None:
-                self._ids.move_to_end(found)
+        for either, more in ((key, {}), (_reasoned(key), {"reasoned": True})):
+            if (known := self._ids.get(either)) is not None:
+                self._ids.move_to_end(either)
                 return {**message, "token_ids": tuple(known), **more}
         return message
 
@@ -93,16 +93,13 @@ class Answers:
             self._tiers.keep_answer(key, ids)
 
     def known(self, keys: Sequence[bytes]) -> Known:
-        """Return the known answers of a conversation, given the digests of its messages."""
+        """Return the known answers of a conversation. keys: the digests of its messages."""
         each = [either for key in keys for either in (key, _reasoned(key))]
         with self._lock:
             return tuple((key.hex(), tuple(self._ids[key])) for key in each if key in self._ids)
 
     def restore(self, known: Known) -> None:
-        """Keep the answers of a session file, except those that contain control tokens or ids unknown to this model.
-
-        The file is trusted: it is not checked that the ids have the text of their conversation.
-        """
+        """Keep the answers of a session file, which is trusted, except answers with control tokens or unknown ids."""
         self._put_all((bytes.fromhex(key), ids) for key, ids in known)
 
     def _put_all(self, known: Iterable[tuple[bytes, Sequence[int]]]) -> None:
@@ -137,10 +134,8 @@ class Conversation:
             self._answers.keep(self.keys[-1], ids)
 
     def keep_message(self, answer: Message, ids: Sequence[int], *, reasoned: bool) -> None:
-        """Keep the ids of the answer to it, which clients send back as the message `answer`.
-
-        reasoned: whether the ids begin with reasoning, which clients may leave out.
-        """
+        """Keep the ids of the answer to it, which clients send back as the message `answer`. reasoned: whether the ids
+        begin with reasoning, which clients may leave out."""
         if self.keys:
             key = _key(self.keys[-1], answer)
             self._answers.put(_reasoned(key) if reasoned else key, ids)
@@ -160,7 +155,7 @@ def _is_known_form(message: object) -> bool:
 
 
 def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
-    """Yield, for each message, the digest of the conversation up to and including it."""
+    """Yield the digest of the conversation up to the end of each message."""
     begin = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest() if salt else b""
     return islice(accumulate(messages, _key, initial=begin), 1, None)
 
@@ -173,12 +168,12 @@ def _key(before: bytes, message: Message) -> bytes:
 
 
 def _reasoned(key: bytes) -> bytes:
-    """Return the digest under which an answer is kept whose ids begin with reasoning that its message lacks."""
+    """Return the key of an answer whose ids begin with reasoning that its message lacks."""
     return hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"reasoned").digest()
 
 
 def _called(call: Any) -> Any:
-    """Return a canonical form of a tool call, which is the same however a client formats the arguments."""
+    """Return a form of a tool call that does not depend on how a client formats the arguments."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return str(call)

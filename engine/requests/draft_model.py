@@ -18,13 +18,11 @@ from polarlm.engine.state.store import SequenceKV
 
 
 class ModelDrafter:
-    """Drafts the most likely tokens of one request, each by a step of the draft model.
-
-    A draft is empty if that model's store has no room for the sequence.
-    """
+    """Drafts the most likely tokens of one request, each by a step of the draft model; none if its store has no
+    room."""
 
     def __init__(self, model: Transformer, vocabulary: int) -> None:
-        """model: the draft model, which the drafters of all requests share. vocabulary: the number of ids."""
+        """model: the draft model, which all requests share. vocabulary: the number of ids."""
         self._model, self._store = model, model.store
         self._sampler_input = greedy(vocabulary)
         self._kv: SequenceKV | None = None
@@ -88,7 +86,6 @@ class ModelDrafter:
         return sampled
 
     def _prefill(self, kv: SequenceKV, ids: Sequence[int]) -> None:
-        """Compute the K/V of many tokens at once. Raises OutOfBlocks."""
         span = self._store.open(kv, len(ids))
         try:
             self._model.forward([span], ids, outputs=1)

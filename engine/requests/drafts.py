@@ -16,16 +16,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Protocol
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.draft_model import ModelDrafter
-
-NONE = "none"
 
 _RECENT = 5  # latest steps with the same number of rows, whose median is taken
 _FIRST = 2  # first steps of a number of rows, which are compiled or recorded: they are not measured
@@ -35,19 +32,6 @@ _DECAY = 0.8  # factor on the counts of accepted tokens at each verified draft
 _MARGIN = 1.02  # least speed-up for which a draft is made
 NGRAM = 4  # newest tokens that ngram-simple looks for
 _PAUSES = 8, 64  # tokens: the first pause of a drafter that does not pay, and the longest
-
-
-class Drafter(Protocol):
-    """Guesses the next tokens of one request. Each call gets all of the request's ids so far."""
-
-    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Return up to `most` tokens that may follow `ids`."""
-
-    def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether a draft may follow the token that follows `ids`. If so, the next step waits for that token."""
-
-    def release(self) -> None:
-        """Free blocks of shared stores: the request ends, or waits."""
 
 
 class PromptLookup:
@@ -64,42 +48,47 @@ class PromptLookup:
         self._read = 0  # number of indexed ids
         self._run = 0  # the newest n-gram: its ids are the digits of a number in base `vocabulary`
         self._places: dict[int, int] = {}  # n-gram → the position after its latest occurrence
-        self._found: int | None = None  # the position after the previous occurrence of the newest n-gram
+        self._earlier: int | None = None  # the position after the previous occurrence of the newest n-gram
         self.read(ids)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Index the new ones of `ids`."""
-        run, places, found = self._run, self._places, self._found
+        """Index the new ones of `ids`, all ids of the request so far."""
+        run, places, earlier = self._run, self._places, self._earlier
         for place in range(self._read, len(ids)):
             run = (run * self._vocabulary + ids[place]) % self._modulus
             if place + 1 >= self._size:
-                found = places.get(run)
+                earlier = places.get(run)
                 places[run] = place + 1
-        self._read, self._run, self._found = len(ids), run, found
+        self._read, self._run, self._earlier = len(ids), run, earlier
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        """Return up to `most` tokens that may follow `ids`."""
         self.read(ids)
-        if self._found is None:
+        if self._earlier is None:
             return ()
-        following = ids[self._found : self._found + most]
+        following = ids[self._earlier : self._earlier + most]
         while len(following) < most:
             following = [*following, *following][:most]
         return following
 
     def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether the newest n-gram occurred before. If not, a repetition begins with the next token or later."""
+        """Whether a draft may follow the token that follows `ids`: whether the newest n-gram occurred before.
+
+        If so, the next step waits for that token.
+        """
         self.read(ids)
-        return self._found is not None
+        return self._earlier is not None
 
     def release(self) -> None:
-        pass
+        """Nothing: no blocks are held."""
+
+
+Drafter = PromptLookup | ModelDrafter
 
 
 class StepSeconds:
-    """The seconds that a step takes by its number of rows: the median of recent steps.
-
-    For numbers of rows that were not measured recently, they are extrapolated from the two closest ones that were.
-    """
+    """The seconds that a step takes by its number of rows: the median of recent steps, or extrapolated from the two
+    closest numbers of rows that were measured recently."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -154,13 +143,13 @@ class Drafts:
     """
 
     def __init__(self, drafter: Drafter, most: int, seconds: Callable[[int], float]) -> None:
-        """1 ≤ most. seconds: returns the time of a step, given its rows."""
+        """1 ≤ most. seconds: rows of a step → its time."""
         self._drafter, self._seconds = drafter, seconds
         self._lengths = sorted({rows - 1 for rows in DRAFT_ROWS if 0 < rows - 1 <= most} | {most})
         self._right, self._tried = 1.0, 2.0  # decaying counts of drafted tokens after right ones: right ones, and all
         self._pause = _PAUSES[0]
         self._resumes = 0  # length of the sequence at which drafts resume
-        self._before = Batch(1)  # the step of the last draft, without that draft
+        self._before = Batch(1)  # the last draft's step, without that draft
         self.drafted = self.accepted = 0
 
     def is_ready(self, ids: Sequence[int]) -> bool:
@@ -223,16 +212,14 @@ class Drafting:
         self.seconds = StepSeconds()
 
     def drafts(self, ids: Sequence[int], params: SamplingParams) -> Drafts | None:
-        """Return the drafts of a request with the prompt `ids`; None if it has none.
-
-        Raises EngineError if the request asks for a draft model and none is loaded.
-        """
+        """Return the drafts of a request with the prompt `ids`; None if it has none. Raises EngineError if it asks for
+        a draft model and none is loaded."""
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
         most = config.draft_max if params.draft_max is None else params.draft_max
-        if params.spec_type is None and kind == NONE and self.model is not None:
+        if params.spec_type is None and kind == DRAFTS[0] and self.model is not None:
             kind = DRAFT_MODEL
-        if kind == NONE or most == 0:
+        if kind == DRAFTS[0] or most == 0:
             return None
         return Drafts(self.drafter(kind, ids), most, self.seconds)
 

@@ -31,13 +31,13 @@ class EncoderRunner(Runner):
                 seconds = [second_of(request.sequence.prompt, request.tokenizer) for request in batch]
             states = self._model.encode(texts, seconds)
             for request in batch:
-                own = states[first : first + len(request.sequence.prompt)]
-                first += len(own)
+                rows = states[first : first + len(request.sequence.prompt)]
+                first += len(rows)
                 request.clock.lap()
                 try:
                     reader = PairRelevance() if request.options.pooling == RANK else request.reader()
                     assert reader is not None
-                    reader.read(self._model, own, 0)
+                    reader.read(self._model, rows, 0)
                     request.outbox.append(reader.chunk())
                     request.finish("length")
                 except Exception as error:

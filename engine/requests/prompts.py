@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 16  # per token of the context; of a longer text, a lower bou
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What is wrong with a template or a tokenizer, as EngineError."""
+    """Raise EngineError for what is wrong with a template or a tokenizer."""
     try:
         yield
     except ValueError as error:
@@ -42,7 +42,7 @@ def prompt_ids(
     context: int | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> list[int]:
-    """Return the token ids of a prompt: of text, with BOS if the model has one; of messages; or given ids, unchecked.
+    """Return the token ids of a prompt: text, with BOS if the model has one; messages; or ids, which are not checked.
     A text whose vector is asked for gets the token that closes such texts, if there is one.
 
     In a sequence of ids and texts, a text at the beginning gets BOS, and the others are tokenized as continuations. A
@@ -129,11 +129,9 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str,
 
 
 def _begun_ids(message: Mapping[str, Any], model: model_loaders.Model, check: Callable[[str], None]) -> list[int]:
-    """Return the ids of the beginning of an answer: the ids it was generated as, or else the ids of its text.
-
-    Its text is tokenized as an answer's text, with the leading space that some tokenizers add, and behind the header
-    of a message if answers have headers.
-    """
+    """Return the ids of the beginning of an answer: the ids it was generated as, or else its text tokenized as an
+    answer's, with the leading space that some tokenizers add, and behind the header of a message if answers have
+    headers."""
     tokenizer, channels = model.tokenizer, model.template.channels
     if message.get("token_ids") is not None:
         ids = list(message["token_ids"])
@@ -174,11 +172,9 @@ def place_of_answer(prompt: Sequence[Mapping[str, Any]], model: model_loaders.Mo
 def behind_reasoning(
     prompt: Prompt, params: SamplingParams, options: PromptOptions, model: model_loaders.Model
 ) -> tuple[SamplingParams, str]:
-    """Return `params`, and the tag behind which their constraint begins: that which closes the reasoning that the
-    prompt opens. It is part of the answer's text. Empty if there is no constraint or no such reasoning.
-
-    Raises EngineError.
-    """
+    """Return `params`, and the tag behind which their constraint begins: the tag that closes the reasoning which the
+    prompt opens. It is part of the answer's text. Empty if there is no constraint or no such reasoning. Raises
+    EngineError."""
     if not params.is_constrained or not is_chat(prompt) or place_of_answer(prompt, model, options) != "inside":
         return params, ""
     assert model.template.tags is not None
@@ -226,8 +222,8 @@ def check_vectors(prompt: Prompt, params: SamplingParams, options: PromptOptions
         raise no_answers(model.name, scores_pairs=config.scores_pairs)
     if options.pooling is not None and (options.dimensions or 0) > config.vector_size:
         raise EngineError(f"dimensions is {options.dimensions}, but vectors of {model.name} have {config.vector_size}")
-    given = options.truncate or options.dimensions is not None or options.prompt_name is not None
-    if options.pooling is None and given:
+    is_of_vectors = options.truncate or options.dimensions is not None or options.prompt_name is not None
+    if options.pooling is None and is_of_vectors:
         raise EngineError("truncate, dimensions and prompt_name are for embeddings: leave them out, or give pooling")
 
 
@@ -237,10 +233,8 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
-    """Return `ids` as ints. Raises EngineError if there are none, if one is unknown, or if they leave too little room.
-
-    context: the engine's, in tokens. room: tokens that must be left for the answer.
-    """
+    """Return `ids` as ints. Raises EngineError if there are none, if one is unknown, or if fewer than `room` tokens of
+    the context are left for the answer."""
     known = model.vocabulary
     if len(ids) == 0:
         raise EngineError("The prompt is empty: give at least one token")

@@ -92,12 +92,12 @@ class Request:
     drafts: Drafts | None = None  # never with a constraint or DRY
     kv: SequenceKV | None = None
     prefill: Prefill | None = None
-    cached: int | None = None  # prompt tokens found in the store; None before the prefix is matched
-    found: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
+    cached: int | None = None  # prompt tokens found in the store; None before that, fixed once the first token exists
+    hit: TierHit | None = None  # the part of the prompt that tiers have and the store lacked
     saved: Snapshot | None = None  # what the store held when the request was preempted
     clock: Clock = field(default_factory=Clock)
     adapter: RowAdapter | None = None  # LoRA adapter of this request
-    salt: str = ""  # what keeps its K/V apart; see `engine.state.salts`
+    salt: str = ""  # what keeps its K/V apart; see `engine.state.prefix`
     warnings: Sequence[str] = ()  # see `Ticket`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
     why_damaged: Callable[[], str | None] | None = None  # as in `ModelWeights`
@@ -162,11 +162,6 @@ class Request:
     def ticket(self, cancel: Callable[[], None]) -> Ticket:
         """Return the submitter's handle; `cancel` is its method."""
         return Ticket(len(self.sequence.prompt), cancel, lambda: self.cached or 0, self.conversation, self.warnings)
-
-    def record_prefix_hit(self, length: int) -> None:
-        """Record the length of the prefix hit, which is fixed once the first token exists."""
-        if self.sequence.generated == 0:
-            self.cached = length
 
     def reproduces(self, length: int) -> bool:
         """Whether a prefill from a prefix hit of `length` tokens computes what the request's first prefill computed.
@@ -336,5 +331,5 @@ class Request:
             generation_seconds=self.clock.generation,
             drafted_tokens=0 if self.drafts is None else self.drafts.drafted,
             accepted_tokens=0 if self.drafts is None else self.drafts.accepted,
-            cached_from=cached_from(self.found, self.cached or 0),
+            cached_from=cached_from(self.hit, self.cached or 0),
         )

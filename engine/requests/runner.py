@@ -31,7 +31,7 @@ class StoredSequence:
 
     ids: tuple[int, ...] = ()  # ids of its stored tokens
     bytes: int = 0
-    salt: str = ""  # what it is found with; see `engine.state.salts`
+    salt: str = ""  # what it is found with; see `engine.state.prefix`
 
 
 class Runner:
@@ -53,7 +53,6 @@ class Runner:
         self._steps = Steps(model, prefixes, scheduler, self._preempt, drafting.seconds)
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
         request.why_damaged = self._model.weights.why_damaged
         self.requests[request.sequence] = request
         self._scheduler.submit(request.sequence)
@@ -97,16 +96,15 @@ class Runner:
 
     @staticmethod
     def _affected(requests: Sequence[Request], is_prefill: bool) -> list[Request]:
-        """Return the requests that an error in this unit fails: all but the finished and the preempted ones."""
+        """Return the requests that an error in this unit fails."""
         return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
 
     def status(self) -> Status:
-        """Return counts of requests, blocks and threads."""
         groups = self._store.groups
         counted = [group.quantized for group in groups if not group.is_sparse]
         size, free, kept = _counts(counted)
         sparse = [group.quantized for group in groups if group.is_sparse]
-        room, unused, found = _counts(sparse)
+        room, unused, findable = _counts(sparse)
         running, threads = self._scheduler.running, self._model.ops.threads()
         cache = self._model.weights.expert_cache
         if threads is not None:
@@ -127,11 +125,13 @@ class Runner:
             experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
             types=self._blocks_by_type(),
             blocks_of_largest=max((blocks.size for blocks in counted), default=0),
-            snapshots=SnapshotStatus(room, room - unused, found, self._store.plan.snapshot_bytes) if sparse else None,
+            snapshots=SnapshotStatus(room, room - unused, findable, self._store.plan.snapshot_bytes)
+            if sparse
+            else None,
         )
 
     def _blocks_by_type(self) -> dict[str, int] | None:
-        """Return how many blocks have which of the types that a block can have; None if all are alike."""
+        """Return the number of blocks by type; None if all have the same type."""
         finer = self._store.finer
         if finer is None:
             return None
@@ -139,7 +139,6 @@ class Runner:
         return dict(zip(names, finer.blocks.places.counts(), strict=True))
 
     def cache_stats(self) -> CacheStats:
-        """Return the memory of the newest sequence in the KV store."""
         newest, shape = self.newest, self._store.shape
         return CacheStats(
             tokens=len(newest.ids),
@@ -181,7 +180,7 @@ class Runner:
             self.release(request.sequence.ids, kv, request.salt)
 
     def _preempt(self) -> bool:
-        """Preempt the youngest request: it gives up its blocks and waits. False if only one request computes."""
+        """Preempt the youngest request. False if only one request computes."""
         youngest = self._scheduler.preempt()
         if youngest is not None:
             self._save(self.requests[youngest])
@@ -203,7 +202,6 @@ class Runner:
                 request.saved = export(self._store, request.kv, request.sequence.ids)
 
     def _restored(self, request: Request) -> SequenceKV | None:
-        """Return the sequence of a request that was saved when it was preempted; None if it was not."""
         if request.saved is None:
             return None
         kv = self._prefixes.salted(restore(self._store, request.saved), request.salt)
@@ -226,15 +224,16 @@ class Runner:
         try:
             if request.kv is None:
                 kept = 0 if request.saved is None else request.saved.length
-                if request.found is not None:
-                    kept += request.found.tokens_left
+                if request.hit is not None:
+                    kept += request.hit.tokens_left
                 if kept and self._coding.must_wait(kept):
                     return
-                if request.found is not None and request.found.put_back():
+                if request.hit is not None and request.hit.put_back():
                     return  # the next unit puts back the next part
                 request.kv = self._restored(request) or self._match_prefix(request)
                 request.kv.adapter = request.adapter
-                request.record_prefix_hit(request.kv.length)
+                if request.sequence.generated == 0:
+                    request.cached = request.kv.length
             missing = request.sequence.computable - request.kv.length
             if request.prefill is None and missing > 0:
                 if self._coding.must_wait(missing):
@@ -307,5 +306,5 @@ class Runner:
 
 
 def _counts(allocators: Sequence[BlockAllocator]) -> tuple[int, int, int]:
-    """Return three numbers: all blocks, blocks that no request holds, and blocks of these that the cache can find."""
+    """Return the numbers of all blocks, of blocks that no request holds, and of the latter that the cache can find."""
     return sum(one.size for one in allocators), sum(one.free for one in allocators), sum(one.kept for one in allocators)

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -17,11 +16,6 @@ from polarlm.engine.sampling.dry import Dry
 from polarlm.engine.sampling.sample import SamplerInput, Sampling, greedy
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import Tokenizer
-
-
-def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes of a token's text; for a control token, the bytes of its name."""
-    return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
 
 
 class Sampler:
@@ -47,7 +41,11 @@ class Sampler:
         self._has_mask = constraint is None
         self._dry: Dry | None = None
         if sampling.is_dry:
-            self._dry = Dry(sampling, partial(_token_text, tokenizer), len(sequence.prompt))
+
+            def text_of(token: int) -> bytes:
+                return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
+
+            self._dry = Dry(sampling, text_of, len(sequence.prompt))
             self._dry.read(sequence.ids)  # here, outside the engine's lock
 
     @cached_property
@@ -62,10 +60,8 @@ class Sampler:
         return self._constraint is None and self._dry is None and not self._sampling.banned_sequences
 
     def next(self, after: Sequence[int] = ()) -> SamplerInput:
-        """Return the sampler input of the next token. Raises whatever the constraint raises.
-
-        after: tokens before it that are not in the sequence yet: drafted ones, or NEWEST for one that is not known.
-        """
+        """Return the sampler input of the next token. Raises whatever the constraint raises. after: tokens before it
+        that are not in the sequence yet: drafted ones, or NEWEST for one that is not known."""
         window, beyond = self._params.repeat_last_n, len(after)
         recent = self._sequence.ids[max(0, len(self._sequence.ids) + beyond - window) :]
         recent += after[max(0, beyond - window) :]
@@ -99,7 +95,6 @@ class Sampler:
         self._has_mask = self._constraint is None
 
     def _sampling_after(self, after: Sequence[int] = ()) -> Sampling:
-        """Return the parameters of the token after `after`, tokens that are not in the sequence yet."""
         generated = self._sequence.generated + len(after)
         sampling = self._sampling if generated >= self._params.min_tokens else self._sampling_without_ends
         bans = sampling.banned_first if generated == 0 else ()
@@ -110,7 +105,7 @@ class Sampler:
         return replace(sampling, logit_bias={**sampling.logit_bias, **biases}) if biases else sampling
 
     def _allowed(self) -> np.ndarray | None:
-        """Return the constraint's mask of the next token, (ceil(V / 32),) uint32; None if all tokens are allowed."""
+        """Return the constraint's mask (ceil(V / 32),) uint32; None if all tokens are allowed."""
         if not self._has_mask and self._constraint is not None:
             mask = self._constraint.allowed()
             self._mask, self._has_mask = None if mask is None else checked_mask(mask, self._vocabulary), True

@@ -78,7 +78,6 @@ class Scheduler:
         self._filling_steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps that filled a block
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Queue a sequence."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._waiting.append(sequence)
@@ -127,7 +126,6 @@ class Scheduler:
         return any(len(sequence.ids) % self._block_size == 0 for sequence in self._running)
 
     def record_time(self, unit: Unit, seconds: float) -> None:
-        """Record how long a unit took."""
         share = _PREFILL_SHARE
         if unit.is_prefill:
             self._prefill_ahead += seconds * (1 - share)
@@ -140,7 +138,6 @@ class Scheduler:
                 self._filling_steps.append(seconds)
 
     def _next_waiting(self) -> TokenSequence | None:
-        """The waiting sequence that may be admitted; None if there is none."""
         if self._out_of_room or not self._waiting or len(self._running) >= self._parallel:
             return None
         return self._waiting[0]

@@ -48,8 +48,8 @@ class Steps:
         preempt: Callable[[], bool],
         seconds: StepSeconds,
     ) -> None:
-        """preempt: preempts the youngest request; returns False if only one computes. seconds: records the times of
-        steps with requests that may draft."""
+        """preempt: preempts the youngest request; False if only one computes. seconds: times of steps with requests
+        that may draft."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._preempt, self._seconds = scheduler, preempt, seconds
         self._begun: _Step | None = None  # the step after the last one whose tokens were taken
@@ -84,16 +84,16 @@ class Steps:
             for span in step.spans.values():
                 self._store.abort(span)
             raise
-        found = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
+        errors = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
         for request, span in step.spans.items():
             self._prefixes.insert(span.sequence, request.sequence.ids)
         try:
             self._begun = self._begin_next(step, fetch, known)
         finally:  # an error in the next step must not lose the tokens of this one
             for request, token in zip(step.requests, fetch.wait(), strict=True):
-                result = found.get(request, token)
+                result = errors.get(request, token)
                 if request in step.drafted:
-                    request.damage(found.get(request))
+                    request.damage(errors.get(request))
                 elif request in step.spans and (request not in known or isinstance(result, EngineError)):
                     request.take(result)
         if any(request.drafts is not None for request in step.requests):
@@ -146,9 +146,9 @@ class Steps:
             if may_wait and self._model.ops.fetch_later is not None:
                 return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, sampler_inputs), known)
             rows = self._model.step(list(spans.values()), ids, sampler_inputs)
-            own = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
-            tokens = [next((row for row in given if isinstance(row, EngineError)), given[-1]) for given in own]
-            rows_of = dict(zip(spans, own, strict=True))
+            of_each = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
+            tokens = [next((row for row in each if isinstance(row, EngineError)), each[-1]) for each in of_each]
+            rows_of = dict(zip(spans, of_each, strict=True))
             sampled = {request: rows_of[request][-1 - len(guesses) :] for request, guesses in drafted.items()}
             return _Step([*spans], spans, Fetch(None, lambda: tokens), known, drafted=drafted, sampled=sampled)
         except BaseException:
