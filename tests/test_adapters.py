@@ -18,7 +18,7 @@ from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
 from polarlm.engine.requests import drafts
-from polarlm.engine.state.salts import adapter_of, joined
+from polarlm.engine.state.prefix import adapter_of, joined_salt
 from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
 
@@ -208,9 +208,9 @@ def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[st
 def test_salts_of_different_pairs_are_different() -> None:
     texts = ["", "a", "\0", "\0a\0", "a\0b", "b"]
     pairs = [(salt, adapter) for salt in texts for adapter in ("", "a", "b 1.0")]
-    assert len({joined(*pair) for pair in pairs}) == len(pairs)
-    assert all(adapter_of(joined(salt, adapter)) == adapter for salt, adapter in pairs)
-    assert joined("mine", "") == "mine"
+    assert len({joined_salt(*pair) for pair in pairs}) == len(pairs)
+    assert all(adapter_of(joined_salt(salt, adapter)) == adapter for salt, adapter in pairs)
+    assert joined_salt("mine", "") == "mine"
 
 
 def test_the_memory_of_adapters_is_counted(base: Path, adapters: dict[str, Path]) -> None:

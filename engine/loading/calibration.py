@@ -107,7 +107,7 @@ def calibrate(
     """
     model = _full_precision_model(ops, config, weights, len(ids), block_size)
     _check_finite(model, ids[:8])
-    seen = model.taps = _QueriesAndKeys(model, len(ids))
+    seen = model.tap = _QueriesAndKeys(model, len(ids))
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: Statistics = {}
     rows = 0
@@ -159,7 +159,7 @@ def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
 
 
 class _QueriesAndKeys:
-    """Taps that keep the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale.
+    """A tap that keeps the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale.
 
     The scale is a power of two, so removing it rounds nothing.
     """
@@ -180,15 +180,14 @@ class _QueriesAndKeys:
         queries, keys = (self._kept[name][shape] for name, shape in shapes.items())
         return queries, keys
 
-    def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
-        if name not in self._kept or layer not in self._mixers:
-            return
+    def __call__(self, layer: int, position: int, queries: Array, keys: Array) -> None:
         heads = self._mixers[layer].heads
         scales = self._conditioning[layer].scales(heads)
         assert scales is not None
-        first = 0 if name == "queries" else heads
-        rows = slice(position, position + len(x))
-        self._kept[name][x.shape[1:]][rows] = self._ops.of_layer(layer).to_host(x) / scales[first : first + x.shape[1]]
+        rows = slice(position, position + len(queries))
+        for name, x, first in (("queries", queries, 0), ("keys", keys, heads)):
+            of_heads = scales[first : first + x.shape[1]]
+            self._kept[name][x.shape[1:]][rows] = self._ops.of_layer(layer).to_host(x) / of_heads
 
 
 def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:

@@ -21,7 +21,7 @@ from polarlm.engine.model.layers import Eps, Norm
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
-from polarlm.engine.model.prefill import Prefill, Taps, stages
+from polarlm.engine.model.prefill import Prefill, PromptTap, stages
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.store import KVStore, Span, positions
@@ -54,8 +54,7 @@ class Transformer:
         self.ops = ops
         self.config = config
         self.store = store
-        # Called in prompts of one span that begin after it is set; never in steps, which may be recorded.
-        self.taps: Taps | None = None
+        self.tap: PromptTap | None = None  # called in prompts of one span, never in steps, which may be recorded
         self._ropes = RopeTables(config)
         self._stages = stages(ops, len(config.layers))
         self._embedding_norm: Norm = None
@@ -108,7 +107,7 @@ class Transformer:
         rows = rows_of(self.weights.embedding, ids)
         x, inputs = self._embed(self._stages[0].ops.to_device(rows))
         first_output = 0 if outputs is None else len(ids) - outputs
-        prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.taps)
+        prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.tap)
         x = yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer)
         return x[first_output:]
 

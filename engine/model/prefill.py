@@ -8,23 +8,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
-from polarlm.engine.model.layers import Tap
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.state.store import KVStore, Span, positions
 
-Taps = Callable[[str, int, int, Array], None]
-"""taps(name, layer, position, x) is called with values of a prompt's forward pass, for the rows from `position` on.
-
-name: "input" (T, E), the input of the layer, which may be changed in place; "queries" (T, H, D) and "keys" (T, K, D),
-scaled and rotated as they are stored; "attention" (T, H·D), the input of the output projection. x is valid until the
-call returns.
-"""
+PromptTap = Callable[[int, int, Array, Array], None]
+"""tap(layer, position, queries, keys): a `Tap` for rows of a layer, the first row at `position`."""
 
 
 class Stage(NamedTuple):
@@ -62,14 +57,14 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward pass of prompts. taps: called in prompts of one span."""
+    """The forward pass of prompts. tap: called in prompts of one span."""
 
     stages: Sequence[Stage]
     ops: Ops
     store: KVStore
     layers: Sequence[DecoderLayer]
     ropes: RopeTables
-    taps: Taps | None
+    tap: PromptTap | None
 
     def units(
         self, x: Array, inputs: Array | None, spans: Sequence[Span], first_output: int, *, by_layer: bool
@@ -132,17 +127,10 @@ class Prefill:
         adapters of all rows, if any."""
         mixer, rows = self.layers[layer].mixer, unit.rows
         group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
-
-        def tap(position: int) -> Tap | None:
-            taps = self.taps
-            return None if taps is None else lambda name, x: taps(name, layer, position, x)
-
-        seen = tap(unit.position)
-        if seen is not None:
-            seen("input", x[rows])
+        tap = None if self.tap is None else partial(self.tap, layer, unit.position)
         unit_rope = None if rope is None else (rope[0][rows], rope[1][rows])
         adapters = of_rows and of_rows.part(rows)
-        projected = mixer.project(x[rows], unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=seen)
+        projected = mixer.project(x[rows], unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
         for span in complete:
             self.store.seal(layer, span)
             if span.round_trip:
@@ -150,8 +138,8 @@ class Prefill:
         skipped = unit.skipped if is_last else 0
         if skipped < len(projected):
             spans, kept = unit.last if is_last else unit.spans[group], slice(rows.start + skipped, rows.stop)
-            adapters, seen = of_rows and of_rows.part(kept), tap(unit.position + skipped)
-            mixer.mix(x[kept], projected[skipped:], spans, adapters=adapters, recorded=False, tap=seen)
+            adapters = of_rows and of_rows.part(kept)
+            mixer.mix(x[kept], projected[skipped:], spans, adapters=adapters, recorded=False)
             self.layers[layer].finish(
                 x[kept], None if inputs is None else inputs[kept], adapters=adapters, recorded=False
             )

@@ -47,8 +47,8 @@ class ChannelReader:
         """The parts that `text` completes."""
         self._held += text
         parts: list[Part] = []
-        while (found := self._state()) is not None:
-            parts += found
+        while (more := self._state()) is not None:
+            parts += more
         return parts
 
     def finish(self) -> list[Part]:
@@ -59,27 +59,22 @@ class ChannelReader:
     def _header(self) -> list[Part] | None:
         """State: before the text of a message."""
         channels = self._channels
-        header, found, rest = self._held.partition(channels.message)
+        header, separator, rest = self._held.partition(channels.message)
         begins = [channels.start, channels.channel, *([self._to] if self._to else [])]
         text = header.lstrip()
         if not any(text.startswith(begin) or begin.startswith(text) for begin in begins) or len(text) > _MOST_HEADER:
             self._begin("text", self._held)
             return []
-        if not found:
+        if not separator:
             return None
-        name = self._name(header)
+        named = re.search(rf"(?:^|\s){re.escape(self._to)}([^\s<]+)", header) if self._to else None
         channel = re.match(r"\w*", header.partition(channels.channel)[2])
-        if name in self._names:
+        if named is not None and named[1] in self._names:
             self._begin("arguments", rest)
             self._last, self._is_new = "arguments", False
-            return [Part("call", name)]
+            return [Part("call", named[1])]
         self._begin("reasoning" if channel is not None and channel[0] == channels.reasoning else "text", rest)
         return []
-
-    def _name(self, header: str) -> str:
-        """The name of the function in a header; empty if there is none."""
-        named = re.search(rf"(?:^|\s){re.escape(self._to)}([^\s<]+)", header) if self._to else None
-        return named[1] if named else ""
 
     def _begin(self, kind: Kind, text: str) -> None:
         self._kind, self._held, self._is_new, self._state = kind, text, True, self._message
@@ -87,9 +82,9 @@ class ChannelReader:
     def _message(self) -> list[Part] | None:
         """State: in the text of a message, which ends where the next one begins, too."""
         ends = (self._channels.end, self._channels.start)
-        found = [at for end in ends if (at := self._held.find(end)) >= 0]
-        if found:
-            said, self._held = self._held[: min(found)], self._held[min(found) :].removeprefix(self._channels.end)
+        places = [at for end in ends if (at := self._held.find(end)) >= 0]
+        if places:
+            said, self._held = self._held[: min(places)], self._held[min(places) :].removeprefix(self._channels.end)
             self._state = self._header
             return self._said(said)
         keep = max(overlap(self._held, end) for end in ends)

@@ -13,10 +13,8 @@ class Detokenizer:
     """Converts ids to text incrementally; bytes of an incomplete UTF-8 character wait for the rest."""
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool, shown: Collection[int] = ()):
-        """`at_start`: the text begins here, so a SentencePiece model's leading space is not part of it.
-
-        shown: control tokens whose names are part of the text.
-        """
+        """at_start: the text begins here, so a SentencePiece model's leading space is not part of it. shown: control
+        tokens whose names are part of the text."""
         self._tokenizer = tokenizer
         names = tokenizer.control_tokens() if shown else {}
         self._names = {i: name.encode() for name, i in names.items() if i in shown}
@@ -62,10 +60,10 @@ class StopFilter:
         if not self._stops:
             return text
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
             # The stop string that is complete first, so that the result does not depend on how the text is split.
-            _, at, self.stopped_by = min(found)
+            _, at, self.stopped_by = min(matches)
             self._held = ""
             return text[:at]
         keep = max(overlap(text, stop) for stop in self._stops)

@@ -27,15 +27,14 @@ class Dry:
     """
 
     def __init__(self, sampling: Sampling, text_of: Callable[[int], bytes], prompt: int = 0) -> None:
-        """`text_of`: the bytes of a token. `prompt`: the number of tokens of the prompt."""
+        """text_of: the bytes of a token. prompt: the number of its tokens."""
         last_n = sampling.dry_penalty_last_n
         self._begin = prompt if last_n == ANSWER_ALONE else 0  # the first token in range
         self._multiplier, self._base = sampling.dry_multiplier, sampling.dry_base
         self._allowed = sampling.dry_allowed_length
         self._repeats = Repeats(None if last_n < 0 else max(last_n - 1, 0))
         self._breakers = [breaker.encode() for breaker in sampling.dry_sequence_breakers]
-        self._text_of = cache(text_of)
-        self._breaks: dict[int, bool] = {}  # token → whether it contains a breaker
+        self._text_of, self._is_breaker = cache(text_of), cache(self._has_breaker)
         self._longest = max(map(len, self._breakers), default=1)
         self._end = b""  # the end of the text, a byte shorter than the longest breaker
         self._since = 0  # tokens since the one in which the last breaker ends
@@ -48,10 +47,8 @@ class Dry:
             self._look_for_breaker(token)
 
     def penalties(self, ids: Sequence[int]) -> Penalties | None:
-        """The penalties on the token after `ids`; None if there are none.
-
-        `ids` must begin with the ids of the previous call.
-        """
+        """The penalties on the token after `ids`, which must begin with the ids of the previous call; None if there are
+        none."""
         self.read(ids)
         runs = self._repeats.runs
         inside = np.arange(len(runs), 0, -1, dtype=np.int32)  # the most tokens of a run that are in range
@@ -63,23 +60,16 @@ class Dry:
         longest = np.zeros(len(tokens), np.int64)
         np.maximum.at(longest, which, lengths[at])
         kept = np.array([not self._is_breaker(token) for token in tokens.tolist()])
-        return Penalties(tokens[kept], self._amounts(longest[kept] - self._allowed)) if kept.any() else None
-
-    def _amounts(self, beyond: np.ndarray) -> np.ndarray:
-        """The penalty of repetitions that are `beyond` (n,) tokens longer than allowed, (n,) float64."""
         with np.errstate(over="ignore"):
-            return np.minimum(self._multiplier * float(self._base) ** beyond, _MOST)
+            amounts = np.minimum(self._multiplier * float(self._base) ** (longest[kept] - self._allowed), _MOST)
+        return Penalties(tokens[kept], amounts) if kept.any() else None
 
     def _look_for_breaker(self, token: int) -> None:
         """Count the tokens since the last breaker, which may begin in earlier tokens and end in `token`."""
         before, text = len(self._end), self._end + self._text_of(token)
-        found = any(text.find(breaker, max(before + 1 - len(breaker), 0)) >= 0 for breaker in self._breakers)
-        self._since = 0 if found else self._since + 1
+        is_broken = any(text.find(breaker, max(before + 1 - len(breaker), 0)) >= 0 for breaker in self._breakers)
+        self._since = 0 if is_broken else self._since + 1
         self._end = text[max(len(text) + 1 - self._longest, 0) :]
 
-    def _is_breaker(self, token: int) -> bool:
-        known = self._breaks.get(token)
-        if known is None:
-            text = self._text_of(token)
-            known = self._breaks[token] = any(breaker in text for breaker in self._breakers)
-        return known
+    def _has_breaker(self, token: int) -> bool:
+        return any(breaker in self._text_of(token) for breaker in self._breakers)

@@ -24,18 +24,17 @@ import llguidance
 MEMORY_BYTES = 1 << 30  # address space of this process
 STACK_BYTES = 1 << 20  # the parent's threads have more
 OUT_OF_MEMORY = 3  # exit code
-FUEL = (
-    500_000  # units of work for the compiler of regular expressions; its documentation says some 50,000 per millisecond
-)
+# Units of work for the compiler of regular expressions; its documentation says some 50,000 per millisecond.
+FUEL = 500_000
 
 
-def matcher(tokenizer: Any, grammar: str) -> Any:
+def library_matcher(tokenizer: Any, grammar: str) -> Any:
     """llguidance's matcher before the first token; it may be in its error state."""
     limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
-    found = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    if not found.is_error():
-        found.compute_bitmask()  # some errors appear only here
-    return found
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some errors appear only here
+    return matcher
 
 
 class _Vocabulary:
@@ -71,8 +70,8 @@ def _limit_time(seconds: float) -> None:
 
 
 def _answer(tokenizer: Any, grammar: str) -> None:
-    found = matcher(tokenizer, grammar)
-    reason = found.get_error() if found.is_error() else ""
+    matcher = library_matcher(tokenizer, grammar)
+    reason = matcher.get_error() if matcher.is_error() else ""
     _limit_time(0)
     _write(reason)
 
@@ -104,11 +103,11 @@ def _answer_apart(tokenizer: Any, grammar: str, seconds: float) -> None:
 def main() -> None:
     """Answers requests until the parent closes the pipe."""
     _limit_memory()
-    given = json.loads(sys.stdin.buffer.readline() or "null")
-    if given is None:
+    first = json.loads(sys.stdin.buffer.readline() or "null")
+    if first is None:
         return
-    vocabulary = _Vocabulary(**given)
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=given["ends"])
+    vocabulary = _Vocabulary(**first)
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=first["ends"])
     vocabulary.library = tokenizer
     for line in sys.stdin.buffer:
         request = json.loads(line)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, Needs
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.model_loaders.forks import cached_property, renew_in_children
 from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, ProcessFailed, why_ended
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
@@ -48,21 +49,10 @@ _KEPT_SECONDS = 2.0  # that the kept grammars took to compile, if there are seve
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
-class Vocabulary(Protocol):
-    """What constraints need of a tokenizer: see `model_loaders.tokenizers`."""
-
-    vocab_size: int
-    eos_ids: frozenset[int]
-
-    def tokenize(self, text: str, *, continued: bool = False) -> list[int]: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def control_tokens(self) -> Any: ...
-
-
 class Grammars:
     """Compiles the constraints of one model's requests, and keeps recent ones. Threads may share it."""
 
-    def __init__(self, tokenizer: Vocabulary, size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """size: the size of the vocabulary, including rows of the embedding that are padding."""
         self._tokenizer, self._size = tokenizer, size
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first
@@ -88,20 +78,20 @@ class Grammars:
     def constraint(
         self,
         params: SamplingParams,
-        own: Constraint | None = None,
+        other: Constraint | None = None,
         gone: Callable[[], bool] | None = None,
         *,
         after: str = "",
     ) -> Constraint | None:
-        """A new constraint as `params` ask for, else `own`, which may be None. Raises EngineError.
+        """A new constraint as `params` ask for, else `other`, which may be None. Raises EngineError.
 
         gone: returns True once nobody waits for the request; then nothing is compiled for it. after: the tag that
         closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none.
         """
-        key = _given(params, after)
+        key = _key(params, after)
         if key is None:
-            return own
-        if own is not None:
+            return other
+        if other is not None:
             raise EngineError(f"constraint and {key[0]} both constrain the answer; leave one of them out")
         known = self._known(key) or self._compilations.result(key, gone or (lambda: False))
         return _Matched(known.matcher.deep_copy())
@@ -109,13 +99,13 @@ class Grammars:
     def _known(self, key: Key) -> _Compiled | None:
         """The kept constraint of a key, if there is one. Raises EngineError if the key was refused recently."""
         with self._lock:
-            if (found := self._compiled.get(key)) is not None:
+            if (compiled := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
             reason = self._refused.get(name := _hash(key))
             if reason is not None:
                 self._refused.move_to_end(name)
                 raise _unusable(key[0], reason)
-            return found
+            return compiled
 
     def _keep(self, key: Key, compiled: _Compiled) -> None:
         with self._lock:
@@ -138,7 +128,7 @@ class Grammars:
         """
         if (known := self._known(key)) is not None:  # compiled since the request looked
             return known
-        from polarlm.engine.sampling.grammar_worker import matcher
+        from polarlm.engine.sampling.grammar_worker import library_matcher
 
         try:
             field, text, after = key
@@ -154,7 +144,7 @@ class Grammars:
         if answer:
             raise self._refuse(key, why_ended(answer) if isinstance(answer, int) else answer)
         began = time.perf_counter()
-        matched = matcher(self._library_tokenizer, source)
+        matched = library_matcher(self._library_tokenizer, source)
         if matched.is_error():
             raise self._refuse(key, matched.get_error())
         for warning in matched.get_grammar_warnings():
@@ -195,7 +185,7 @@ class _Adapter:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Vocabulary, size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         names = {token: name.encode() for name, token in tokenizer.control_tokens().items()}
         self._tokenizer = tokenizer
         self.tokens = [names.get(token) or tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
@@ -244,27 +234,24 @@ def _hash(key: Key) -> bytes:
     return hashlib.sha256("\0".join(key).encode("utf-8", "surrogatepass")).digest()
 
 
-def _given(params: SamplingParams, after: str) -> Key | None:
+def _key(params: SamplingParams, after: str) -> Key | None:
     """The field of `params` that sets a constraint, and its text; None if none does.
 
     Raises EngineError if a schema is not JSON, or the text is too long.
     """
-    field_and_text = _field_and_text(params)
-    if field_and_text is not None and len(field_and_text[1]) > MOST_TEXT:
-        raise ConstraintError(
-            f"{field_and_text[0]} has {len(field_and_text[1]):,} characters, but at most {MOST_TEXT:,} are taken"
-        )
-    if field_and_text is None:
+    texts = {"schema": _schema_text(params.schema), "grammar": params.grammar, "regex": params.regex}
+    field, text = next(((field, text) for field, text in texts.items() if text is not None), ("", ""))
+    if not field:
         return None
+    if len(text) > MOST_TEXT:
+        raise ConstraintError(f"{field} has {len(text):,} characters, but at most {MOST_TEXT:,} are taken")
     _library()
-    return (*field_and_text, after)
+    return field, text, after
 
 
-def _field_and_text(params: SamplingParams) -> tuple[str, str] | None:
-    schema = params.schema
+def _schema_text(schema: dict[str, Any] | str | None) -> str | None:
     if schema is None:
-        texts = {"grammar": params.grammar, "regex": params.regex}
-        return next(((field, text) for field, text in texts.items() if text is not None), None)
+        return None
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(schema)
@@ -272,7 +259,7 @@ def _field_and_text(params: SamplingParams) -> tuple[str, str] | None:
         raise _unusable("schema", str(error)) from None
     if not isinstance(schema, dict):
         raise _unusable("schema", f"it is {shown(schema)}, but must be an object; {{}} allows any JSON")
-    return "schema", text
+    return text
 
 
 def _source(field: str, text: str) -> str:

@@ -10,14 +10,11 @@ _ROOM = 256  # the initial capacity in ids
 
 
 class Repeats:
-    """The run at each distance d: the number of last ids that equal the ids d places before them.
-
-    Each further id lengthens the run at d by one or ends it, which is one pass over all distances. The first n ids cost
-    O(n).
-    """
+    """The run at each distance d: the number of last ids that equal the ids d places before them. The first n ids cost
+    O(n), each further id one pass over all distances."""
 
     def __init__(self, furthest: int | None = None) -> None:
-        """`furthest`: the largest distance; None for all."""
+        """furthest: the largest distance; None for all."""
         self._furthest = furthest
         self._ids = np.empty(_ROOM, np.int32)
         self._runs = np.zeros(_ROOM, np.int32)  # the run at d has index d - 1
@@ -30,14 +27,11 @@ class Repeats:
 
     @property
     def runs(self) -> np.ndarray:
-        """The runs (n,) int32 at the distances 1, 2, … n; n is `furthest` or count - 1, if that is less.
-
-        Runs may overlap the ids that they repeat. Of the first call's ids, only the last `furthest` count.
-        """
+        """The runs (n,) int32 at the distances 1, 2, … n; n is `furthest` or count - 1, if that is less. Runs may
+        overlap the ids that they repeat. Of the first call's ids, only the last `furthest` count."""
         return self._runs[: self._reach(self.count)]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Append ids."""
         end = self.count + len(ids)
         if end > len(self._ids):
             self._ids, self._runs = (np.resize(array, max(end, 2 * len(array))) for array in (self._ids, self._runs))
@@ -49,21 +43,17 @@ class Repeats:
             self._runs[:reach] = _runs_of(list(ids[-reach - 1 :]))
             return
         for token in ids:
-            self._append(token)
+            runs = self._runs[: self._reach(self.count + 1)]
+            runs += 1
+            runs *= self._ids[self.count - len(runs) : self.count][::-1] == token
+            self._ids[self.count] = token
+            self.count += 1
 
     def circle(self, tokens: int, rounds: int) -> bool:
         """Whether the sequence ends with at least `tokens` ids that repeat one piece at least `rounds` times."""
         runs = self.runs
         distances = np.arange(1, len(runs) + 1)
         return bool((runs + distances >= np.maximum(rounds * distances, tokens)).any())
-
-    def _append(self, token: int) -> None:
-        n = self.count
-        runs = self._runs[: self._reach(n + 1)]
-        runs += 1
-        runs *= self._ids[n - len(runs) : n][::-1] == token
-        self._ids[n] = token
-        self.count = n + 1
 
     def _reach(self, count: int) -> int:
         """The number of distances among `count` ids."""

@@ -57,10 +57,8 @@ class Sampling:
 
 
 def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int | None = None) -> Sampling:
-    """`params` with every None filled in from the model's generation config, or else the engine's defaults.
-
-    Raises EngineError on a token id of `vocab_size` or more.
-    """
+    """`params` with every None filled in from the model's generation config, or else the engine's defaults. Raises
+    EngineError on a token id of `vocab_size` or more."""
     for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         beyond = next((token for token in tokens if vocab_size is not None and token >= vocab_size), None)
         if beyond is not None:
@@ -124,24 +122,20 @@ class Fetch(NamedTuple):
 def sample_all(
     logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], best: Sequence[int] | None = None
 ) -> list[Sampled]:
-    """What `sample` returns for each row of logits (B, V), with log-probabilities if requested, or the error it raises.
-
-    best: for each row, as for `sample`.
-    """
+    """What `sample` returns for each row of logits (B, V), with log-probabilities if requested, or the error it
+    raises."""
 
     def one(row: np.ndarray, sampler_input: SamplerInput, best: int | None) -> Sampled:
         try:
             token = sample(row, sampler_input, best)
         except EngineError as error:
             return error
-        return (
-            token
-            if sampler_input.logprobs is None
-            else token_logprob(row[: sampler_input.vocabulary], token, sampler_input.logprobs)
-        )
+        if sampler_input.logprobs is None:
+            return token
+        return token_logprob(row[: sampler_input.vocabulary], token, sampler_input.logprobs)
 
     known: Sequence[int | None] = [None] * len(sampler_inputs) if best is None else best
-    return [one(*given) for given in zip(logits, sampler_inputs, known, strict=True)]
+    return [one(*row) for row in zip(logits, sampler_inputs, known, strict=True)]
 
 
 def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = None) -> int:
@@ -151,21 +145,22 @@ def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = N
 
     Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """
-    params, given = sampler_input.sampling, logits[: sampler_input.vocabulary]
+    params, raw = sampler_input.sampling, logits[: sampler_input.vocabulary]
     if best is None:
-        best = int(given.argmax())
-        if not math.isfinite(given[best]):  # argmax returns the index of a NaN, if there is one
+        best = int(raw.argmax())
+        if not math.isfinite(raw[best]):  # argmax returns the index of a NaN, if there is one
             best = -1
     if best < 0:
         raise EngineError(NOT_FINITE, "model_damaged")
-    logits = _adjust(given, params, sampler_input.recent)
+    logits = _adjust(raw, params, sampler_input.recent)
     if sampler_input.dry is not None:
-        logits = _subtract(logits, sampler_input.dry)
+        logits = logits.copy()
+        logits[sampler_input.dry.ids] -= sampler_input.dry.amounts
     tokens = None  # the allowed ones: finding the best of these is ten times as fast as of all with the others at -inf
     if sampler_input.allowed is not None:
         tokens = np.flatnonzero(allowed_bits(sampler_input.allowed, sampler_input.vocabulary))
         logits = logits[tokens]
-    if logits is not given:
+    if logits is not raw:
         best = int(logits.argmax()) if len(logits) else -1
         if best < 0 or logits[best] == -math.inf:
             raise nothing_left(sampler_input)
@@ -207,13 +202,6 @@ def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.n
         seen = logits[ids]
         seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
         logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
-    return logits
-
-
-def _subtract(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
-    """A copy of the logits minus the penalties."""
-    logits = logits.copy()
-    logits[penalties.ids] -= penalties.amounts
     return logits
 
 

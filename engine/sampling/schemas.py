@@ -31,21 +31,20 @@ def prepared_for_text(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A closed copy of a schema with llguidance's options; those that the schema sets itself take precedence.
-
-    Raises ValueError if nothing fulfils it, since a value would have to contain another one of its kind, without end.
-    """
+    """A closed copy of a schema with llguidance's options; the schema's options take precedence. Raises ValueError if
+    nothing fulfils it, since a value would have to contain another one of its kind, without end."""
     root = _copy(schema)
     _check_ends(root)
-    given = root.get(OPTIONS, {})
-    root[OPTIONS] = {"lenient": True, **options, **given} if isinstance(given, dict) else given
+    asked = root.get(OPTIONS, {})
+    root[OPTIONS] = {"lenient": True, **options, **asked} if isinstance(asked, dict) else asked
     nodes = list(_nodes(root))
     combined = _combined(root, nodes)
     for node in nodes:
-        if id(node) not in combined and any(name in node for name in _LISTED) and not _lists_in_place(root, node):
+        lists = id(node) not in combined and any(name in node for name in _LISTED)
+        if lists and not any(name in one for one in _in_place(root, node) for name in _LISTED):
             _close(node)
         # Pydantic and zod write look-around for numbers and e-mail addresses; no token mask can look ahead.
-        if isinstance(given, dict) and given.get("lenient", True) and _LOOKS_AROUND.search(str(node.get("pattern"))):
+        if isinstance(asked, dict) and asked.get("lenient", True) and _LOOKS_AROUND.search(str(node.get("pattern"))):
             _LOG.warning("a JSON schema holds in part: the pattern %r looks around", shown(node.pop("pattern")))
     return root
 
@@ -83,7 +82,7 @@ def _nodes(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _in_place(root: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schemas that a node applies to its own value, by keywords or by references, directly or indirectly."""
+    """The schemas that a node applies to the same value, by keywords or by references, directly or indirectly."""
     seen: set[int] = set()
     left: list[Any] = [node]
     while left:
@@ -139,20 +138,15 @@ def _check_ends(root: dict[str, Any]) -> None:
             path.pop()
 
 
-def _lists_in_place(root: dict[str, Any], node: dict[str, Any]) -> bool:
-    """Whether other schemas that a node applies to its own value list properties."""
-    return any(name in one for one in _in_place(root, node) for name in _LISTED)
-
-
 def _combined(root: dict[str, Any], nodes: list[dict[str, Any]]) -> set[int]:
     """The `id`s of schemas that others extend; closing them would forbid the inherited properties."""
-    found: set[int] = set()
+    extended: set[int] = set()
     for node in nodes:
         several = len(node["allOf"]) > 1 if isinstance(node.get("allOf"), list) else False
         here = sum(name in node for name in (*_IN_PLACE, "$ref"))
         if several or here > 1 or (here and any(name in node for name in _LISTED)):
-            found.update(map(id, _in_place(root, node)))
-    return found
+            extended.update(map(id, _in_place(root, node)))
+    return extended
 
 
 def _close(node: dict[str, Any]) -> None:

@@ -122,19 +122,6 @@ class BlockAllocator:
             self._free.move_to_end(block, last=block in self._kept)
 
 
-def allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:
-    """Allocate a block of each allocator; return None, and allocate nothing, if one has no free block."""
-    taken: list[int] = []
-    try:
-        for allocator in allocators:
-            taken += allocator.allocate(1)
-    except OutOfBlocks:
-        for allocator, block in zip(allocators, taken, strict=False):
-            allocator.release(block)
-        return None
-    return taken
-
-
 def add_blocks(
     known: Blocks,
     blocks: Blocks,

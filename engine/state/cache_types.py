@@ -40,10 +40,8 @@ _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 
 def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return (setting, types) for keys and for values: cache_type_k and cache_type_v if set, else cache_type.
-
-    Raises EngineError for a cache_type that is neither one type nor two.
-    """
+    """Return (setting, types) for keys and for values: cache_type_k and cache_type_v if set, else cache_type. Raises
+    EngineError for a cache_type that is neither one type nor two."""
     both = TWO_KINDS.get(config.cache_type)
     k, v = both.coarser if both else PRESETS.get(config.cache_type) or _both(config.cache_type)
     return (
@@ -62,9 +60,7 @@ def _both(types: str) -> tuple[str, str]:
 
 def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[tuple[codecs.Codec, codecs.Codec]]:
     """Return (codec of keys, codec of values) of every layer. head_dims: one per layer; None: its codecs are unchecked.
-
-    Raises an EngineError that names the setting.
-    """
+    Raises an EngineError that names the setting."""
     sides = []
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
         names = _names(setting, types, len(head_dims))
@@ -83,18 +79,12 @@ def finer_kind(config: EngineConfig) -> FinerKind | None:
 
 def check_names(config: EngineConfig) -> None:
     """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
-    if config.cache_type in TWO_KINDS:
-        _check_two_kinds(config)
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
+        if config.cache_type in TWO_KINDS and setting != "cache_type":
+            problem = f"it has types of its own for keys and for values; leave {setting} out, or name both types"
+            raise _refusal("cache_type", config.cache_type, problem)
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
-
-
-def _check_two_kinds(config: EngineConfig) -> None:
-    for name in ("cache_type_k", "cache_type_v"):
-        if getattr(config, name) is not None:
-            problem = f"it has types of its own for keys and for values; leave {name} out, or name both types"
-            raise _refusal("cache_type", config.cache_type, problem)
 
 
 def not_two_kinds(config: EngineConfig, why: str) -> EngineError:
@@ -183,7 +173,6 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
 
 
 def _unknown(setting: str, name: str) -> EngineError:
-    """Return the error for an unknown type, or for a preset where a type is needed."""
     types = ", ".join(codecs.available())
     if name in PRESETS:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"

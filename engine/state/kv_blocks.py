@@ -13,14 +13,15 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
 from polarlm.engine.sampling.sample import NOT_FINITE
+from polarlm.engine.state.layer_shapes import SharedShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
 
 
 class OneKind(NamedTuple):
-    """Blocks that are coded alike: by layer the caches that they are in, their numbers there, and which they are of the
-    blocks that were asked for."""
+    """Blocks that are coded alike: by layer the caches that they are in, their numbers there, and their places among
+    the blocks that were asked for."""
 
     caches: Mapping[int, Cache]
     numbers: Sequence[int]
@@ -35,22 +36,20 @@ class KVBlocks(TableGroup):
         ops: Ops,
         shape: CacheShape,
         layers: tuple[int, ...],
-        window: int | None,
         caches: Sequence[Cache],
         blocks: tuple[int, int],
-        *,
-        is_shared: bool = False,
     ):
-        """caches: one per layer. blocks: the numbers of quantized blocks and of full-precision slots. is_shared:
-        whether layers without K/V read the last layer's K/V, so that no other group may write to a prompt's buffer."""
-        super().__init__(shape.block_size, window, *blocks)
+        """layers: a group's layers with K/V. caches: one per layer. blocks: the numbers of quantized blocks and of
+        slots."""
+        first = shape.layers[layers[0]]
+        super().__init__(shape.block_size, first.window, *blocks)
         self.layers = layers
         self._ops, self._shape = ops, shape
         self._caches = dict(zip(layers, caches, strict=True))
-        self._is_shared = is_shared
+        # Layers without K/V read the last layer's, so that no other group may write to a prompt's buffer.
+        self._is_shared = any(isinstance(layer, SharedShape) and layer.group == first.group for layer in shape.layers)
 
     def cache(self, layer: int) -> Cache:
-        """The cache of one layer, for the ops."""
         return self._caches[layer]
 
     def _by_kind(self, blocks: Sequence[int]) -> Iterable[OneKind]:
@@ -72,9 +71,6 @@ class KVBlocks(TableGroup):
             self.abort(growth)
             raise
         return growth
-
-    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
-        return self.grow_in_place(table, start, count)
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> SpanView:
         n, first = self.block_size, start // self.block_size
@@ -107,7 +103,6 @@ class KVBlocks(TableGroup):
             )
 
     def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
-        """Encode the complete blocks in a prompt's buffer and copy the rest to slots."""
         if growth.buffer is None:
             return
         n, cache, buffer = self.block_size, self._caches[layer], growth.buffer
@@ -120,17 +115,16 @@ class KVBlocks(TableGroup):
             self._ops.copy_full(cache, KVLocation(None, slot), KVLocation(buffer, number - base), tokens)
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
-        """Encode and decode the K/V in a growth's buffer, except a sequence's first block, which is never encoded."""
-        self._round_trip(self._caches[layer], growth, start, count)
-
-    def _round_trip(self, cache: Cache, growth: Growth, start: int, count: int) -> None:
-        if start >= self.block_size:
+        if start >= self.block_size:  # a sequence's first block is never encoded
             with _damage_as_error():
                 tokens = start % self.block_size + count
-                self._ops.round_trip(cache, KVLocation(growth.buffer, 0), tokens)
+                self._ops.round_trip(self._cache_of_newest(layer), KVLocation(growth.buffer, 0), tokens)
+
+    def _cache_of_newest(self, layer: int) -> Cache:
+        """Return the cache of a layer's new blocks."""
+        return self._caches[layer]
 
     def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> list[FilledBlocks]:
-        """Return the blocks that steps have filled, for `encode`."""
         pairs = [pair for growth, length in growths for pair in self.filled(growth, length)]
         if not pairs:
             return []
@@ -151,7 +145,7 @@ class KVBlocks(TableGroup):
     # -- blocks on the host ------------------------------------------------------------------------------------
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        """Return the arrays of blocks that are coded alike; see `LayerState`."""
+        """As in `LayerState`, for blocks that are coded alike."""
         (kind,) = self._by_kind(blocks)
         return {
             (layer, name): array

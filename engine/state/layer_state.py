@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks
-from polarlm.engine.state.blocks import BlockAllocator, allocate_each
+from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.tables import BlockTable, Growth
 
 # A span's buffers by (KV heads, head dim, layers): groups of one shape share one for no layers, unless others read it.
@@ -124,16 +124,17 @@ class LayerState(Protocol):
 
 def copies_of_full(groups: Sequence[LayerState], slots: Sequence[int], count: int) -> list[int] | None:
     """Return copies of `slots`, one per group, with their first `count` tokens; None if no slot is free."""
-    full = [group.full for group in groups]
-    copies = allocate_each(full)
-    if copies is None:
-        return None
+    copies: list[int] = []
     try:
+        for group in groups:
+            copies += group.full.allocate()
         for group, target, source in zip(groups, copies, slots, strict=True):
             group.copy_full(target, source, count)
-    except BaseException:
-        for allocator, slot in zip(full, copies, strict=True):
-            allocator.release(slot)
+    except BaseException as error:
+        for group, slot in zip(groups, copies, strict=False):
+            group.full.release(slot)
+        if isinstance(error, OutOfBlocks):
+            return None
         raise
     return copies
 

@@ -2,9 +2,10 @@
 
 The hash of a block covers the hash of the block before it and its own token ids. The chain starts from a root: a hash
 of everything else that determines the stored K/V (model, codecs, conditioning, calibration, block size) and of the
-salt, which separates equal prompts (`engine.state.salts`). A block can be found while a sequence holds it, and
-until the allocator reuses it: those that have been free the longest first, first blocks of sequences after current
-ones. Full-precision blocks, which these two are, match in part as well: the tokens in common with a prompt are copied.
+salt: K/V of equal tokens are shared only under equal salts. A salt is the `cache_salt` of a request, joined with the
+adapter that computes its K/V, if there is one. A block can be found while a sequence holds it, and until the allocator
+reuses it: the longest free blocks first, first blocks of sequences after current blocks. Both kinds are in full
+precision and match in part as well: the tokens in common with a prompt are copied.
 
     kv = prefixes.match_prefix(ids, salt)   the longest stored prefix of `ids`
     prefixes.insert(kv, ids)                after every commit: makes complete blocks findable
@@ -24,6 +25,8 @@ import numpy as np
 from polarlm.engine.state.blocks import Blocks, add_blocks
 from polarlm.engine.state.layer_state import copies_of_full
 from polarlm.engine.state.store import KVStore, SequenceKV
+
+_MARK = "\0"  # begins a salt with an adapter
 
 
 @dataclass(eq=False)
@@ -80,8 +83,8 @@ class PrefixCache:
         while self._enabled and len(kv.hashes) < kv.length // n:
             number = len(kv.hashes)
             blocks = [table.block(number) if number else table.sink for table in kv.tables]
-            before, own = self._before(root, kv.hashes), ids[number * n : (number + 1) * n]
-            kv.hashes.append(self.add(root, before, own, blocks))
+            before = self._before(root, kv.hashes)
+            kv.hashes.append(self.add(root, before, ids[number * n : (number + 1) * n], blocks))
 
     def add(self, root: bytes, before: bytes, ids: Sequence[int], blocks: Blocks) -> bytes:
         """Make a complete block that the caller holds findable, and return its hash.
@@ -125,7 +128,6 @@ class PrefixCache:
         self._store.release(kv)
 
     def _before(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
-        """Return the hash before the next block."""
         return hashes[-1] if hashes else root or self._root
 
     def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
@@ -184,11 +186,8 @@ class PrefixCache:
     # -- finding -----------------------------------------------------------------------------------------------
 
     def match_prefix(self, ids: Sequence[int], salt: str = "") -> SequenceKV:
-        """Return a sequence of the longest stored prefix of `ids`: complete blocks are shared, part of one is copied.
-
-        salt: only K/V that were stored under the same salt are found. Costs the hashes of `ids`, and at most a copy of
-        one block.
-        """
+        """Return a sequence of the longest prefix of `ids` that is stored under `salt`: complete blocks are shared,
+        part of one is copied. Costs the hashes of `ids`, and at most a copy of one block."""
         n, root = self._store.shape.block_size, self._salted_root(salt)
         hashes, known = self._known(ids, salt)
         runs, reach = self._runs(known), 0
@@ -198,14 +197,14 @@ class PrefixCache:
             partly, common = self._best_match(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
             for rest in dict.fromkeys((common, 0)):
                 if self._is_complete(runs[count], count, count * n + rest):
-                    kv, found = self._share(known[:count], hashes[:count], count * n + rest, root), False
+                    kv, is_whole = self._share(known[:count], hashes[:count], count * n + rest, root), False
                     try:
-                        found = rest == 0 or self._set_current(kv, partly, rest)
-                        if found:
+                        is_whole = rest == 0 or self._set_current(kv, partly, rest)
+                        if is_whole:
                             _remember_branch(kv, reach, n)
                             return kv
                     finally:
-                        if not found:
+                        if not is_whole:
                             self._store.release(kv)
         raise AssertionError("the empty prefix always matches")
 
@@ -223,8 +222,8 @@ class PrefixCache:
 
     def full(self, before: bytes, ids: Sequence[int]) -> Blocks:
         """Return the slots of the full-precision block with exactly `ids` after the hash `before`."""
-        found = (list(entry.slots) for entry in self._full.get(before, ()) if entry.ids == tuple(ids))
-        return next(found, [None] * len(self._store.groups))
+        slots = (list(entry.slots) for entry in self._full.get(before, ()) if entry.ids == tuple(ids))
+        return next(slots, [None] * len(self._store.groups))
 
     def common(self, before: bytes, ids: Sequence[int]) -> int:
         """Return how many of `ids`, which follow the hash `before`, one full-precision block begins with."""
@@ -246,10 +245,8 @@ class PrefixCache:
         return runs
 
     def _is_complete(self, runs: Sequence[int], count: int, length: int, *, sparse: bool = True) -> bool:
-        """Whether every group has all of the `count` blocks that the token after `length` tokens can see.
-
-        sparse: whether sparse groups must have them, too.
-        """
+        """Whether every group, or every group that is not sparse, has all of the `count` blocks that the token after
+        `length` tokens can see."""
         return all(
             run >= count - group.first_visible(length)
             for run, group in zip(runs, self._store.groups, strict=True)
@@ -293,11 +290,24 @@ class PrefixCache:
         return copies is not None
 
 
+def joined_salt(cache_salt: str, adapter: str) -> str:
+    """Return the salt for a request's `cache_salt` and an adapter, which is text without NUL; each may be empty.
+
+    Different pairs have different salts. Without an adapter it is the `cache_salt`, unless that begins with NUL.
+    """
+    if not adapter and not cache_salt.startswith(_MARK):
+        return cache_salt
+    return f"{_MARK}{adapter}{_MARK}{cache_salt}"
+
+
+def adapter_of(salt: str) -> str:
+    """Return the adapter in a salt that `joined_salt` made; empty for none."""
+    return salt[1:].partition(_MARK)[0] if salt.startswith(_MARK) else ""
+
+
 def _remember_branch(kv: SequenceKV, reach: int, block_size: int) -> None:
     """Note where other sequences leave this one, if it has to be computed again up to there for want of a snapshot.
-
-    reach: the number of complete blocks that all other groups have.
-    """
+    reach: the complete blocks that all other groups have."""
     if reach * block_size > kv.length:
         for table in kv.tables:
             table.branch = reach - 1
@@ -313,7 +323,6 @@ def _hash(before: bytes, ids: Sequence[int]) -> bytes:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

@@ -41,8 +41,8 @@ class CacheShape:
         """The shape if all blocks have the most bits that they can have, without a backend's padding of these."""
         if not self.has_two_kinds:
             return self
-        own = (layer.finest if isinstance(layer, LayerShape) else layer for layer in self.layers)
-        return replace(self, layers=tuple(own), stored={})
+        finest = (layer.finest if isinstance(layer, LayerShape) else layer for layer in self.layers)
+        return replace(self, layers=tuple(finest), stored={})
 
     @property
     def widest(self) -> CacheFormat:
@@ -60,7 +60,7 @@ class CacheShape:
         shape = self.layers[layer]
         if not isinstance(shape, SharedShape):
             return layer
-        return max(n for n, own in self.kv_layers.items() if n < layer and own.group == shape.group)
+        return max(n for n, other in self.kv_layers.items() if n < layer and other.group == shape.group)
 
     @cached_property
     def groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
@@ -72,8 +72,8 @@ class CacheShape:
 
     def quantized_bytes(self, layers: Iterable[int]) -> int:
         """Return the bytes of a quantized block, summed over `layers`."""
-        stored, own = self.stored, self._quantized_bytes
-        return sum(stored[layer][0] if layer in stored else own[layer] for layer in layers)
+        stored, plain = self.stored, self._quantized_bytes
+        return sum(stored[layer][0] if layer in stored else plain[layer] for layer in layers)
 
     @cached_property
     def _quantized_bytes(self) -> tuple[int, ...]:
@@ -96,10 +96,8 @@ class CacheShape:
         return self.quantized_bytes(every_token) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Return the bytes of a sequence of `tokens`: of its quantized blocks, its sink and its current block.
-
-        Blocks outside a layer's window are not counted. Bits that depend on the room are the fewest.
-        """
+        """Return the bytes of a sequence of `tokens`: its quantized blocks, with the fewest bits that depend on room,
+        its sink and its current block. Blocks outside a layer's window do not count."""
         total = 0
         for layers, quantized, full in self._blocks(tokens):
             newest = min(quantized, NEWEST * self.is_by_age)
@@ -108,11 +106,8 @@ class CacheShape:
         return total
 
     def f16_bytes(self, tokens: int) -> int:
-        """Return the bytes of the same blocks if all of them were in half precision.
-
-        As in `sequence_bytes`, the block that is being filled counts as a whole, so the difference between the two is
-        what the codecs save.
-        """
+        """Return the bytes of the same blocks in half precision. The block that is being filled counts as a whole in
+        both, so the difference is what the codecs save."""
         return sum((quantized + full) * self.full_bytes(layers) for layers, quantized, full in self._blocks(tokens))
 
     def _blocks(self, tokens: int) -> Iterator[tuple[Sequence[int], int, int]]:
@@ -127,10 +122,8 @@ class CacheShape:
         return 8 * sum(self._quantized_bytes[layer] for layer in self.kv_layers) / max(1, values)
 
     def bits_of_text(self, tokens: int) -> float:
-        """Return `bits_per_value` of a text of `tokens` without its first block, if the current block is coded, too.
-
-        It is then one more of the newest.
-        """
+        """Return `bits_per_value` of a text of `tokens` without its first block, if the current block is coded, too: it
+        is one more of the newest."""
         blocks = max(1, -(-tokens // self.block_size) - 1)
         finer = min(blocks, NEWEST + 1) * self.is_by_age
         return (finer * self.finest.bits_per_value + (blocks - finer) * self.bits_per_value) / blocks
@@ -150,16 +143,14 @@ class CacheShape:
     def bytes(
         self, quantized_blocks: tuple[int, ...], full_slots: int, more: int = 0, of: Container[int] | None = None
     ) -> int:
-        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` and `more` in groups of K/V.
-
-        What is in the computer's memory beside a GPU's is left out. of: the layers to count; None for all.
-        """
+        """Return the bytes of a store with `quantized_blocks` per group, and `full_slots` and `more` in groups of K/V,
+        without what is in the memory of a GPU's host. of: the layers to count; None for all."""
         total = 0
         for (_, layers), count in zip(self.groups, quantized_blocks, strict=True):
-            one, own = self.layers[layers[0]], [layer for layer in layers if of is None or layer in of]
-            total += one.slots(full_slots, more) * self.full_bytes(own)
-            if not (self.has_host and one.is_sparse):
-                total += count * self.quantized_bytes(own)
+            shape, counted = self.layers[layers[0]], [layer for layer in layers if of is None or layer in of]
+            total += shape.slots(full_slots, more) * self.full_bytes(counted)
+            if not (self.has_host and shape.is_sparse):
+                total += count * self.quantized_bytes(counted)
         return total
 
     def snapshot_bytes(self, quantized_blocks: tuple[int, ...]) -> int:

@@ -116,7 +116,6 @@ class KVStore:
         caches: list[Cache] = []
         for (_, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
             self._group_of |= dict.fromkeys(layers, len(self.groups))
-            is_shared = any(self._source[layer] != layer for layer in layers)
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
             shape = plan.shape.layers[layers[0]]
             blocks = quantized, shape.slots(plan.full_slots, plan.more_slots)
@@ -127,9 +126,8 @@ class KVStore:
             for layer in layers:
                 format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
                 caches.append(ops.of_layer(layer).cache(format, *blocks, caches[:]))
-            own = caches[-len(layers) :]
             kind = KVBlocks if shape.finer is None else FinerBlocks
-            self.groups.append(kind(ops, plan.shape, layers, shape.window, own, blocks, is_shared=is_shared))
+            self.groups.append(kind(ops, plan.shape, layers, caches[-len(layers) :], blocks))
         # The group with two kinds of blocks, if there is one.
         self.finer = next((group for group in self.groups if isinstance(group, FinerBlocks)), None)
 
@@ -145,8 +143,8 @@ class KVStore:
                 layers.setdefault(reason, []).append(layer)
         all_layers = len(self.shape.layers)
         return [
-            f"NumPy computes {what} in {in_words(own, all_layers)}, more slowly: {why}"
-            for (what, why), own in layers.items()
+            f"NumPy computes {what} in {in_words(numbers, all_layers)}, more slowly: {why}"
+            for (what, why), numbers in layers.items()
         ]
 
     @property
@@ -161,7 +159,6 @@ class KVStore:
     # -- sequences ---------------------------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceKV:
-        """Return an empty sequence."""
         return SequenceKV(0, self._new_tables())
 
     def release(self, sequence: SequenceKV) -> None:
@@ -257,16 +254,12 @@ class KVStore:
             group.seal(layer, growth, span.start, span.count)
 
     def round_trip(self, layer: int, span: Span) -> None:
-        """Encode and decode, in place, the K/V that a sealed span attends to.
-
-        Raises EngineError as `seal` does.
-        """
+        """Encode and decode, in place, the K/V that a sealed span attends to. Raises EngineError as `seal` does."""
         group, _, growth = self._of(layer, span)
         if self._source[layer] == layer:
             group.round_trip(layer, growth, span.start, span.count)
 
     def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
-        """Return the group of a layer, and the block table and growth of a span there."""
         index = self._group_of[layer]
         return self.groups[index], span.sequence.tables[index], span.growth[index]
 
@@ -310,7 +303,7 @@ class KVStore:
         except EngineError as error:
             if len(steps) == 1:
                 return {steps[0].number: error}
-            return {number: found for step in steps for number, found in self._encode_filled([step]).items()}
+            return {number: cause for step in steps for number, cause in self._encode_filled([step]).items()}
         return {}
 
     def abort(self, span: Span) -> None:

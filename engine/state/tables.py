@@ -2,7 +2,7 @@
 
 Blocks are numbered from the start of a sequence. Block 0 becomes the *sink*, and the block being filled is the *current
 block*; both are in full-precision slots. Complete blocks between them are quantized. To grow a sequence, `grow` (for a
-prompt) or `grow_in_place` (for a step) reserves blocks, and `commit` or `abort` follows.
+prompt) or `open_step` reserves blocks, and `commit` or `abort` follows.
 """
 
 from __future__ import annotations
@@ -65,17 +65,14 @@ class TableGroup:
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def new_table(self) -> BlockTable:
-        """Return the table of an empty sequence."""
         return BlockTable()
 
     def keep_end(self, table: BlockTable, length: int) -> int | None:
-        """Return None: the blocks of a sequence's tokens continue it."""
+        return None  # the blocks of a sequence's tokens continue it
 
     def grow(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve blocks for a prompt's `count` tokens from position `start`. All tokens will be kept.
-
-        If it raises OutOfBlocks, nothing has changed.
-        """
+        """Reserve blocks for a prompt's `count` tokens from position `start`; all are kept. If it raises OutOfBlocks,
+        nothing has changed."""
         n = self.block_size
         end = start + count
         first, complete, rest = start // n, end // n, end % n
@@ -84,34 +81,30 @@ class TableGroup:
         kept += [complete] if rest else []
         # The current block keeps its slot. Tokens that complete the block leave the slot unchanged until commit, so
         # that an abort loses nothing.
-        own = table.current if first in kept else None
-        return self._reserve(range(max(1, first, oldest // n), complete), kept, own)
+        current = table.current if first in kept else None
+        return self._reserve(range(max(1, first, oldest // n), complete), kept, current)
 
-    def grow_in_place(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve blocks for the `count` rows of a step from position `start`. Any number of rows may be kept.
-
-        They are slots for all blocks that the rows touch, and quantized blocks for those that the rows may fill. If it
-        raises OutOfBlocks, nothing has changed.
-        """
+    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+        """As `LayerState.open_step`: slots for all blocks that the rows touch, quantized blocks for those that they may
+        fill."""
         n = self.block_size
         first, complete, last = start // n, (start + count) // n, (start + count - 1) // n
         quantized = [block for block in range(max(1, first), complete) if self.first_visible((block + 1) * n) <= block]
         return self._reserve(quantized, range(first, last + 1), table.current)
 
-    def _reserve(self, quantized: Sequence[int], kept: Sequence[int], own: int | None) -> Growth:
-        """Allocate quantized blocks for the numbers `quantized` and slots for the numbers `kept`, the first of which
-        gets the slot `own` unless that is None."""
+    def _reserve(self, quantized: Sequence[int], kept: Sequence[int], current: int | None) -> Growth:
+        """Allocate quantized blocks for the numbers `quantized` and slots for the numbers `kept`; the first number gets
+        the slot `current` unless that is None."""
         blocks = self.quantized.allocate(len(quantized))
         try:
-            new_slots = self.full.allocate(len(kept) - (own is not None))
+            new_slots = self.full.allocate(len(kept) - (current is not None))
         except OutOfBlocks:
             self._release(blocks, ())
             raise
-        slots = [*([] if own is None else [own]), *new_slots]
+        slots = [*([] if current is None else [current]), *new_slots]
         return Growth(dict(zip(kept, slots, strict=True)), dict(zip(quantized, blocks, strict=True)), new_slots)
 
     def abort(self, growth: Growth) -> None:
-        """Release what `growth` reserved."""
         self._release(growth.quantized.values(), growth.new_slots)
 
     def filled(self, growth: Growth, length: int) -> list[tuple[int, int]]:
@@ -120,7 +113,6 @@ class TableGroup:
         return [(block, growth.slots[number]) for number, block in growth.quantized.items() if number in visible]
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        """Add `growth` to a table whose sequence now has `length` tokens, and release blocks that are not needed."""
         complete, rest = divmod(length, self.block_size)
         if rest and not growth.quantized and not growth.new_slots:  # most steps only append to the current slot
             self.leave_window(table, length)
@@ -149,14 +141,10 @@ class TableGroup:
         table.dropped += gone
 
     def first_visible(self, length: int) -> int:
-        """Return the number of the first block that the token after `length` tokens, or a later one, can see."""
         return self.oldest_visible(length) // self.block_size
 
     def share(self, blocks: Sequence[int | None], length: int) -> BlockTable:
-        """Return a table of `length` tokens with the complete blocks `blocks`, and add a reference to each.
-
-        None stands for a block outside the window of those tokens.
-        """
+        """As `LayerState.share`. None stands for a block outside the window of those tokens."""
         first = self.first_visible(length)
         table = BlockTable(dropped=max(0, min(first, len(blocks)) - 1))
         for number, block in enumerate(blocks):
@@ -171,7 +159,6 @@ class TableGroup:
         return table
 
     def reserve_table(self, length: int, dropped: int, with_sink: bool) -> BlockTable:
-        """Reserve blocks for `length` tokens and return a table of them; see `LayerState`."""
         n, oldest = self.block_size, self.oldest_visible(length)
         complete, rest = divmod(length, n)
         quantized = max(0, complete - 1) - dropped
@@ -191,7 +178,8 @@ class TableGroup:
         return table
 
     def release(self, table: BlockTable) -> None:
-        """Release the table's blocks, last ones first, so that they are reused first: each needs those before it."""
+        """As `LayerState.release`, last blocks first, so that they are reused first: each needs the blocks before
+        it."""
         self._release(table.quantized[::-1], [slot for slot in (table.current, table.sink) if slot is not None])
 
     def _release(self, quantized: Iterable[int], full: Iterable[int]) -> None:

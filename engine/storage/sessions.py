@@ -28,8 +28,7 @@ import numpy as np
 
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.salts import adapter_of, joined
+from polarlm.engine.state.prefix import PrefixCache, adapter_of, joined_salt
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage import files, identity, objects
@@ -55,7 +54,7 @@ class Session:
     token_ids: tuple[int, ...]
     note: Any = None  # any JSON value
     answers: Known = ()  # the known answers of its conversation
-    salt: str = ""  # salt of the K/V of a session that was read; see `engine.state.salts`
+    salt: str = ""  # salt of the K/V of a session that was read; see `engine.state.prefix`
 
 
 def _check_types(shape: CacheShape) -> None:
@@ -74,7 +73,7 @@ def write(
     """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
 
     After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: the ids,
-    note and answers for `saved`. salt: the sequence's salt, see `engine.state.salts`; "" for none.
+    note and answers for `saved`. salt: the sequence's salt, see `engine.state.prefix`; "" for none.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
@@ -145,7 +144,7 @@ def read(
             session = _parsed(path, header, own, vocabulary)
             if (adapter := str(header.get("adapter", ""))) and not knows(adapter):
                 raise _error(f"The session {path} was saved with an adapter that this engine lacks: load it with lora")
-            session = replace(session, salt=joined(cache_salt, adapter))
+            session = replace(session, salt=joined_salt(cache_salt, adapter))
             _check_salt(path, str(header.get("salt", "")), session.salt, session)
             if (length := len(session.token_ids)) > context:
                 raise _error(

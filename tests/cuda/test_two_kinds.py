@@ -146,7 +146,7 @@ def talk(model: Transformer) -> list[np.ndarray]:
     seen: list[tuple[int, int]] = []
 
     def then() -> None:
-        if finer.is_by_age:
+        if finer.blocks.is_by_age:
             finer.code_aged()
         elif len(seen) % 4 == 0:
             finer.code_again()

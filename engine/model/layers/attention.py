@@ -65,7 +65,7 @@ class Attention:
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
 
-        rope: cos and sin (T, D/2). recorded: whether this is a step, which may be recorded and has no taps.
+        rope: cos and sin (T, D/2). recorded: whether this is a step, which may be recorded and has no tap.
         """
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -83,14 +83,11 @@ class Attention:
         if tap is None:
             return ops.place_kv(*rows, self._cache, spans, norms)
         q, k, v = ops.transform_heads(*rows, norms)
-        tap("queries", q)
-        tap("keys", k)
+        tap(q, k)
         ops.append_kv(self._cache, spans, k, v)
         return q
 
-    def mix(
-        self, x: Array, q: Array, spans: Spans, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
-    ) -> None:
+    def mix(self, x: Array, q: Array, spans: Spans, *, adapters: Routing | None, recorded: bool) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
         w, shape = self._weights, self.shape
         mixed = self._ops.attention(
@@ -108,6 +105,4 @@ class Attention:
         if w.output_gate is not None:
             gate = projected(self._ops, x, w.output_gate, adapters, norm=self._norm, recorded=recorded)
             self._ops.gate(mixed, gate)
-        if tap is not None:
-            tap("attention", mixed)
         add_projected(self._ops, x, mixed, w.out, adapters, self._post_norm, recorded=recorded)

@@ -39,12 +39,10 @@ class Mixer(Protocol):
         """Append the state of the rows x (T, E), and return what `mix` needs of them; `mix` may get only its last rows.
 
         rope: cos and sin (T, D/2) for attention, else None. spans: as `LayerState.spans` returns them. adapters: the
-        rows' adapters, if any. recorded: whether this is a step, which may be recorded and has no taps.
+        rows' adapters, if any. recorded: whether this is a step, which may be recorded and has no tap.
         """
 
-    def mix(
-        self, x: Array, projected: Any, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
-    ) -> None:
+    def mix(self, x: Array, projected: Any, spans: Any, *, adapters: Routing | None, recorded: bool) -> None:
         """Add the mixer's result to x (T, E), in place."""
 
 

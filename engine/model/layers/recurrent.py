@@ -33,8 +33,6 @@ class RecurrentMixer:
         inputs = projected(self._ops, x, self._weights.inputs, adapters, norm=self._norm, recorded=recorded)
         return add_rows(self._ops, getattr(self._ops, self.op), inputs, self._of_op, self._slots, spans)
 
-    def mix(
-        self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
-    ) -> None:
+    def mix(self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool) -> None:
         """Add the projection of the results y to x (T, E), in place."""
         add_projected(self._ops, x, y, self._weights.out, adapters, None, recorded=recorded)

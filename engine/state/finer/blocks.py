@@ -3,7 +3,7 @@
 The newest blocks of sequences are the last to be coded again: errors in these cost most. By age, all others are coded
 again before the next step.
 
-A block's id is its name. Its place says where it lies and of which kind it is. Coding a block again, or moving it,
+A block's id is its name. Its place says where it lies, and its kind. Coding a block again, or moving it,
 changes only its place: tables, the prefix cache and reference counts know nothing of it.
 """
 
@@ -47,7 +47,6 @@ class FinerAllocator(BlockAllocator):
 
     @property
     def _room(self) -> int:
-        """The bytes that new blocks can have now."""
         return self.places.free - self._bytes * (self.places.coding is None)
 
     @property
@@ -117,18 +116,18 @@ class FinerAllocator(BlockAllocator):
         self.places.release(block)
 
     def complete(self, block: int) -> None:
-        """Note that a block is complete, one of the newest of a sequence; a finer one can be coded again later."""
+        """Note that a block is complete, one of a sequence's newest; a finer one can be coded again later."""
         if self.places[block].is_finer and block not in self._settled:
             self._newest.setdefault(block)
 
     def settle(self, block: int) -> None:
-        """Let a complete block be coded again if it is finer: it is none of the newest any more."""
+        """Let a complete block be coded again if it is finer: it is no longer one of the newest."""
         if block in self._newest:
             del self._newest[block]
             self._settled[block] = None
 
     def begin_to_code(self) -> int | None:
-        """Begin to code a block again, or go on with the one that has begun, and return it; None if there is none."""
+        """Return the block that is being coded again, or else begin with the next one; None if there is none."""
         if self.places.coding is None and (finer := self._settled or self._newest):
             first = next(iter(finer))
             self.places.begin(next((block for block in self._free if block in finer), first))
@@ -152,15 +151,12 @@ class FinerBlocks(KVBlocks):
         ops: Ops,
         shape: CacheShape,
         layers: tuple[int, ...],
-        window: int | None,
         caches: Sequence[Cache],
         blocks: tuple[int, int],
-        *,
-        is_shared: bool = False,
     ):
-        """As `KVBlocks`, without a window. One of the quantized blocks is for coding again."""
-        assert window is None
-        super().__init__(ops, shape, layers, window, caches, blocks, is_shared=is_shared)
+        """As `KVBlocks`. One of the quantized blocks is for coding again."""
+        super().__init__(ops, shape, layers, caches, blocks)
+        assert self.window is None
         ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
         self.quantized = self.blocks = FinerAllocator(
             Places(blocks[0], (finer, other), self._move),
@@ -186,11 +182,6 @@ class FinerBlocks(KVBlocks):
             self._of_kind(layer, is_finer=source.is_finer).move(target.number, source.number)
 
     @property
-    def is_by_age(self) -> bool:
-        """Whether a block is coded again as soon as it is none of the newest ones."""
-        return self.blocks.is_by_age
-
-    @property
     def changes(self) -> int:
         """Generation counter: how often a block has been moved or coded again. Earlier views of blocks are invalid."""
         return self.blocks.places.changes
@@ -200,23 +191,20 @@ class FinerBlocks(KVBlocks):
         return self.blocks.lacks_room(None if tokens is None else tokens // self.block_size + 1)
 
     def code_again(self) -> bool:
-        """Code one block again with fewer bits, all layers at once; return False if there is none to be coded."""
+        """Code one block again with fewer bits, all layers at once; False if there is none to be coded."""
         return self._code(len(self.layers))
 
     def code_aged(self) -> None:
         """Code all blocks again that have become too old for their bits."""
-        while self.is_by_age and self.lacks_room():
+        while self.blocks.is_by_age and self.lacks_room():
             self.code_again()
 
     def code_layer(self) -> bool:
-        """Code a layer of one block again. With its last layer the block becomes one of fewer bits.
-
-        Returns False if there is no block to be coded.
-        """
+        """Code a layer of one block again; its last layer makes it one of fewer bits. False if there is no block to be
+        coded."""
         return self._code(1)
 
     def _code(self, most: int) -> bool:
-        """Code up to `most` layers of one block again; return False if there is no block to be coded."""
         block, places, ops = self.blocks.begin_to_code(), self.blocks.places, self._ops
         if block is None:
             return False
@@ -231,14 +219,13 @@ class FinerBlocks(KVBlocks):
         return True
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> SpanView:
-        own = super().view(layer, table, growth, start, rows, position)
+        view = super().view(layer, table, growth, start, rows, position)
         at = [self.blocks.places[block] for block in table.quantized]
         finer, others = ([place.number for place in at if place.is_finer is kind] for kind in (True, False))
-        return replace(own, table=others, finer=finer)
+        return replace(view, table=others, finer=finer)
 
-    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
-        """As `KVBlocks.round_trip`, with the bits of new blocks while there is room."""
-        self._round_trip(self._of_kind(layer, is_finer=True), growth, start, count)
+    def _cache_of_newest(self, layer: int) -> Cache:
+        return self._of_kind(layer, is_finer=True)
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
         before = len(table.quantized)
@@ -267,19 +254,19 @@ class FinerBlocks(KVBlocks):
             for layer, cache in caches.items():
                 layer_arrays = {name: array[list(indices)] for name, array in of_layer(arrays, layer).items()}
                 if cache is self._caches[layer]:
-                    self._code_given(layer, numbers, layer_arrays)
+                    self._code_arrays(layer, numbers, layer_arrays)
                 else:
                     self._ops.write_blocks(cache, numbers, layer_arrays)
         for block in blocks:
             self.blocks.complete(block)
-            if not self.is_by_age:
+            if not self.blocks.is_by_age:
                 self.blocks.settle(block)
 
-    def _code_given(self, layer: int, places: Sequence[int], given: Mapping[str, np.ndarray]) -> None:
+    def _code_arrays(self, layer: int, places: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """Code a layer of blocks that are not finer from arrays of finer ones."""
         ops, format = self._ops, self._caches[layer].finer.format
         aside = ops.of_layer(layer).cache(format, len(places), 0, [self._caches[layer].finer])
-        ops.write_blocks(aside, range(len(places)), given)
+        ops.write_blocks(aside, range(len(places)), arrays)
         buffer = ops.decode_blocks(aside, range(len(places)))
         sources = [KVLocation(buffer, number) for number in range(len(places))]
         encode(ops, [FilledBlocks([self._caches[layer]], places, sources)])

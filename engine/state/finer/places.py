@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 class _Kind:
-    """The places of one kind: those below `end` are taken, except holes. They are counted from the kind's own side."""
+    """The places of one kind: those below `end` are taken, except holes. They are counted from the kind's side."""
 
     def __init__(self) -> None:
         self.count = 0  # places that are taken
@@ -77,9 +77,6 @@ class Places:
     def __getitem__(self, block: int) -> Place:
         return self._of[block]
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._of
-
     def counts(self) -> tuple[int, int]:
         """Return how many finer blocks there are, and how many others."""
         return self._kinds[True].count, self._kinds[False].count - (self.coding is not None)
@@ -120,12 +117,12 @@ class Places:
     def _take(self, block: int, *, is_finer: bool) -> Place:
         each = self._each(is_finer)
         assert each <= self.free
-        own, other = self._kinds[is_finer], self._kinds[not is_finer]
-        if own.hole() is None:
-            while each * (own.end + 1) + self._each(not is_finer) * other.end > self._size * self._bytes:
+        kind, other = self._kinds[is_finer], self._kinds[not is_finer]
+        if kind.hole() is None:
+            while each * (kind.end + 1) + self._each(not is_finer) * other.end > self._size * self._bytes:
                 self._lower(not is_finer)
         self.free -= each
-        return self._at(is_finer, own.take(block))
+        return self._at(is_finer, kind.take(block))
 
     def release(self, block: int) -> None:
         """Free a block's places."""

@@ -15,16 +15,14 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
-from polarlm.engine.state.recurrent.slots import F32, PromptRows, RecurrentState, RowsOp
+from polarlm.engine.state.recurrent.slots import F32, RecurrentState, RowsOp
 from polarlm.engine.state.tables import BlockTable, Growth
 
 
 @dataclass(frozen=True)
 class ConvShape(OwnShape):
-    """How one layer stores its inputs, of `channels` float32 numbers a token. width: tokens that a token sees.
-
-    Every complete block is kept, so that any of them can be the end of a stored prefix.
-    """
+    """How one layer stores its inputs, of `channels` float32 numbers a token. width: tokens that a token sees. Every
+    complete block is kept, so that any of them can be the end of a stored prefix."""
 
     channels: int
     width: int
@@ -41,11 +39,9 @@ class ConvShape(OwnShape):
 
 @dataclass
 class _Prompt:
-    """The buffer of a prompt's growth on a card, for the layer that is being computed.
-
-    last: the inputs of the newest tokens that the next one sees (before, channels). targets: number of a block → the
-    arrays that keep inputs which its tokens see, beginning with the inputs of the tokens before the block.
-    """
+    """See `PromptRows`. last: the inputs of the newest tokens that the next one sees (before, channels). targets:
+    number of a block → the arrays that keep inputs which its tokens see, beginning with the inputs of the tokens before
+    the block."""
 
     block_size: int
     last: Array
@@ -84,7 +80,7 @@ class ConvInputs(RecurrentState):
         self._nothing = {card: card.to_device(nothing) for card in dict.fromkeys(map(ops.of_layer, layers))}
 
     def cache(self, layer: int) -> Array:
-        """Return the slots of one layer, float32 (slots, before + block size, channels)."""
+        """The slots of one layer, float32 (slots, before + block size, channels)."""
         return self._slots[layer][0]
 
     # -- growing -----------------------------------------------------------------------------------------------
@@ -97,7 +93,7 @@ class ConvInputs(RecurrentState):
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
         """Reserve slots, and copy to new ones what their first rows see of the block before."""
-        growth, before = self.grow_in_place(table, start, count), None
+        growth, before = super().open_step(table, start, count), None
         for number, slot in growth.slots.items():
             if slot != table.current:
                 for layer in self.layers:
@@ -118,22 +114,14 @@ class ConvInputs(RecurrentState):
         assert block is not None
         return self._ends[layer][block]
 
-    def view(
-        self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int
-    ) -> PromptRows | np.ndarray:
-        if growth.buffer is not None:
-            return PromptRows(growth.buffer, position)
+    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> np.ndarray:
         count, n = rows.stop - rows.start, self.block_size
         places = np.arange(position, position + count)
         slots = np.array([growth.slots.get(number, -1) for number in range(start // n, places[-1] // n + 2)])
         block = places // n - start // n
         index = np.empty((count, 4), np.int32)
-        index[:, 0], index[:, 1], index[:, 2], index[:, 3] = (
-            1 + slots[block],
-            places % n,
-            1 + slots[block + 1],
-            range(count),
-        )
+        index[:, 0], index[:, 1] = 1 + slots[block], places % n
+        index[:, 2], index[:, 3] = 1 + slots[block + 1], range(count)
         return index
 
     def _of_step(self, views: Sequence[np.ndarray]) -> np.ndarray:

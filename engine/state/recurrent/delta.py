@@ -21,7 +21,6 @@ from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.slots import (
     F32,
-    PromptRows,
     RecurrentState,
     RowsOp,
     Slot,
@@ -108,11 +107,8 @@ class DeltaTable(BlockTable):
 
 
 class _Prompt(NamedTuple):
-    """The buffer of a prompt's growth on a card, for the layer that is being computed.
-
-    ends: the states to keep, with the numbers of their blocks in the sequence. kept: the snapshots of the layers before
-    it, of all cards.
-    """
+    """See `PromptRows`. ends: the states to keep, with the numbers of their blocks in the sequence. kept: the snapshots
+    of the layers before it, of all cards."""
 
     block_size: int
     slot: DeltaSlots  # one
@@ -147,7 +143,6 @@ class DeltaState(RecurrentState):
         }
 
     def cache(self, layer: int) -> DeltaSlots:
-        """Return the slots of one layer."""
         return DeltaSlots(*self._slots[layer])
 
     def new_table(self) -> DeltaTable:
@@ -209,11 +204,7 @@ class DeltaState(RecurrentState):
         ops.assign(matrices, ops.restore_states(kept, self._shape.codes))
         ops.assign(inputs, ops.to_device(kept["inputs"]))
 
-    def view(
-        self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int
-    ) -> PromptRows | DeltaSpan:
-        if growth.buffer is not None:
-            return PromptRows(growth.buffer, position)
+    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> DeltaSpan:
         slot = next(iter(growth.slots.values()))
         return DeltaSpan(slot, rows.start, rows.stop - rows.start, position % self.block_size)
 
@@ -305,11 +296,11 @@ class DeltaState(RecurrentState):
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
         ids = list(blocks)
-        return {(layer, name): array[ids] for layer, own in self._snapshots.items() for name, array in own.items()}
+        return {(layer, name): array[ids] for layer, kept in self._snapshots.items() for name, array in kept.items()}
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        for layer, own in self._snapshots.items():
-            for name, array in own.items():
+        for layer, kept in self._snapshots.items():
+            for name, array in kept.items():
                 array[list(blocks)] = arrays[layer, name]
 
     def reserve_table(self, length: int, dropped: int, with_sink: bool) -> DeltaTable:

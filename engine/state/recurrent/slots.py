@@ -7,7 +7,7 @@ sequence can be cut anywhere in its current block, and rows that are not kept le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,17 +21,14 @@ Slot = Sequence[Array]  # the arrays of one slot, as in `OwnShape.full_arrays`
 RowsOp = Callable[..., Array]  # `short_conv`, `gated_delta` or `mamba2` of a layer's ops
 
 
-class Prompt(Protocol):
-    """The buffer of a prompt's growth on a card, for the layer that is being computed."""
-
-    def add(self, ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], position: int) -> Array:
-        """Add rows from `position` on, and return what the layer's op returns for them."""
-
-
 class PromptRows(NamedTuple):
-    """Rows of a prompt from `position` on. prompts: by the ops of the card."""
+    """Rows of a prompt from `position` on.
 
-    prompts: Mapping[Ops, Prompt]
+    prompts: for the ops of each card, the buffer of the prompt's growth, for the layer that is being computed. Its
+    method `add` takes ops, op, inputs, weights and position, and returns what the op returns.
+    """
+
+    prompts: Mapping[Ops, Any]
     position: int
 
 
@@ -51,7 +48,6 @@ def first_tokens(arrays: Slot, slot: int, specs: Sequence[ArraySpec]) -> list[Ar
 
 
 def assign_each(ops: Ops, targets: Slot, sources: Slot) -> None:
-    """Copy arrays to others."""
     for target, source in zip(targets, sources, strict=True):
         ops.assign(target, source)
 
@@ -83,6 +79,14 @@ class RecurrentState(TableGroup):
         """Return what a slot has of the first `tokens` tokens of its block, as views."""
         return first_tokens(self._slots[layer], slot, self._specs(tokens))
 
+    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> Any:
+        if growth.buffer is not None:
+            return PromptRows(growth.buffer, position)
+        return self._view_of_step(growth, start, rows, position)
+
+    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> Any:
+        raise NotImplementedError
+
     def spans(self, views: Sequence[Any]) -> np.ndarray | PromptRows:
         """Return the rows of a prompt, or the rows of a step: int32 (…, 4), as the layers' op takes them."""
         if views and isinstance(views[0], PromptRows):
@@ -91,7 +95,6 @@ class RecurrentState(TableGroup):
         return self._of_step(views)
 
     def _of_step(self, views: Sequence[Any]) -> np.ndarray:
-        """Return the rows of a step, int32 (…, 4), from the views of its spans."""
         raise NotImplementedError
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
@@ -115,8 +118,8 @@ class RecurrentState(TableGroup):
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer in self.layers:
             ops, tokens = self._ops.of_layer(layer), len(arrays[layer, "inputs"]) - self._before
-            given = [ops.to_device(arrays[layer, spec.name]) for spec in self._specs(tokens)]
-            assign_each(ops, self._slot(layer, slot, tokens), given)
+            copied = [ops.to_device(arrays[layer, spec.name]) for spec in self._specs(tokens)]
+            assign_each(ops, self._slot(layer, slot, tokens), copied)
 
     def bytes(self, table: BlockTable) -> int:
         quantized, full = table.held
