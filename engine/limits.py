@@ -68,8 +68,6 @@ def _is_list_of_objects(value: Any) -> bool:
 Valid = tuple[Callable[[Any], bool], str]  # whether a value is valid, and the valid values in words
 Limits = Mapping[str, Valid]  # field → its valid values
 
-CONSTRAINTS = ("schema", "grammar", "regex")  # fields of SamplingParams; at most one of them has a value
-
 OPTIONS: Limits = {
     "parse_special": (is_flag, "True or False"),
     "cache_prompt": (is_flag, "True or False"),
@@ -97,13 +95,6 @@ def check(limits: Limits, values: Mapping[str, Any]) -> None:
     for name in limits:
         if wrong := complaint(limits, name, values[name]):
             raise EngineError(f"{name} {wrong}")
-
-
-def check_one(names: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Raises EngineError if more than one of the fields `names` has a value."""
-    fields = [name for name in names if values[name] is not None]
-    if len(fields) > 1:
-        raise EngineError(f"{fields[0]} and {fields[1]} both constrain the answer; leave one of them out")
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:

@@ -177,21 +177,6 @@ def test_a_session_of_an_adapter_is_found_by_its_requests_alone(
         none.load_session(tmp_path / "one")
 
 
-def test_a_cancelled_request_leaves_the_others_as_they_are(engine: Engine) -> None:
-    wanted = answer(engine, "five").token_ids
-    stream = engine.stream(PROMPT, params(60), PromptOptions(lora="large"))
-    kept = engine.stream(PROMPT, params(), PromptOptions(lora="five"))
-    found = [*next(kept).token_ids]
-    for _ in range(3):
-        next(stream)
-        found += next(kept).token_ids
-    stream.close()
-    for chunk in kept:
-        found += chunk.token_ids
-    assert tuple(found) == tuple(wanted)
-    assert_idle(engine)
-
-
 def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[str, Path]) -> None:
     with pytest.raises(EngineError, match="lora is 'two', but there is no adapter of this name; there are one, five"):
         answer(engine, "two")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,38 +219,3 @@ def test_blocks_come_back_from_a_disk_as_there_is_room(path: Path, tmp_path: Pat
             assert continued(engine, number, answers[number]).usage.cached_from["disk"] >= 7 * N
         assert types(engine)[1] > 0
         assert_idle(engine)
-
-
-@pytest.mark.slow
-def test_many_schedules_leave_nothing(path: Path, tmp_path: Path) -> None:
-    """Conversations that grow, some of them cancelled, a small disk, sessions and restarts: no request fails.
-
-    Slow: only hundreds of requests meet in all these ways."""
-    rng, known_ids = random.Random(0), {}
-    folder: dict[str, Any] = {"cache_disk": "2M", "cache_disk_folder": str(tmp_path / "blocks")}
-    kinds, from_disk = set(), 0
-    for _ in range(4):
-        with load(path, "auto", parallel=4, **folder) as engine:
-            for _ in range(10):
-                asked = []
-                for number in rng.choices(range(10), k=rng.randint(1, 7)):
-                    ids, tray = known_ids.get(number, prompt(number, rng.randint(3, 200))), []
-                    params = replace(GREEDY, max_tokens=rng.randint(1, 40), ignore_eos=True)
-                    asked.append((number, ids, tray, engine.submit(ids, params, into=tray)))
-                while engine.work():
-                    kinds.add(tuple(count > 0 for count in types(engine)))
-                    if rng.random() < 0.01:
-                        rng.choice(asked)[-1].cancel()
-                for number, ids, tray, _ in asked:
-                    assert not [chunk for chunk in tray if isinstance(chunk, Exception)]
-                    if tray and tray[-1].finish_reason == "length":
-                        from_disk += tray[-1].usage.cached_from.get("disk", 0) > 0
-                        longer = [*ids, *(token for chunk in tray for token in chunk.token_ids)]
-                        known_ids[number] = longer if len(longer) < 210 else longer[: rng.randint(20, 200)]
-                if engine.cache_stats().tokens and rng.random() < 0.3:
-                    engine.save_session(tmp_path / "session")
-                    engine.load_session(tmp_path / "session")
-                assert sum(types(engine)) == known(engine)
-            assert_idle(engine)
-    assert {(True, False), (True, True)} <= kinds
-    assert from_disk > 20

@@ -42,12 +42,6 @@ def test_a_vector_is_what_sentence_transformers_computes(engine: Engine, tmp_pat
                 assert np.abs(one.vector - expected).max() <= CLOSE
 
 
-def test_dimensions_cut_what_the_products_give(engine: Engine) -> None:
-    ids, whole = TEXTS[2]
-    found = engine.embed(ids, options=PromptOptions(dimensions=16)).vector
-    assert np.abs(found - whole[:16] / np.linalg.norm(whole[:16])).max() <= 1e-4
-
-
 def test_a_prompt_of_the_files_goes_before_a_text(engine: Engine) -> None:
     text = "the rain falls"
     for name, before in (("query", "the sea: "), ("document", "a ship: ")):

@@ -160,7 +160,7 @@ def test_a_device_without_the_ops_of_encoders_leaves_them_to_the_cpu(tmp_path: P
 
 def test_a_damaged_model_fails_its_texts(tmp_path: Path) -> None:
     with Engine.load(make_gguf(tmp_path / "model.gguf", "bert_f32"), device="cpu") as loaded:
-        loaded._model._encoder_layers[0]._sum_norm[0][:] = np.nan  # type: ignore[attr-defined]
+        loaded._model._encoder_layers[0]._sum_norms[0][0][:] = np.nan  # type: ignore[attr-defined]
         with pytest.raises(EngineError, match="not finite") as caught:
             loaded.embed(TEXT)
         assert caught.value.code == "model_damaged"

@@ -30,13 +30,6 @@ STEPS = 200
 GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, repeat_penalty=1, dry_multiplier=0)
 
 
-def test_rounding_changes_no_answer() -> None:
-    """A logit may go up by the error while another one goes down."""
-    assert set(RUNS) == {path.name for path in FIXTURES.iterdir() if path.name.startswith(MODELS)}
-    assert {name for name, run in RUNS.items() if len(run["answer"]) != STEPS or len(set(run["answer"])) < 4} == set()
-    assert {name for name, run in RUNS.items() if run["margin"] <= 2 * run["error"]} == set()
-
-
 @pytest.mark.parametrize("name", ["gemma4_shared_kv", "gpt_oss_mxfp4"])
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Also with compiled kernels, where there are any."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
-from polarlm.engine.errors import counted
 from tests.tiny import CONTEXT, assert_idle, make_model
 
 
@@ -65,13 +64,6 @@ def test_a_cache_type_that_cannot_serve_the_model_is_named_before_the_weights_ar
     assert all(word in str(error) for word in ("cache_type_v=polarquant", "head dimension", "4"))
 
 
-def test_the_error_for_too_little_memory_has_numbers(tiny_path: Path) -> None:
-    error, _ = refusal(tiny_path, device="cpu", kv_memory="2K")
-    assert error.code == "out_of_memory"
-    assert "2.0 KiB" in str(error)
-    assert str(error).count("KiB") == 2
-
-
 def test_memory_limits_the_context(tiny_path: Path) -> None:
     with Engine.load(tiny_path, device="cpu", block_size=8, kv_memory="12K") as small:
         assert 16 <= small.context < CONTEXT
@@ -103,13 +95,6 @@ def test_a_context_that_does_not_fit_is_reduced_with_a_warning(tiny_path: Path) 
         assert f"of the {CONTEXT} tokens of context that were asked for, {small.context} fit" in warning
 
 
-@pytest.mark.parametrize("ctx_size", [0, CONTEXT, CONTEXT - 8])
-def test_the_models_own_context_gives_no_warning(tiny_path: Path, ctx_size: int) -> None:
-    said: list[str] = []
-    Engine.load(tiny_path, device="cpu", ctx_size=ctx_size, verbose=said.append).close()
-    assert not [line for line in said if "warning" in line]
-
-
 @pytest.mark.parametrize(("ctx_size", "advised"), [(0, False), (CONTEXT - 8, True), (CONTEXT + 8, False)])
 def test_errors_advise_a_larger_context_only_below_the_models_own(
     tiny_path: Path, ctx_size: int, advised: bool
@@ -119,19 +104,6 @@ def test_errors_advise_a_larger_context_only_below_the_models_own(
         engine.generate([7] * 1000)
     assert caught.value.code == "context_length_exceeded"
     assert ("raise ctx_size or kv_memory" in str(caught.value)) == advised
-
-
-def test_errors_count_in_english(tiny_path: Path) -> None:
-    with Engine.load(tiny_path, device="cpu", ctx_size=2) as engine:
-        with pytest.raises(EngineError) as caught:
-            engine.generate([7, 7])
-        assert str(caught.value) == (
-            "The prompt of 2 tokens exceeds the available context size of 2 tokens, of which the answer takes at least "
-            "1: shorten it, or raise ctx_size or kv_memory"
-        )
-        with pytest.raises(EngineError, match="of 3 tokens exceeds the available context size of 2 tokens: shorten"):
-            engine.score([7, 7, 7])
-    assert (counted(1, "token"), counted(0, "token"), counted(2, "token")) == ("1 token", "0 tokens", "2 tokens")
 
 
 @pytest.mark.parametrize("context", [2, 5, 8, 9, 17])

@@ -68,17 +68,6 @@ def test_a_second_turn_prefills_only_new_tokens(engine: Engine, fresh: Engine) -
     assert_as_alone(second, second_prompt, fresh)
 
 
-def test_a_second_turn_of_a_chat_hits_the_first(tiny: Engine) -> None:
-    messages = [{"role": "user", "content": "hello there"}]
-    first = tiny.chat(messages, GREEDY)
-    messages += [
-        {"role": "assistant", "content": first.text, "token_ids": first.token_ids},
-        {"role": "user", "content": "and then"},
-    ]
-    second = tiny.chat(messages, GREEDY)
-    assert second.usage.cached_tokens == first.usage.prompt_tokens + len(first.token_ids) - 1
-
-
 def test_a_second_turn_over_polarquant_reads_the_codes_of_the_first(tiny: Engine) -> None:
     prompt, more = ids(1, 29), ids(2, 15)
     first = tiny.generate(prompt, GREEDY)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -69,14 +68,6 @@ def test_chats_in_threads_share_the_template(tiny: Engine) -> None:
         alone.append(tiny.chat(chat, params))
     answers = in_threads(*[lambda chat=chat: tiny.chat(chat, params) for chat in chats])
     assert [a.usage.prompt_tokens for a in answers] == [a.usage.prompt_tokens for a in alone]
-
-
-def test_streams_read_alternately_in_one_thread(shared_engine: Engine) -> None:
-    alone = answers_alone(shared_engine)
-    streams = [shared_engine.stream(*job(number), progress=True) for number in range(THREADS)]
-    chunks = list(zip_longest(*streams))
-    for expected, own in zip(alone, zip(*chunks, strict=True), strict=True):
-        assert same(fold(chunk for chunk in own if chunk is not None), expected)
 
 
 def test_closed_streams_do_not_change_the_others(shared_engine: Engine) -> None:

@@ -1,10 +1,13 @@
-"""Readers of the hidden states of a whole prompt: for the log-probabilities of its tokens, or for an embedding."""
+"""Readers of the hidden states of a whole prompt: for the log-probabilities of its tokens, or for an embedding.
+
+A reader's `read` gets hidden states (T, E), the rows of the positions from `first` on, in order, and may overwrite
+them. Its `chunk` returns what was read, once all rows have been.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -26,16 +29,6 @@ def sigmoid(x: float) -> float:
     """
     small = math.exp(-abs(x))
     return (1.0 if x >= 0 else small) / (1 + small)
-
-
-class PromptReader(Protocol):
-    """Reads the hidden states of a prompt, some rows at a time, in order."""
-
-    def read(self, model: Transformer, hidden: Array, first: int) -> None:
-        """Read hidden (T, E), the rows of the positions from `first` on. May overwrite them."""
-
-    def chunk(self) -> Chunk:
-        """Return what was read, once all rows have been."""
 
 
 def forward_and_read(
@@ -119,3 +112,6 @@ class Pooling:
     def chunk(self) -> Chunk:
         vector = self._after(self._total / (self._rows if self._kind == "mean" else 1))[: self._dimensions]
         return Chunk("", (), embedding=(vector / (np.linalg.norm(vector) or 1.0)).astype(np.float32))
+
+
+PromptReader = PromptLogprobs | Ranking | Pooling

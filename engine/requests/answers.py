@@ -36,8 +36,8 @@ class Answers:
     """The ids of recent answers, at most `_CAPACITY` tokens. Thread-safe."""
 
     def __init__(self, model: Model, *, enabled: bool, tiers: Tiers | None = None):
-        self._tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
-        self._control = frozenset(model.tokenizer.control_tokens().values())
+        self.tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
+        self.control = frozenset(model.tokenizer.control_tokens().values())
         self._capacity = _CAPACITY if enabled else 0
         self._tiers = tiers
         self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
@@ -80,12 +80,6 @@ class Answers:
                 return {**message, "token_ids": tuple(known), **more}
         return message
 
-    def keep(self, before: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of the answer to the conversation `before`; none with control tokens, which no text becomes."""
-        if self._control.isdisjoint(ids):
-            text = text_of(self._tokenizer, ids)
-            self.put(_key(before, {"role": "assistant", "content": text}), ids)
-
     def put(self, key: bytes, ids: Sequence[int]) -> None:
         """Keep the ids of the answer that ends the conversation with digest `key`."""
         self._put(key, ids)
@@ -104,7 +98,7 @@ class Answers:
 
     def _put_all(self, known: Iterable[tuple[bytes, Sequence[int]]]) -> None:
         for key, ids in known:
-            if all(i in self._vocabulary for i in ids) and self._control.isdisjoint(ids):
+            if all(i in self._vocabulary for i in ids) and self.control.isdisjoint(ids):
                 self._put(key, ids)
 
     def _put(self, key: bytes, ids: Sequence[int]) -> None:
@@ -129,9 +123,10 @@ class Conversation:
     _answers: Answers
 
     def keep(self, ids: Sequence[int]) -> None:
-        """Keep the ids of the answer to it."""
-        if self.keys:
-            self._answers.keep(self.keys[-1], ids)
+        """Keep the ids of the answer to it, unless they have control tokens, which no text becomes."""
+        if self.keys and self._answers.control.isdisjoint(ids):
+            text = text_of(self._answers.tokenizer, ids)
+            self.keep_message({"role": "assistant", "content": text}, ids, reasoned=False)
 
     def keep_message(self, answer: Message, ids: Sequence[int], *, reasoned: bool) -> None:
         """Keep the ids of the answer to it, which clients send back as the message `answer`. reasoned: whether the ids

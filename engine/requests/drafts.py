@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Protocol
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
@@ -32,6 +33,19 @@ _DECAY = 0.8  # factor on the counts of accepted tokens at each verified draft
 _MARGIN = 1.02  # least speed-up for which a draft is made
 NGRAM = 4  # newest tokens that ngram-simple looks for
 _PAUSES = 8, 64  # tokens: the first pause of a drafter that does not pay, and the longest
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of one request. Each call gets all of the request's ids so far."""
+
+    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        """Return up to `most` tokens that may follow `ids`."""
+
+    def is_ready(self, ids: Sequence[int]) -> bool:
+        """Whether a draft may follow the token that follows `ids`. If so, the next step waits for that token."""
+
+    def release(self) -> None:
+        """Free blocks of shared stores: the request ends, or waits."""
 
 
 class PromptLookup:
@@ -52,7 +66,7 @@ class PromptLookup:
         self.read(ids)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Index the new ones of `ids`, all ids of the request so far."""
+        """Index the new ones of `ids`."""
         run, places, earlier = self._run, self._places, self._earlier
         for place in range(self._read, len(ids)):
             run = (run * self._vocabulary + ids[place]) % self._modulus
@@ -62,7 +76,6 @@ class PromptLookup:
         self._read, self._run, self._earlier = len(ids), run, earlier
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Return up to `most` tokens that may follow `ids`."""
         self.read(ids)
         if self._earlier is None:
             return ()
@@ -72,18 +85,12 @@ class PromptLookup:
         return following
 
     def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether a draft may follow the token that follows `ids`: whether the newest n-gram occurred before.
-
-        If so, the next step waits for that token.
-        """
+        """Whether the newest n-gram occurred before. If not, a repetition begins with the next token or later."""
         self.read(ids)
         return self._earlier is not None
 
     def release(self) -> None:
-        """Nothing: no blocks are held."""
-
-
-Drafter = PromptLookup | ModelDrafter
+        """It holds no blocks."""
 
 
 class StepSeconds:

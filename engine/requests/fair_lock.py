@@ -13,7 +13,7 @@ from polarlm.model_loaders.forks import renew_in_children
 
 
 class FairLock:
-    """FIFO lock: threads acquire it in the order in which they asked for it.
+    """Threads acquire it in the order in which they asked for it.
 
     A plain lock is nearly always taken again by the thread that has just released it, so a thread that takes it for
     every token of a long answer would starve the others.
@@ -55,16 +55,13 @@ class FairLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock."""
         with self.hold_unless(()):
             yield
 
     @contextmanager
     def hold_unless(self, ready: Any) -> Iterator[bool]:
         """Hold the lock and yield True; if `ready` becomes true first, or is already, yield False without the lock.
-
-        `ready` is tested whenever the lock changes hands.
-        """
+        `ready` is tested whenever the lock changes hands."""
         place, held = object(), False
         try:
             with self._changed:

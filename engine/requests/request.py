@@ -61,7 +61,6 @@ class Clock:
     generation: float = 0.0
 
     def begin(self, prefilling: bool) -> None:
-        """Start timing a unit of work."""
         self._prefilling, self._since = prefilling, time.perf_counter()
 
     def lap(self) -> None:
@@ -166,8 +165,8 @@ class Request:
     def reproduces(self, length: int) -> bool:
         """Whether a prefill from a prefix hit of `length` tokens computes what the request's first prefill computed.
 
-        A prompt attends to its own tokens in full precision and to a prefix hit as codes, so a preempted request must
-        not reuse more of its prompt than it did at first. Always true before the first token.
+        A prompt attends to its own tokens in full precision and to a hit as codes, so a preempted request must not
+        reuse more of its prompt than at first. Always true before the first token.
         """
         return self.sequence.generated == 0 or not (self.cached or 0) < length < len(self.sequence.prompt)
 
@@ -203,11 +202,6 @@ class Request:
     def begins_ahead(self) -> bool:
         """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
         return self.params.logprobs is None
-
-    @property
-    def draws_ahead(self) -> bool:
-        """Whether the next step's token can be sampled, too, before this token is known."""
-        return self.sampler.reach_ahead and self.begins_ahead
 
     @property
     def may_draft(self) -> bool:

@@ -84,12 +84,12 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """The number of sequences that take part in steps."""
+        """How many sequences take part in steps."""
         return len(self._running)
 
     @property
     def prefilling(self) -> int:
-        """The number of sequences whose prompts are being computed."""
+        """How many prompts are being computed: one or none."""
         return int(self._prefilling is not None)
 
     @property

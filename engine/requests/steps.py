@@ -60,7 +60,7 @@ class Steps:
         return self._begun is not None
 
     def leave(self, request: Request) -> None:
-        """Abort the request's rows in the step that has begun: they come after its final token and are discarded."""
+        """Abort the request's rows in the step that has begun: they come after its final token."""
         if self._begun is not None and request in self._begun.spans:
             self._store.abort(self._begun.spans.pop(request))
             self._begun = self._begun if self._begun.spans else None
@@ -102,7 +102,7 @@ class Steps:
 
     @staticmethod
     def _take_verified(step: _Step, request: Request) -> int | None:
-        """Take a request's verified tokens and return how many of its rows are kept; None for all, without a draft."""
+        """Take a request's verified tokens; return how many of its rows are kept, None for all, without a draft."""
         drafted = step.drafted.get(request)
         if drafted is None:
             return None
@@ -181,7 +181,7 @@ class Steps:
         return self._model.sample_ahead(step.logits, sampler_inputs), known
 
     def _begin_next(self, step: _Step, fetch: Fetch, known: Collection[Request]) -> _Step | None:
-        """Begin the step after `step`, whose tokens are not known yet. Returns None if it has to wait for them."""
+        """Begin the step after `step`, whose tokens are not known yet; None if it has to wait for them."""
         requests = step.requests
         if fetch.ids is None or known or self._scheduler.has_prefill:
             return None
@@ -194,7 +194,7 @@ class Steps:
             for request in requests:
                 assert request.kv is not None
                 spans[request] = self._store.open_step(request.kv)
-            if not all(request.draws_ahead for request in requests):
+            if not all(request.begins_ahead and request.sampler.reach_ahead for request in requests):
                 return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
             sampler_inputs = [request.sampler.next((NEWEST,)) for request in requests]
             return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, sampler_inputs))

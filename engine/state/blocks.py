@@ -71,7 +71,6 @@ class BlockAllocator:
         return taken
 
     def _take(self) -> int:
-        """Remove the free block to allocate next from the free ones, and return it."""
         block = next(iter(self._free), None)
         if block is None or (block in self._kept and 4 * len(self._free_firsts) > 3 * self.size):
             return self._free_firsts.popitem(last=False)[0]
@@ -80,9 +79,7 @@ class BlockAllocator:
 
     def keep(self, block: int, forget: Callable[[], None], *, is_first: bool = False) -> None:
         """Keep the contents of a held block as long as possible. `forget` is called when it is allocated again.
-
-        is_first: whether it is the complete first block of a sequence.
-        """
+        is_first: whether it is the complete first block of a sequence."""
         if self._references[block] == 0:
             raise ValueError(f"block {block} is free and cannot be kept")
         self._kept[block] = forget
@@ -130,10 +127,8 @@ def add_blocks(
     *,
     are_first: bool = False,
 ) -> None:
-    """Put `blocks` into `known` in place of None and of blocks that no sequence holds.
-
-    are_first: as for `BlockAllocator.keep`.
-    """
+    """Put `blocks` into `known` in place of None and of blocks that no sequence holds. are_first: as for
+    `BlockAllocator.keep`."""
     for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
         old = known[index]
         if block is None or (old is not None and allocator.references(old)):

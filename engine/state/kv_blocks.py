@@ -32,12 +32,7 @@ class KVBlocks(TableGroup):
     """A `LayerState`: the block tables of a group, and the caches of its layers."""
 
     def __init__(
-        self,
-        ops: Ops,
-        shape: CacheShape,
-        layers: tuple[int, ...],
-        caches: Sequence[Cache],
-        blocks: tuple[int, int],
+        self, ops: Ops, shape: CacheShape, layers: tuple[int, ...], caches: Sequence[Cache], blocks: tuple[int, int]
     ):
         """layers: a group's layers with K/V. caches: one per layer. blocks: the numbers of quantized blocks and of
         slots."""

@@ -39,10 +39,10 @@ class LayerState(Protocol):
         """Return the table of an empty sequence."""
 
     def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
-        """Reserve blocks for a prompt's `count` tokens from position `start`, and a buffer that its layers write to.
+        """Reserve blocks for a prompt's `count` tokens from position `start`, and a buffer that its layers write to. If
+        it raises OutOfBlocks, nothing has changed.
 
-        If it raises OutOfBlocks, nothing has changed. buffers: the span's buffers so far, to use or to add to.
-        as_steps: see `KVStore.open`.
+        buffers: the span's buffers so far, to use or to add to. as_steps: see `KVStore.open`.
         """
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
@@ -70,10 +70,8 @@ class LayerState(Protocol):
         """Encode and decode, in place, what a sealed layer attends to."""
 
     def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> Sequence[FilledBlocks]:
-        """Return the blocks that steps have filled, to be encoded before these are committed.
-
-        growths: the growths of the steps, each with the length that its sequence will have.
-        """
+        """Return the blocks that steps have filled, to be encoded before these are committed. growths: with the length
+        that each sequence will have."""
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
         """Add `growth` to a table whose sequence now has `length` tokens, and release blocks that are not needed."""

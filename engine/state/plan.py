@@ -31,7 +31,6 @@ class StorePlan:
         return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots)
 
     def bytes_of(self, layers: Container[int]) -> int:
-        """Return the bytes of some layers in the device's memory."""
         return self.shape.bytes(self.quantized_blocks, self.full_slots, self.more_slots, layers)
 
     @property
@@ -57,9 +56,8 @@ class StorePlan:
 
 
 def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:
-    """Return the smallest store that has quantized blocks for a sequence of `tokens`, and full-precision slots for
-    `sequences` sequences that have `step_rows` rows each in a step.
-    """
+    """Return the smallest store with quantized blocks for a sequence of `tokens`, and slots for `sequences` sequences
+    that have `step_rows` rows each in a step."""
     # Blocks that the rows of a step may touch, the current block included.
     touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
     slots = (1 + touched) * sequences + _SPARE_SLOTS
@@ -69,7 +67,8 @@ def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: i
 def _quantized_blocks(
     shape: CacheShape, tokens: int, slots: int, more_slots: int = 0, more_tokens: int = 0
 ) -> tuple[int, ...]:
-    """Return the quantized blocks of a store, per group: of a sequence of `tokens`, and of more that are no longer."""
+    """Return the quantized blocks of a store, per group, for a sequence of `tokens` and for more sequences that are no
+    longer."""
     whole, rest = divmod(more_tokens, max(1, tokens))
     each, last = shape.quantized_blocks(tokens), shape.quantized_blocks(rest)
     beside = shape.more_blocks(slots, more_slots)
@@ -93,9 +92,9 @@ def plan_for_memory(
 ) -> StorePlan:
     """Return the store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
 
-    other_bytes: tokens of a sequence → bytes of `memory` that are needed for other things; must not decrease.
-    sequences: how many get full-precision slots; fewer if these would take more than a quarter of `memory`. Raises
-    EngineError ("out_of_memory") if two blocks do not fit.
+    other_bytes: tokens of a sequence → bytes of `memory` that other things need; must not decrease. sequences: how many
+    get full-precision slots; fewer if these would take more than a quarter of `memory`. Raises EngineError
+    ("out_of_memory") if two blocks do not fit.
     """
 
     def slots(sequences: int) -> int:
@@ -141,9 +140,8 @@ def smallest(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
 def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     """Return `plan` with room for further sequences that are kept, as many as fit into `memory` bytes.
 
-    tokens_each: the tokens for which there are blocks, for each of them; 0 if they share the plan's blocks. What they
-    leave of `memory` becomes blocks, too: of a shorter sequence if at least half of one fits, with its slots; else of
-    more tokens of the others.
+    tokens_each: the tokens of each for which there are blocks; 0 if they share the plan's blocks. What is left becomes
+    blocks, too: a shorter sequence if at least half of one fits, with its slots; else more tokens of the others.
     """
 
     def larger(kept: int, tokens: int) -> StorePlan:

@@ -326,7 +326,7 @@ class KVStore:
     @property
     def changes(self) -> int:
         """Generation counter of block moves: spans and views from an earlier generation are invalid."""
-        return 0 if self.finer is None else self.finer.changes
+        return 0 if self.finer is None else self.finer.blocks.places.changes
 
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Return the bytes of the blocks and slots that a sequence holds, shared ones included."""

@@ -31,7 +31,7 @@ class BlockTable:
 
     @property
     def held(self) -> tuple[int, int]:
-        """The numbers of quantized blocks and of full-precision slots that the table holds."""
+        """The numbers of quantized blocks and of slots."""
         return len(self.quantized), (self.sink is not None) + (self.current is not None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from polarlm.engine.backends.kv import FilledBlocks
 from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.ops import Load
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.model.forward import Transformer
@@ -266,21 +264,6 @@ def test_graphs_are_keyed_by_the_most_rows_of_a_sequence(fixture) -> None:
         model.store.commit_steps(spans, [1, 1])
     assert keys[1] == keys[2]
     assert len({keys[0], keys[1], keys[3]}) == 3
-
-
-def test_a_cpu_counts_the_inputs_of_all_layers_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are there for the whole prompt, and what is added to them for as many rows as are computed at a time."""
-    config, weights = read_model(FIXTURES / "gemma4_shared_kv")
-    monkeypatch.setattr(NumpyOps, "prefill_rows", 64)
-    ops, tokens, made = NumpyOps(1), 300, []
-    linear = ops.linear
-    monkeypatch.setattr(ops, "linear", lambda x, *rest, **more: made.append(len(x)) or linear(x, *rest, **more))
-    ids, x = np.arange(tokens, dtype=np.int32) % config.vocab_size, np.ones((tokens, config.hidden_size), np.float32)
-    inputs = weights.layer_inputs.of(ops, ids, x, 1.0, 1e-6, recorded=False)
-    assert made == [64] * 4 + [44]
-    load = Load(config, bare_model(config, weights).store.plan.shape.widest, tokens, 1)
-    assert ops.work_bytes(load) == inputs.nbytes
-    assert ops.work_bytes(replace(load, model=replace(config, layer_embedding=0))) == 0
 
 
 @pytest.mark.parametrize("beyond", [-1, 96])

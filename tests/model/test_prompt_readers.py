@@ -183,11 +183,6 @@ def test_others_take_their_steps_while_a_prompt_is_read(tiny: Engine, monkeypatc
         pass
 
 
-def test_an_unknown_pooling_is_named(tiny: Engine) -> None:
-    with pytest.raises(EngineError, match="pooling is 'max', but must be None, mean, last or cls"):
-        tiny.embed("the rain", "max")
-
-
 def test_states_that_are_not_finite_are_an_error(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny._model.ops, "to_host", lambda x: np.full(x.shape, np.nan, np.float32))
     with pytest.raises(EngineError) as caught:

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import re
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.cli.flags import describe
-from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.file_matrix import FileMatrix, format_for
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.weights import in_words, kept, left_out, load_weights, weight_bytes
-from polarlm.engine.state.plan import format_bytes
-from polarlm.engine.weight_formats import WeightFormat, find, get, writable
+from polarlm.engine.weight_formats import find, get
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.files.weights import WeightSource
 from tests.compiled import end_of_compilation
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model, read
-from tests.weights import random_blocks
 
 FIXTURE = FIXTURES / "llama_gqa_linear"  # rows of 48 values in most matrices, of 64 in `down`
 DOWN, EMBEDDING, HEAD = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
-
-
-class InPlace(NumpyOps):
-    """A backend that says that it keeps formats; it widens them like NumPy's."""
-
-    def matrix_bytes(self, format: WeightFormat, count: int) -> int:
-        return format.size(count)
-
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
-        return format
 
 
 def converted(source: WeightSource, name: str, to: str) -> np.ndarray:
@@ -148,33 +131,6 @@ def test_messages_say_how_the_matrices_of_a_file_are_kept(tmp_path: Path) -> Non
     source.close()
 
 
-def test_several_ways_are_named_with_their_bytes() -> None:
-    """The one with the most bytes comes first, and so does a type."""
-    types = {"lm_head.weight": "q6_k", "model.embed_tokens.weight": "f32"}
-    config, file, _ = open_weights(FIXTURE)
-    file.close()
-    mixer = replace(config.attention, head_dim=256 // config.attention.heads)
-    layer = replace(config.layers[0], mixer=mixer, ffn=replace(config.ffn, size=256))
-    source = RandomWeights(
-        replace(config, hidden_size=256, layers=(layer,) * len(config.layers), vocab_size=3072),
-        lambda name: types.get(name, "q4_k"),
-    )
-    assert in_words(kept(InPlace(), source)) == "F32, Q6_K, Q4_K weights as stored"
-    f16, packed = kept(CudaOps(open_device(checked=False)), source)
-    assert (f16.stored, f16.how, packed.stored, packed.how) == (("F32",), "kept as f16", ("Q6_K", "Q4_K"), "as stored")
-    sizes = format_bytes(f16.bytes), format_bytes(packed.bytes)
-    words = "weights of F32 kept as f16 ({}), of Q6_K, Q4_K as stored ({})".format(*sizes)
-    assert in_words([f16, packed]) == words
-
-
-def test_the_type_that_the_file_has_changes_no_byte(tmp_path: Path) -> None:
-    raw = random_blocks(np.random.default_rng(0), "q8_0", 5, 96)
-    source = one_gguf_tensor(tmp_path / "x", "Q8_0", raw)
-    ((_, given),) = FileMatrix(source, "x", get("q8_0")).slabs(1 << 20)
-    np.testing.assert_array_equal(given, raw)
-    source.close()
-
-
 def test_conversion_needs_one_slab_beside_the_result(tmp_path: Path) -> None:
     """A slab has the size that is asked for. The whole matrix is never there as float32."""
     name = "q4_0"
@@ -231,9 +187,3 @@ def test_an_engine_with_converted_weights_says_so(tiny_path: Path) -> None:
 def test_a_type_that_cannot_be_made_is_refused(name: str, reason: str) -> None:
     with pytest.raises(EngineError, match=f"weight_type={name}: .*{reason}.*; choose from as-stored, .*q8_0"):
         Engine.load("nowhere", weight_type=name)
-
-
-def test_the_flag_names_every_type() -> None:
-    (meaning,) = (meaning for flag, meaning in describe(EngineConfig) if flag.startswith("--weight-type"))
-    words = set(re.findall(r"[\w-]+", meaning))
-    assert words >= {*writable(), AS_STORED}

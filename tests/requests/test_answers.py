@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
-from polarlm.engine.requests import answers
 from polarlm.engine.requests.answers import _ENTRY, Answers, _keys
 from tests.tiny import EOS, PLAIN, load_tiny
 
@@ -119,17 +118,6 @@ def test_the_least_recently_used_answer_is_dropped_first(tiny: Engine, monkeypat
     ours.conversation([*questions[0], said("a")])  # used again: question 1 is the oldest now
     answer(questions[2])
     assert known() == [True, False, True]
-
-
-def test_each_message_of_a_request_is_hashed_once(
-    tiny: Engine, letters: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And so is its answer."""
-    hashed, key = [], answers._key
-    monkeypatch.setattr(answers, "_key", lambda before, message: hashed.append(message) or key(before, message))
-    messages = [USER, said("one"), AGAIN]
-    answer = tiny.chat(messages, letters)
-    assert hashed == [*messages, said(answer.text)]
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------

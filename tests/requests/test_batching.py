@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,44 +109,6 @@ def test_preemption_does_not_change_answers(tiny_path: Path, monkeypatch, type: 
         assert_idle(engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"dry_multiplier": 3.0, "dry_allowed_length": 1, "dry_penalty_last_n": -2},
-        {"min_tokens": 20, "stop_token_ids": tuple(range(5, 25)), "ignore_eos": False, "frequency_penalty": 0.5},
-    ],
-    ids=["DRY of the answer", "ends and penalties"],
-)
-def test_preemption_does_not_reset_sampling(tiny_path: Path, monkeypatch, more: dict[str, Any]) -> None:
-    """Penalties, DRY and min_tokens count all tokens of the answer, though blocks are computed again.
-
-    Each case computes the requests three times.
-    """
-
-    def asked(number: int) -> tuple[list[int], SamplingParams]:
-        prompt, params = job(number)
-        return prompt, replace(params, **more)
-
-    settings = {"device": "cpu", "block_size": BLOCK, "cache_type": "f16", "parallel": 4, "weight_type": "f32"}
-    with Engine.load(tiny_path, **settings) as engine:
-        alone = [engine.generate(*asked(number)) for number in range(REQUESTS)]
-        assert [answer.token_ids for answer in alone] != [engine.generate(*job(n)).token_ids for n in range(REQUESTS)]
-        by_count(engine, monkeypatch)
-        forget(engine)
-        preempted = preemptions(engine, monkeypatch)
-        trays = [Tray() for _ in alone]
-        with blocks_left(engine, (len(job(REQUESTS - 1)[0]) + 40) // BLOCK):
-            for number, tray in enumerate(trays):
-                engine.submit(*asked(number), into=tray)
-            while engine.work():
-                pass
-        for tray, expected in zip(trays, alone, strict=True):
-            assert (tray.answer.token_ids, tray.answer.finish_reason) == (expected.token_ids, expected.finish_reason)
-        assert any(preempted)
-        assert_idle(engine)
-
-
 def test_a_preempted_request_does_not_report_progress_again(engine: Engine) -> None:
     """A client would draw a progress bar in the middle of the answer."""
     params, anew = SamplingParams(max_tokens=20, ignore_eos=True), PromptOptions(cache_prompt=False)
@@ -244,17 +205,3 @@ class Tray(list):
     @property
     def answer(self) -> Completion:
         return fold(self)
-
-
-def test_a_ticket_cancels_only_its_own_request(engine: Engine) -> None:
-    trays = [Tray(), Tray()]
-    first, _ = [engine.submit(*job(number), into=tray) for number, tray in enumerate(trays)]
-    for _ in range(10):
-        engine.work()
-    first.cancel()
-    first.cancel()
-    while engine.work():
-        pass
-    assert trays[1].answer.finish_reason == "length"
-    assert not engine.work()
-    assert trays[0][-1].finish_reason is None

@@ -56,29 +56,6 @@ def unpaced(engine: Engine) -> list[Unpaced]:
     return made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("type", "itself"), [("f16", True), ("polarquant", False)])
-def test_answers_are_those_of_the_model_alone(tiny_path: Path, other: Path, type: str, itself: bool) -> None:
-    """A model that drafts for itself is right, up to what the codes change. Ten prompts take seconds."""
-    draft = str(tiny_path if itself else other)
-    with load_tiny(tiny_path, model_draft=draft, cache_type=type, **SETTINGS) as engine:
-        drafted = accepted = 0
-        for number, prompt in enumerate(prompts(10)):
-            params = replace(PARAMS, temperature=number % 2, seed=number)
-            wanted = plain(engine, prompt, params)
-            made = unpaced(engine)
-            forget(engine)
-            found = engine.generate(prompt, params, ANEW)
-            place = first_difference(found.token_ids, wanted.token_ids)
-            assert place is None or margin(engine, prompt, params, place) < 0.02
-            drafted += made[0].drafted if params.temperature == 0 else 0
-            accepted += made[0].accepted if params.temperature == 0 else 0
-            assert idle(engine)
-        assert drafted > 50
-        if itself:
-            assert accepted > 0.99 * drafted
-
-
 def test_requests_share_the_draft_model_and_are_preempted(
     tiny_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,26 +207,6 @@ def test_prompt_lookup_finds_what_a_search_finds(size: int) -> None:
                 assert lookup.is_ready(ids[:end]) == bool(wanted)
 
 
-def test_prompt_lookup_reads_each_token_once() -> None:
-    """Work for a new token does not grow with the sequence."""
-
-    class Watched(list[int]):
-        reads = 0
-
-        def __getitem__(self, at: Any) -> Any:
-            Watched.reads += 1 if isinstance(at, int) else 0
-            return super().__getitem__(at)
-
-    ids = Watched(np.random.default_rng(0).integers(0, 50, 3000).tolist())
-    lookup = PromptLookup(3, 50, ids)
-    assert Watched.reads == 3000
-    for token in range(40):
-        ids.append(token)
-        lookup.draft(ids, 8)
-        lookup.is_ready(ids)
-    assert Watched.reads == 3040
-
-
 @pytest.mark.usefixtures("rehearsed_at_once")
 @pytest.mark.parametrize(
     ("more", "wanted"),

@@ -100,12 +100,6 @@ def test_rows_of_a_step_are_limited(tiny_path: Path, monkeypatch: pytest.MonkeyP
         assert_idle(engine)
 
 
-def test_tokens_are_emitted_as_they_are_taken(engine: Engine) -> None:
-    chunks = list(engine.stream(PROMPT, PARAMS, ANEW, constraint=InTurn(SETS, VOCABULARY)))
-    assert [len(chunk.token_ids) for chunk in chunks] == [1] * PARAMS.max_tokens
-    assert chunks[-1].usage.completion_tokens == PARAMS.max_tokens
-
-
 def test_log_probabilities_have_a_step_for_each_token(engine: Engine, rows: list[list[int]], in_steps: Any) -> None:
     params = replace(PARAMS, temperature=0, logprobs=2)
     found = answer(engine, params=params)

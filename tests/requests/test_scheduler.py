@@ -26,10 +26,6 @@ def running(scheduler: Scheduler, count: int) -> list[TokenSequence]:
     return new
 
 
-def test_an_empty_queue_has_no_unit() -> None:
-    assert Scheduler(1).schedule() is None
-
-
 def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, float], units: int) -> list[bool]:
     """Whether each of the next `count` units is prefill; seconds: of a unit of prefill (True) and of a step (False)."""
     kinds = []
@@ -90,13 +86,6 @@ def test_prefill_earns_no_credit_while_there_is_no_prompt() -> None:
     scheduler.submit(new)
     # A late prompt gets as much time as one step has taken, not as much as all of them.
     assert shared(scheduler, new, {True: 0.5, False: 1}, 6) == [True, True, True, False, True, True]
-
-
-def test_no_more_than_parallel_sequences_run() -> None:
-    scheduler = Scheduler(2)
-    running(scheduler, 2)
-    scheduler.submit(TokenSequence((1,), -1))
-    assert not any(unit.is_prefill for unit in [scheduler.schedule() for _ in range(4)] if unit)
 
 
 def test_the_youngest_is_preempted_and_keeps_its_place_in_the_queue() -> None:

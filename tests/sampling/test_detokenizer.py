@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,13 +55,6 @@ def test_invalid_bytes_give_the_same_text_however_they_are_cut(pieces) -> None:
     assert "".join(chunks) + rest == b"".join(pieces).decode(errors="replace")
 
 
-@pytest.mark.parametrize("character", "é€😀")
-def test_an_incomplete_character_is_shown_at_the_end(character: str) -> None:
-    for missing in range(1, len(character.encode())):
-        chunks, rest = pushed([b"ok", character.encode()[:-missing]])
-        assert ("".join(chunks), rest) == ("ok", "\ufffd")
-
-
 def test_the_space_that_sentencepiece_adds_is_stripped() -> None:
     tokenizer = load_for_gguf(tiny_spm(("▁he", 1), ("<|x|>", CONTROL)))
     ids = tokenizer.tokenize("he he")
@@ -104,15 +96,3 @@ def test_text_ends_where_the_first_stop_begins_however_it_is_cut(pieces, stops) 
             break
     assert stop.stopped == stopped
     assert out + stop.finish() == expected
-
-
-@pytest.mark.parametrize("pieces", [["xabcd"], ["xab", "cd"], [*"xabcd"]])
-def test_the_stop_string_that_is_complete_first_counts(pieces: list[str]) -> None:
-    stop = StopFilter(["abcd", "bc"])
-    assert "".join(stop.push(piece) for piece in pieces[:4]) == "xa"
-    assert stop.stopped
-
-
-def test_without_stops_nothing_is_held_back() -> None:
-    stop = StopFilter(())
-    assert [stop.push("a"), stop.push(""), stop.finish()] == ["a", "", ""]

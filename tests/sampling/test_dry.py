@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,13 +96,6 @@ def test_penalties_match_the_definition(ids: list[int], prompt: int, values: dic
             assert penalties.amounts.tolist() == pytest.approx([expected[i] for i in sorted(expected)], rel=1e-12)
 
 
-def test_the_example_of_a_phrase() -> None:
-    """After "a b c" came "d"; three tokens are repeated, one more than allowed."""
-    chain = sampling(dry_multiplier=0.8, dry_sequence_breakers=())
-    penalties = Dry(chain, WORDS.__getitem__).penalties([0, 1, 2, 3, 9, 0, 1, 2])
-    assert dict(zip(penalties.ids.tolist(), penalties.amounts.tolist(), strict=True)) == {3: 0.8 * 1.75}
-
-
 def test_a_penalty_lowers_a_logit_and_does_not_modify_the_row() -> None:
     logits = np.array([3.0, 2.9, 1.0], np.float32)
     sampler_input = SamplerInput(sampling(temperature=0), [], 0.5, 3, dry=Penalties(np.array([0]), np.array([0.2])))
@@ -151,19 +143,3 @@ def test_the_answer_alone() -> None:
 def test_off_computes_nothing(tiny: Engine, off: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polarlm.engine.requests.sampler.Dry", None)
     tiny.generate("the rain", SamplingParams(max_tokens=3, **off))
-
-
-def test_the_cost_of_a_step_is_linear_in_the_context() -> None:
-    """Even for a sequence of equal tokens, where comparing each place anew would be quadratic."""
-
-    def seconds(count: int) -> float:
-        dry, ids, best = Dry(sampling(dry_multiplier=1.0), lambda token: b"a"), [1, 2] * (count // 2), 1e9
-        dry.penalties(ids)
-        for _ in range(30):
-            ids.append(ids[-2])
-            started = time.perf_counter()
-            dry.penalties(ids)
-            best = min(best, time.perf_counter() - started)
-        return best
-
-    assert seconds(65_536) < 40 * seconds(8_192)

@@ -87,7 +87,3 @@ def test_similar_pieces_are_not_a_circle(ids: list[int], found: bool) -> None:
     for token in ids:
         repeats.extend([token])
     assert repeats.circle(300, 3) == found
-
-
-def test_an_empty_sequence_is_not_a_circle() -> None:
-    assert not Repeats().circle(1, 1)

@@ -105,48 +105,10 @@ def test_top_k_keeps_the_first_of_equal_tokens() -> None:
     assert {drawn_with(np.zeros(400, np.float32), chain, [], i / 50) for i in range(50)} == {0, 1}
 
 
-def test_top_p_is_applied_after_top_k() -> None:
-    even = [1.0] * 4 + [0.0] * 4  # the best two have 0.365 of all tokens' probability, and half of the best four's
-    assert support(even, {"top_k": 4, "top_p": 0.5}) == {0, 1}
-    assert support(even, {"top_k": 0, "top_p": 0.5}) == {0, 1, 2}
-
-
-def test_temperature_comes_last_and_changes_no_cut() -> None:
-    logits = [2.0, 1.0, 0.0, -1.0]
-    for temperature in (0.5, 1.0, 5.0):
-        assert support(logits, {"top_p": 0.8, "temperature": temperature}) == {0, 1}
-        assert support(logits, {"min_p": 0.1, "temperature": temperature}) == {0, 1, 2}
-
-
-def test_bias_comes_before_the_penalties() -> None:
-    # 1 + 3 is positive and is divided: 2. Penalty first would leave 0.5 + 3.
-    logits = [2.5, 1.0]
-    values = {"temperature": 0, "logit_bias": {1: 3.0}, "repeat_penalty": 2.0}
-    assert support(logits, values, recent=[1]) == {0}
-
-
-def test_penalties_ignore_tokens_before_their_window() -> None:
-    logits, values = [1.0, 0.5, 0.0], {"temperature": 0, "presence_penalty": 1.0}
-    assert support(logits, values, [0, *[2] * (PENALTY_WINDOW - 1)]) == {1}
-    assert support(logits, values, [0, *[2] * PENALTY_WINDOW]) == {0}
-
-
-def test_greedy_takes_the_first_of_the_best() -> None:
-    assert support([0.0, 3.0, 3.0, 1.0], {"temperature": 0}) == {1}
-    assert support([0.0, 3.0, 3.0, 1.0], {"top_k": 1}) == {1}
-
-
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e4])
 def test_extreme_temperatures(temperature: float) -> None:
     expected = {1} if temperature < 1 else {0, 1, 2}
     assert support([0.0, 3.0, -80.0], {"temperature": temperature}) == expected
-
-
-def test_a_token_with_a_bias_of_minus_infinity_is_never_drawn() -> None:
-    logits = np.zeros(4, np.float32)
-    chain = sampling(logit_bias={0: -math.inf, 3: -math.inf})
-    sampler_inputs = [0.0, 0.5, 1 - 2**-53]
-    assert [drawn_with(logits, chain, [], drawn) for drawn in sampler_inputs] == [1, 2, 2]
 
 
 def test_tokens_with_logits_of_minus_infinity_are_never_drawn() -> None:
@@ -187,6 +149,8 @@ WRONG = [
     ("logit_bias", [{1: math.nan}, {1: math.inf}, {1: "2"}, {1: None}, {1: True}, {"1": 2.0}, {1.0: 2.0}, {True: 1.0},
                     {-1: 1.0}, {1: 1e39}, None, [1]]),
     ("ignore_eos", ["no", None, 1]),
+    ("stop_token_ids", [5, (-1,), ("5",)]),
+    ("min_tokens", [-1, 1.0, None]),
     ("logprobs", [-1, 21, 1.0, "2", True, math.nan]),
 ]  # fmt: skip
 

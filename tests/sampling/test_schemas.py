@@ -13,7 +13,6 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.sampler import Sampler
 
 
 def exact(text: str) -> Any:
@@ -44,35 +43,3 @@ def test_answers_are_of_their_schema(case: dict[str, Any], demo: Engine) -> None
     assert len(complete) >= SEEDS - 1  # names and nesting may have no end, and a model may find none
     for text in complete:
         jsonschema.validate(exact(text), case["schema"], format_checker=FORMATS)
-
-
-FORCED = {
-    "type": "object",
-    "properties": {
-        "temperature": {"type": "integer", "minimum": 0, "maximum": 99},
-        "description": {"enum": ["somewhat cloudy with sunshine", "raining heavily all day"]},
-    },
-    "required": ["temperature", "description"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_tokens_that_a_schema_leaves_no_choice_of_take_no_step(
-    demo: Engine, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the answer is the one that has a step for each token."""
-    rows: list[int] = []
-    step = demo._model.step
-    monkeypatch.setattr(demo._model, "step", lambda *given: rows.append(len(given[1])) or step(*given))
-    params = SamplingParams(schema=FORCED, temperature=temperature, seed=5, max_tokens=60)
-    answer, steps = demo.chat(QUESTION, params), len(rows)
-    jsonschema.validate(json.loads(answer.text), FORCED)
-    assert max(rows) > 1
-    with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "only_token", lambda sampler_inputs: None)
-        rows.clear()
-        each = demo.chat(QUESTION, params)
-    assert set(rows) == {1}
-    assert steps < len(rows)
-    assert (each.text, each.token_ids) == (answer.text, answer.token_ids)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from polarlm.engine import Engine, EngineError, codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.loading.assembly import fit_line
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -113,20 +112,6 @@ def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
         arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values(), cache.full_k, cache.full_v]
         allocated += sum(array.nbytes for array in arrays)
     assert plan.bytes == allocated
-
-
-@given(shapes(), st.integers(2, 4), st.integers(1, STEP_ROWS))
-def test_a_plan_holds_steps_of_all_its_sequences(shape, count, step_rows) -> None:
-    """Each step crosses as many ends of blocks as its rows can."""
-    few_heads = with_few_heads(shape)
-    length = 2 * shape.block_size - 1
-    plan = plan_for_tokens(few_heads, 2 * count * (length + step_rows), count, step_rows)
-    store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
-    sequences = [store.new_sequence() for _ in range(count)]
-    for sequence in sequences:
-        store.commit(store.open(sequence, length))
-    spans = [store.open_step(sequence, step_rows) for sequence in sequences]
-    store.commit_steps(spans, [step_rows // 2] * len(spans))
 
 
 @given(shapes(), st.integers(1, 400), st.integers(1, 4))

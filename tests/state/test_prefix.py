@@ -258,9 +258,3 @@ class Schedules(RuleBasedStateMachine):
 
 def test_schedules() -> None:
     run_state_machine_as_test(Schedules, settings=settings(max_examples=15))
-
-
-@pytest.mark.slow
-def test_many_schedules() -> None:
-    """Takes half a minute."""
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=100))

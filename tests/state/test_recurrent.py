@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -255,29 +254,8 @@ def test_schedules() -> None:
     run(settings=settings(max_examples=15))
 
 
-@pytest.mark.slow
-def test_many_schedules() -> None:
-    """Takes half a minute."""
-    run(settings=settings(max_examples=200))
-
-
 def test_a_prompt_keeps_its_end_and_ever_fewer_places_before_it() -> None:
     assert ends_to_keep(0, 2, None) == [1]
     assert ends_to_keep(0, 1, None) == []  # the first block is computed again
     assert ends_to_keep(20, 300, 24) == [24, 43, 235, 283, 295, 299]
     assert ends_to_keep(20, 300, 7) == [43, 235, 283, 295, 299]  # another span has computed that block
-
-
-def test_sizes_are_those_of_the_arrays_and_others_are_refused() -> None:
-    shape = ConvShape(2, 3)
-    state = shape.state(NumpyOps(1), N, (0,), (2, 3))
-    assert state.read_blocks([0, 1])[0, "inputs"].nbytes == 2 * shape.quantized_bytes(N)
-    assert state.cache(0).nbytes == 3 * shape.full_bytes(N)
-    for arrays, (spec,) in (
-        (state.read_blocks([0]), shape.block_arrays(N, "fields")),
-        (state.read_full(0, 3), shape.full_arrays(3)),
-    ):
-        ((_, name), array) = next(iter(arrays.items()))
-        assert (name, array.dtype, array.reshape(spec.shape).shape) == (spec.name, spec.dtype, spec.shape)
-    with pytest.raises(ValueError, match="broadcast"):
-        state.write_blocks([0], {(0, "inputs"): np.zeros((1, 9, 9), np.float32)})

@@ -66,19 +66,6 @@ def test_kept_rows_are_stored_as_in_steps_of_one_row(steps: list[tuple[int, int]
     assert_same(*(stored(fed.store, fed.kv) for fed in (alone, together)))
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 9))
-@settings(max_examples=25)
-def test_chunk_size_never_changes_what_is_stored(counts: list[int], chunk: int) -> None:
-    whole, cut = Fed(make_store("polarquant", "polarquant")), Fed(make_store("polarquant", "polarquant"))
-    for count in counts:
-        whole.feed(count)
-        cut.feed(count, chunk)
-    a, b = whole.store.cache(0), cut.store.cache(0)
-    for fields_a, fields_b in ((a.k, b.k), (a.v, b.v), (a.mean, b.mean)):
-        assert all(np.array_equal(fields_a[name], fields_b[name]) for name in fields_a)
-    assert whole.kv == cut.kv
-
-
 @pytest.mark.parametrize(
     ("first", "count", "step"), [(0, 3 * N + 1, False), (3, 2, False), (N, N, False), (20, 1, True), (3, N, True)]
 )

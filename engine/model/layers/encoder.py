@@ -6,7 +6,7 @@ In BERT's layers a norm of the sum follows; EmbeddingGemma's have the norms of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.encoder_ops import EncoderOps
 from polarlm.engine.backends.kv import PreparedTransform
@@ -47,13 +47,11 @@ class EncoderLayer:
         self._attention = w = weights.mixer
         self._norm, self._post_norm = norm_of(w.norm, eps.before), norm_of(w.post_norm, eps.after)
         self._qk_norms = None if w.q_norm is None else (w.q_norm, w.k_norm, eps.before)
-        self._network: _SummedNetwork | GatedMLP
-        self._sum_norm = None
+        self._sum_norms, network = None, weights.ffn
         if layer.norms == "sums":
-            self._sum_norm, self._post_norm = (w.post_norm, w.post_norm_bias, eps.after), None
-            self._network = _SummedNetwork(ops, of_encoders, layer.ffn.activation, eps, weights.ffn)
-        else:
-            self._network = GatedMLP(ops, layer.ffn, eps, weights.ffn)
+            self._sum_norms = [(part.post_norm, part.post_norm_bias, eps.after) for part in (w, network)]
+            self._post_norm, network = None, replace(network, post_norm=None)
+        self._network = GatedMLP(ops, layer.ffn, eps, network)
 
     def compute(self, x: Array, rope: tuple[Array, Array], lengths: Sequence[int]) -> None:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
@@ -66,21 +64,8 @@ class EncoderLayer:
         )
         mixed = mixed.reshape(len(x), shape.heads * dim)
         add_projected(ops, x, mixed, self._attention.out, None, self._post_norm, recorded=False)
-        if self._sum_norm is not None:
-            of_encoders.layer_norm(x, self._sum_norm)
+        if self._sum_norms is not None:
+            of_encoders.layer_norm(x, self._sum_norms[0])
         self._network.add(x, adapters=None, recorded=False)
-
-
-class _SummedNetwork:
-    """A network, and the norm of the sum of its input and its result."""
-
-    def __init__(self, ops: Ops, of_encoders: EncoderOps, activation: str, eps: Eps, weights: GatedMLPWeights) -> None:
-        self._ops, self._of_encoders, self._activation, self._weights = ops, of_encoders, activation, weights
-        self._norm = weights.post_norm, weights.post_norm_bias, eps.after
-
-    def add(self, x: Array, *, adapters: None, recorded: bool) -> None:
-        """As `GatedMLP.add`; then norm x."""
-        ops, w = self._ops, self._weights
-        y = ops.linear(x, w.gate_up, activation=self._activation, then=w.down, recorded=recorded)
-        ops.linear(y, w.down, residual=x, recorded=recorded)
-        self._of_encoders.layer_norm(x, self._norm)
+        if self._sum_norms is not None:
+            of_encoders.layer_norm(x, self._sum_norms[1])

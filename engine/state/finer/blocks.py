@@ -49,11 +49,6 @@ class FinerAllocator(BlockAllocator):
     def _room(self) -> int:
         return self.places.free - self._bytes * (self.places.coding is None)
 
-    @property
-    def settled(self) -> int:
-        """The finer blocks that are complete, without the newest of sequences."""
-        return len(self._settled)
-
     def lacks_room(self, more: int | None = None) -> bool:
         """Whether blocks should be coded again before `more` are allocated; None: before anything is."""
         if more is None and self.is_by_age:
@@ -147,22 +142,14 @@ class FinerBlocks(KVBlocks):
     blocks: FinerAllocator
 
     def __init__(
-        self,
-        ops: Ops,
-        shape: CacheShape,
-        layers: tuple[int, ...],
-        caches: Sequence[Cache],
-        blocks: tuple[int, int],
+        self, ops: Ops, shape: CacheShape, layers: tuple[int, ...], caches: Sequence[Cache], blocks: tuple[int, int]
     ):
         """As `KVBlocks`. One of the quantized blocks is for coding again."""
         super().__init__(ops, shape, layers, caches, blocks)
         assert self.window is None
         ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
         self.quantized = self.blocks = FinerAllocator(
-            Places(blocks[0], (finer, other), self._move),
-            blocks[0] - 1,
-            (finer, other),
-            is_by_age=shape.is_by_age,
+            Places(blocks[0], (finer, other), self._move), blocks[0] - 1, (finer, other), is_by_age=shape.is_by_age
         )
         heads = sum(shape.kv_layers[layer].kv_heads for layer in layers)
         self._more_bytes = heads * (finer - other)  # additional bytes of a finer block, in all layers
@@ -180,11 +167,6 @@ class FinerBlocks(KVBlocks):
     def _move(self, target: Place, source: Place) -> None:
         for layer in self.layers:
             self._of_kind(layer, is_finer=source.is_finer).move(target.number, source.number)
-
-    @property
-    def changes(self) -> int:
-        """Generation counter: how often a block has been moved or coded again. Earlier views of blocks are invalid."""
-        return self.blocks.places.changes
 
     def lacks_room(self, tokens: int | None = None) -> bool:
         """Whether blocks should be coded again before a span of a prompt's `tokens`; None: before anything."""

@@ -22,7 +22,6 @@ class _Kind:
     """The places of one kind: those below `end` are taken, except holes. They are counted from the kind's side."""
 
     def __init__(self) -> None:
-        self.count = 0  # places that are taken
         self.owners: list[int | None] = []
         self.holes: list[int] = []  # a heap, some of whose entries may be at or above the end
 
@@ -39,7 +38,6 @@ class _Kind:
     def take(self, owner: int) -> int:
         """Give the lowest hole, or else the place at the end, to `owner`, and return it."""
         at = self.hole()
-        self.count += 1
         if at is None:
             self.owners.append(owner)
             return self.end - 1
@@ -47,7 +45,6 @@ class _Kind:
         return at
 
     def free(self, at: int) -> None:
-        self.count -= 1
         self.owners[at] = None
         heapq.heappush(self.holes, at)
         while self.owners and self.owners[-1] is None:
@@ -79,7 +76,8 @@ class Places:
 
     def counts(self) -> tuple[int, int]:
         """Return how many finer blocks there are, and how many others."""
-        return self._kinds[True].count, self._kinds[False].count - (self.coding is not None)
+        finer, others = (sum(owner is not None for owner in self._kinds[kind].owners) for kind in (True, False))
+        return finer, others - (self.coding is not None)
 
     def place(self, block: int, *, is_finer: bool) -> None:
         """Give a block without a place one of this kind, for which others may be moved. There must be enough bytes."""

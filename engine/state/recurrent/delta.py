@@ -19,14 +19,7 @@ from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
-from polarlm.engine.state.recurrent.slots import (
-    F32,
-    RecurrentState,
-    RowsOp,
-    Slot,
-    assign_each,
-    first_tokens,
-)
+from polarlm.engine.state.recurrent.slots import F32, RecurrentState, RowsOp, Slot, assign_each, first_tokens
 from polarlm.engine.state.tables import BlockTable, Growth
 from polarlm.model_loaders.config import Recurrent
 
