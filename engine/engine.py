@@ -132,7 +132,7 @@ class Engine(Vectors):
         while True:
             with self._exclusive():
                 if before.isdisjoint(self._runner.requests):
-                    return score.score_alone(self._model, ids, every_token_coded=every_token_coded, logits=logits)
+                    return score.score(self._model, ids, every_token_coded=every_token_coded, logits=logits)
                 self._runner.run_unit()
 
     def tokenize(self, text: str, *, control: bool = False) -> list[int]:
@@ -223,7 +223,8 @@ class Engine(Vectors):
         new = self._request(prompt, params, options, gone, outbox=into, wants_progress=progress, constraint=constraint)
         with self._exclusive():
             self._runner.submit(new)
-        return new.ticket(lambda: self._cancel(new.sequence))
+        cancel, cached = lambda: self._cancel(new.sequence), lambda: new.cached or 0
+        return Ticket(len(new.sequence.prompt), cancel, cached, new.conversation, new.warnings)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
@@ -275,11 +276,8 @@ class Engine(Vectors):
             self._cancel(request.sequence)
 
     def _cancel(self, sequence: TokenSequence) -> None:
-        """Mark a request as cancelled unless it has finished, and remove it now if the lock is free.
-
-        Never waits for the lock: a generator in a reference cycle is closed by the thread that collects garbage, which
-        may be the one that holds the lock. In that case the next holder removes the request.
-        """
+        """Mark a request as cancelled unless it has finished. The next holder of the lock removes it, this thread if
+        the lock is free: a generator in a reference cycle may be closed in the thread that holds the lock."""
         sequence.finish_reason = sequence.finish_reason or "cancelled"
         self._lock.if_free(self._sweep)
 

@@ -99,9 +99,7 @@ def check(limits: Limits, values: Mapping[str, Any]) -> None:
 
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:
     """Raises EngineError for a role that templates do not know: some render it, others silently drop the message.
-
-    Messages that are not mappings, or have no role, are refused by `chat_ids`.
-    """
+    `chat_ids` refuses malformed messages."""
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
         if isinstance(role, str) and role not in _ROLES:

@@ -260,13 +260,10 @@ class SamplingParams:
         return any(getattr(self, name) is not None for name in _CONSTRAINTS)
 
 
-OPTIONS = {option.name: option.metadata for option in fields(SamplingParams)}
-"""Field of SamplingParams → what `option` says of it."""
-
+OPTIONS = {option.name: option.metadata for option in fields(SamplingParams)}  # field → what `option` says of it
 SAMPLING: limits.Limits = {name: option["valid"] for name, option in OPTIONS.items()}
-
+# Field that may be None → its value where neither the request nor the model's files name one.
 FALLBACKS = {name: option["fallback"] for name, option in OPTIONS.items() if option["fallback"] is not None}
-"""Field of SamplingParams that may be None → its value where neither the request nor the model's files name one."""
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,8 @@ def embedding_in(chunks: Iterable[Chunk]) -> Embedding:
 
 
 def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
-    """The embedding of each request. All requests wait together, and this thread runs units of work meanwhile.
-
-    An error in one request ends the others. Raises EngineError.
-    """
+    """The embedding of each request. All wait together, and this thread runs units of work meanwhile. An error in one
+    ends the others. Raises EngineError."""
     outboxes: list[deque[Chunk | Exception]] = [deque() for _ in jobs]
     tickets: list[Ticket] = []
     try:

@@ -14,9 +14,8 @@ import pytest
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Completion
-from polarlm.engine.state.finer import coding_again
-from polarlm.engine.state.finer.blocks import FinerBlocks
-from polarlm.engine.state.finer.coding_again import CodingAgain
+from polarlm.engine.state.finer import blocks as finer_blocks
+from polarlm.engine.state.finer.blocks import CodingAgain, FinerBlocks
 from tests.patience import SECONDS
 from tests.state.test_finer_blocks import BY_ROOM, COMPACT, Unchecked, make_store
 from tests.tiny import assert_idle, by_count, make_model
@@ -75,7 +74,7 @@ def test_as_the_store_fills_blocks_are_coded_again(path: Path, monkeypatch: pyte
     in_units: list[FinerBlocks] = []
     monkeypatch.setattr(FinerBlocks, "code_again", in_units.append)
     ticks = itertools.count()  # a unit takes a second, and a layer a quarter of it
-    monkeypatch.setattr(coding_again, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 4))
+    monkeypatch.setattr(finer_blocks, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 4))
     with load(path, "auto", parallel=3) as by_room:
         by_count(by_room, monkeypatch)
         seen, trays = set(), [[] for _ in range(12)]
@@ -127,7 +126,7 @@ def test_a_prompt_goes_on_where_its_blocks_have_moved(tiny_path: Path) -> None:
 
 def test_blocks_are_coded_for_no_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(coding_again.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(finer_blocks.time, "perf_counter", lambda: clock[0])
     fed = Unchecked(make_store(NumpyOps(1), 1600, COMPACT, BY_ROOM))
     while not fed.store.finer.lacks_room():
         fed.feed(N)

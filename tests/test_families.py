@@ -66,15 +66,3 @@ def test_models_with_other_layers_find_prefixes_and_sessions_and_drafts(name: st
     assert drafts.drafted > drafts.accepted > 8
     assert len(set(plain.token_ids)) > 4, "the answer repeats itself"
     assert plain.token_ids == drafted.token_ids
-
-
-def test_embeddings_of_layers_stay_as_the_file_has_them(tmp_path: Path) -> None:
-    """They are most of a small Gemma 4, and a step reads one row of them."""
-    pytest.importorskip("llvmlite")
-    make_model(tmp_path, "gemma4_shared_kv")
-    for weight_type, bits in (("as-stored", 16), ("q8_0", 8.5)):
-        with Engine.load(tmp_path, device="cpu", ctx_size=128, weight_type=weight_type) as engine:
-            inputs = engine._model.weights.layer_inputs
-            rows, columns = inputs.table.shape
-            assert (rows, columns) == (VOCABULARY, 8 * len(engine._model.config.layers))
-            assert inputs.table.nbytes == rows * columns * bits / 8

@@ -95,17 +95,6 @@ def test_a_context_that_does_not_fit_is_reduced_with_a_warning(tiny_path: Path) 
         assert f"of the {CONTEXT} tokens of context that were asked for, {small.context} fit" in warning
 
 
-@pytest.mark.parametrize(("ctx_size", "advised"), [(0, False), (CONTEXT - 8, True), (CONTEXT + 8, False)])
-def test_errors_advise_a_larger_context_only_below_the_models_own(
-    tiny_path: Path, ctx_size: int, advised: bool
-) -> None:
-    engine = Engine.load(tiny_path, device="cpu", ctx_size=ctx_size)
-    with engine, pytest.raises(EngineError, match="shorten it") as caught:
-        engine.generate([7] * 1000)
-    assert caught.value.code == "context_length_exceeded"
-    assert ("raise ctx_size or kv_memory" in str(caught.value)) == advised
-
-
 @pytest.mark.parametrize("context", [2, 5, 8, 9, 17])
 def test_a_small_context_can_be_filled(tiny_path: Path, context: int) -> None:
     with Engine.load(tiny_path, device="cpu", ctx_size=context, block_size=8) as small:

@@ -86,15 +86,6 @@ def test_closed_streams_do_not_change_the_others(shared_engine: Engine) -> None:
     assert all(same(answer, expected) for answer, expected in zip(answers, alone, strict=False))
 
 
-def test_score_beside_streams(shared_engine: Engine) -> None:
-    alone, ids = answers_alone(shared_engine), job(5)[0]
-    scored = shared_engine.score(ids, logits=True)
-    calls = [lambda number=number: shared_engine.generate(*job(number)) for number in range(3)]
-    *answers, result = in_threads(*calls, lambda: [shared_engine.score(ids, logits=True) for _ in range(4)])
-    assert all(same(answer, expected) for answer, expected in zip(answers, alone, strict=False))
-    assert all((one.logits == scored.logits).all() for one in result)
-
-
 def test_closing_the_engine_fails_the_streams_of_other_threads(tiny_path: Path) -> None:
     engine = Engine.load(tiny_path, device="cpu", block_size=8)
     begun = threading.Barrier(3)

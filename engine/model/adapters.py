@@ -109,10 +109,8 @@ def parsed(text: str) -> tuple[str, float]:
 
 
 def row_adapters(spans: Sequence[Span]) -> list[np.ndarray]:
-    """Return the number of each row's adapter (T, 1) int32, and its scale (T, 1) float32; nothing if no row has one.
-
-    A row without an adapter has another row's number, so that no further matrices are read, and the scale 0.
-    """
+    """Return the number of each row's adapter (T, 1) int32, and its scale (T, 1) float32; nothing if no row has one. A
+    row without an adapter has another row's number, so that no further matrices are read, and the scale 0."""
     if not have_adapters(spans):
         return []
     other = next(adapter.number for span in spans if (adapter := span.sequence.adapter) is not None)
@@ -128,11 +126,8 @@ def have_adapters(spans: Sequence[Span]) -> bool:
 
 
 def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:
-    """Load what adapters add to the product of a `Linear`; None if none changes it.
-
-    names, rows: of its tensors, one after another. An adapter's rank is the sum of the ranks of its changes of these
-    tensors.
-    """
+    """Load what adapters add to the product of a `Linear` with the tensors `names` of `rows` rows; None if none changes
+    it. An adapter's rank is the sum of the ranks of its changes of these tensors."""
     rank = _rank(adapters, names)
     if not rank:
         return None

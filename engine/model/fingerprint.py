@@ -33,13 +33,9 @@ def _described(value: Any) -> Any:
         return [_described(one) for one in value]
     if not is_dataclass(value):
         return value
-    required = {field.name: getattr(value, field.name) for field in fields(value) if field.default is MISSING}
-    changed = {
-        field.name: one
-        for field in fields(value)
-        if field.default is not MISSING and (one := getattr(value, field.name)) != field.default
-    }
-    return type(value).__name__, {name: _described(one) for name, one in (required | changed).items()}
+    values = [(field, getattr(value, field.name)) for field in fields(value)]
+    named = {field.name: _described(one) for field, one in values if field.default is MISSING or one != field.default}
+    return type(value).__name__, named
 
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:

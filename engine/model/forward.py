@@ -165,10 +165,8 @@ class Transformer:
     def step_ahead(
         self, spans: Sequence[Span], ids: Sequence[int] | Fetch, sampler_inputs: Sequence[SamplerInput]
     ) -> Fetch:
-        """Run a `step` with one row per sequence without waiting for its tokens. Requires ops with `fetch_later`.
-
-        ids: the rows' tokens, or the fetch of the previous step, which had the same sequences in the same order.
-        """
+        """Run a `step` with one row per sequence without waiting for its tokens; requires ops with `fetch_later`. ids:
+        the rows' tokens, or the fetch of the previous step, which had the same sequences in the same order."""
         assert self.ops.fetch_later is not None
         rows = ids.ids if isinstance(ids, Fetch) else rows_of(self.weights.embedding, ids)
         chosen, _ = self._run("step", spans, rows, sampler_inputs)

@@ -1,15 +1,12 @@
 """Estimates the magnitude of keys and values from the weights, and the scale that they are divided by when stored.
 
-A code holds a norm in a byte, whose range is limited and whose finest steps are near 1 (`engine.codecs.parts.norms`),
-and full precision has the range of half precision. Keys and values of a model may have any magnitude. So stored keys
-and values are divided by a power of two, which rounds nothing, to bring them near 1; queries and attention's results
-are multiplied by it.
+Norms in codes have a limited range, and their finest steps are near 1 (`engine.codecs.parts.norms`). So stored keys and
+values are divided by a power of two, which rounds nothing; queries and attention's results are multiplied by it.
 
-The estimate needs no forward pass. The input of a projection has a mean square of 1 per channel, times the norm's
-squared weight g² (in families without a norm there, it is a sum of an embedding and of normed results, whose mean
-squares add up). If channels are uncorrelated, the output of a row w of the projection has the variance Σ (w·g)². For
-the values of SmolLM2-135M and stories15M, its root is 0.8 to 2.5 times the rms of a head, most often 1.7 times; for
-keys around the mean of their block, 0.6 to 1.7 times.
+The input of a projection has a mean square of 1 per channel, times the norm's squared weight g² (without a norm there,
+the mean squares of an embedding and of normed results add up). If channels are uncorrelated, the output of a row w of
+the projection has the variance Σ (w·g)². For SmolLM2-135M and stories15M, its root is 0.8 to 2.5 times the rms of a
+head of values, and 0.6 to 1.7 times for keys around the mean of their block.
 """
 
 from __future__ import annotations

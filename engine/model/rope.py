@@ -28,10 +28,10 @@ def pair_frequencies(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Turns:
-    """exp(i · position · frequency) · factor for one kind of RoPE: products of two tables' entries.
+    """exp(i · position · frequency) · factor for one kind of RoPE: products of two tables' entries, float64, because
+    positions may be large. A position's result does not depend on others.
 
     A table of all positions would be large, and computing a prompt's cosines and sines takes three times as long.
-    Angles are float64, because positions may be large. The result of a position does not depend on the other positions.
     """
 
     def __init__(self, frequencies: np.ndarray, factors: np.ndarray):

@@ -17,21 +17,29 @@ from polarlm.engine.state.store import SequenceKV
 _ROWS = 256  # rows of logits at a time: 128 MiB for a vocabulary of 128 K
 
 
-def score(
-    model: Transformer, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False, logits: bool = False
-) -> Score:
-    """Feed `ids` (T,) to the empty sequence `kv` and score every next id; see `states`. Raises OutOfBlocks."""
-    logprobs = np.empty(len(ids) - 1, np.float32)
-    kept = np.empty((len(ids) if logits else 0, model.config.vocab_size), np.float32)
-    for start, hidden in states(model, kv, ids, every_token_coded=every_token_coded):
-        for first in range(0, len(hidden), _ROWS):
-            rows = model.logits(hidden[first : first + _ROWS])
-            at = start + first
-            if logits:
-                kept[at : at + len(rows)] = rows
-            following = ids[at + 1 : at + 1 + len(rows)]
-            logprobs[at : at + len(following)] = logprobs_of(rows[: len(following)], following)
-    return Score(logprobs, kept)
+def score(model: Transformer, ids: Sequence[int], *, every_token_coded: bool = False, logits: bool = False) -> Score:
+    """Score every next id of `ids` (T,) in a sequence of its own; see `states`. Raises EngineError if memory or blocks
+    run out."""
+    kv = model.store.new_sequence()
+    try:
+        logprobs = np.empty(len(ids) - 1, np.float32)
+        kept = np.empty((len(ids) if logits else 0, model.config.vocab_size), np.float32)
+        for start, hidden in states(model, kv, ids, every_token_coded=every_token_coded):
+            for first in range(0, len(hidden), _ROWS):
+                rows = model.logits(hidden[first : first + _ROWS])
+                at = start + first
+                if logits:
+                    kept[at : at + len(rows)] = rows
+                following = ids[at + 1 : at + 1 + len(rows)]
+                logprobs[at : at + len(following)] = logprobs_of(rows[: len(following)], following)
+        return Score(logprobs, kept)
+    except MemoryError:
+        advice = "score fewer tokens" + (", or without their logits" if logits else "")
+        raise EngineError(f"There is not enough memory to score {len(ids)} tokens: {advice}", "out_of_memory") from None
+    except OutOfBlocks:
+        raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
+    finally:
+        model.store.release(kv)
 
 
 def states(
@@ -56,20 +64,6 @@ def states(
         if model.store.finer is not None:
             model.store.finer.code_aged()
         yield start, hidden
-
-
-def score_alone(model: Transformer, ids: Sequence[int], *, every_token_coded: bool, logits: bool) -> Score:
-    """`score` with a sequence of its own. Raises EngineError if memory or blocks run out."""
-    kv = model.store.new_sequence()
-    try:
-        return score(model, kv, ids, every_token_coded=every_token_coded, logits=logits)
-    except MemoryError:
-        advice = "score fewer tokens" + (", or without their logits" if logits else "")
-        raise EngineError(f"There is not enough memory to score {len(ids)} tokens: {advice}", "out_of_memory") from None
-    except OutOfBlocks:
-        raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
-    finally:
-        model.store.release(kv)
 
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:

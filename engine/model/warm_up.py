@@ -41,10 +41,8 @@ def warm_up(model: Transformer, short: Sequence[int]) -> SequenceKV:
 
 
 def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
-    """Run a prompt that completes blocks and prompts that read them, before and after one is coded again.
-
-    Recurrent layers have a kernel for a step that completes a block, which runs as well.
-    """
+    """Run a prompt that completes blocks and prompts that read them, before and after one is coded again; for recurrent
+    layers, also a step that completes a block."""
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
     if model.store.finer is not None:

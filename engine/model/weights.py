@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -164,7 +164,11 @@ def load_weights(
         (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
         inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
     host_bytes = 0 if of_host is None else of_host.bytes
-    of_encoder = _encoder_inputs(read, top) if "embedding_norm" in top else None
+    of_encoder = None
+    if "embedding_norm" in top:
+        norms = (read.vector(top[slot]) for slot in ("embedding_norm", "embedding_norm_bias"))
+        tables = [read.matrices(top[slot])[0] if slot in top else None for slot in ("positions", "token_types")]
+        of_encoder = EncoderInputs(*norms, *tables)
     dense = [of_last.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
     pair_head = None
     if config.scores_pairs:
@@ -175,12 +179,6 @@ def load_weights(
     ops.wait()  # on a GPU a step's launch may overlap the one before and read weights before it waits for it
     nbytes = sum(one.bytes for one in readers.values())
     return ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, dense, pair_head)
-
-
-def _encoder_inputs(read: _Reader, top: Mapping[str, Sequence[str]]) -> EncoderInputs:
-    norm, bias = (read.vector(top[slot]) for slot in ("embedding_norm", "embedding_norm_bias"))
-    tables = [read.matrices(top[slot])[0] if slot in top else None for slot in ("positions", "token_types")]
-    return EncoderInputs(norm, bias, *tables)
 
 
 def layer_formats(
@@ -250,9 +248,6 @@ class Kept:
     how: str
     bytes: int
 
-    def __str__(self) -> str:
-        return f"{', '.join(self.stored)} {self.how}"
-
 
 def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> tuple[Kept, ...]:
     """Return how the device keeps all matrices, for the `weight_type` of `load_weights`, the most bytes first."""
@@ -276,7 +271,8 @@ def in_words(kept: Sequence[Kept]) -> str:
     "weights of IQ2_XXS kept as q8_0 (947 MiB), of Q5_K, Q4_K as stored (50 MiB)"."""
     if len(kept) == 1:
         return f"{', '.join(kept[0].stored)} weights {kept[0].how}"
-    return "weights of " + ", of ".join(f"{one} ({format_bytes(one.bytes)})" for one in kept)
+    parts = (f"{', '.join(one.stored)} {one.how} ({format_bytes(one.bytes)})" for one in kept)
+    return "weights of " + ", of ".join(parts)
 
 
 def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:

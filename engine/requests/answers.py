@@ -1,10 +1,8 @@
 """The generated ids of recent answers, for clients that send an answer back as text.
 
-A text has many tokenizations, and a model need not generate the one that its tokenizer produces. A conversation sent
-back as text would then differ from the stored tokens within its first answer, and miss the prefix cache. So the ids are
-kept under a digest of the whole conversation that the answer ends. They replace only the same text in the same
-conversation, so the meaning of a prompt does not change. Session files and tiers keep the ids of answers, too, so that
-conversations hit the prefix cache after a restart. Tiers are queried for answers that are not in memory.
+A model need not generate the tokenization that its tokenizer produces of the same text, so that a conversation sent
+back as text would miss the prefix cache. So the ids are kept under a digest of the whole conversation that the answer
+ends, and replace the same text in the same conversation alone. Session files and tiers keep them, too.
 """
 
 from __future__ import annotations

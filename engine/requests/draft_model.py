@@ -1,9 +1,8 @@
 """A second, smaller model that drafts: it generates the tokens that the engine's model verifies.
 
-Its K/V are in a store of its own. The K/V of rejected tokens are discarded before the next draft. They are all in the
-current block, since a draft ends where the current block of the engine's model ends. After that, layers with a window
-may attend to fewer tokens than the window has, by at most the number of discarded ones: a draft may be worse, but the
-answer stays the same.
+Its K/V are in a store of its own. The K/V of rejected tokens are discarded before the next draft; they are all in the
+current block, where a draft ends. Layers with a window may then attend to as many tokens fewer: a draft may be worse,
+but the answer stays the same.
 """
 
 from __future__ import annotations
@@ -69,7 +68,13 @@ class ModelDrafter:
     def _compute(self, kv: SequenceKV, ids: Sequence[int]) -> Sampled:
         """Compute the rows of `ids`, which follow `kv`, and return the most likely next token. Raises OutOfBlocks."""
         if len(ids) > MOST_DRAFTED:
-            self._prefill(kv, ids[:-1])
+            span = self._store.open(kv, len(ids) - 1)
+            try:
+                self._model.forward([span], ids[:-1], outputs=1)
+                self._store.commit(span)
+            finally:
+                self._store.abort(span)  # does nothing after a commit
+            self._stored += ids[:-1]
             ids = ids[-1:]
         sampled: Sampled = -1
         while ids:
@@ -80,16 +85,7 @@ class ModelDrafter:
                 *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))
                 self._store.commit(span)
             finally:
-                self._store.abort(span)  # does nothing after a commit
+                self._store.abort(span)
             self._stored += now
             ids = ids[len(now) :]
         return sampled
-
-    def _prefill(self, kv: SequenceKV, ids: Sequence[int]) -> None:
-        span = self._store.open(kv, len(ids))
-        try:
-            self._model.forward([span], ids, outputs=1)
-            self._store.commit(span)
-        finally:
-            self._store.abort(span)
-        self._stored += ids

@@ -1,14 +1,12 @@
 """Drafted tokens: guesses at the next tokens of a request, which one step verifies together.
 
 A step computes the rows of the newest token and of the drafted ones. Each row samples the token after it as if all
-drafted tokens before it were right, and rows are accepted up to the first that samples a token other than the drafted
-one. The answer is the same as with steps of one token: each row attends to the same keys and values and uses the same
-random number as it would there.
+drafted tokens before it were right, and rows are accepted up to the first that samples another token than the drafted
+one. Each row attends to the same keys and values and uses the same random number as in a step of its own.
 
-Whether a draft pays depends on how long a step of more rows takes, which `StepSeconds` measures, and on p, the
-probability that a drafted token is right if all those before it are. On average, p + p² + … + p^d tokens of a draft of
-d tokens are right. `Drafts` estimates p from the accepted tokens and chooses the length that gives the whole step the
-most tokens per second. While no length pays, it drafts nothing, and tries the shortest length from time to time.
+`StepSeconds` measures how long a step of more rows takes. With p, the probability that a drafted token is right after
+right ones, p + p² + … + p^d tokens of a draft of d tokens are right on average. `Drafts` estimates p and chooses the
+length that gives the whole step the most tokens per second. While no length pays, it tries the shortest now and then.
 """
 
 from __future__ import annotations
@@ -49,11 +47,8 @@ class Drafter(Protocol):
 
 
 class PromptLookup:
-    """Drafts the tokens that followed the latest earlier occurrence of the newest `size` tokens in the sequence.
-
-    An index maps each n-gram of `size` tokens to the position after it, so that the cost of a new token does not depend
-    on the length of the sequence. A draft that reaches the end of the sequence repeats itself, as a loop would.
-    """
+    """Drafts the tokens that followed the latest earlier occurrence of the newest `size` tokens in the sequence; a
+    draft that reaches its end repeats itself. An index maps each n-gram to the position after it."""
 
     def __init__(self, size: int, vocabulary: int, ids: Sequence[int] = ()) -> None:
         """vocabulary: the number of ids. ids: the prompt, which is indexed here."""
@@ -144,9 +139,9 @@ class Batch:
 class Drafts:
     """The drafts of one request. drafted, accepted: tokens so far.
 
-    A draft has `most` tokens, or one fewer than a number in `DRAFT_ROWS`. The estimate of p
-    starts at 1/2, so that first drafts are short. While no length pays, drafts pause, for twice as many tokens each
-    time. The shortest draft is tried after each pause, and again as long as all of it is right.
+    A draft has `most` tokens, or one fewer than a number in `DRAFT_ROWS`. p starts at 1/2, so that first drafts are
+    short. While no length pays, drafts pause, for twice as many tokens each time; then the shortest is tried, again as
+    long as it is right.
     """
 
     def __init__(self, drafter: Drafter, most: int, seconds: Callable[[int], float]) -> None:

@@ -43,10 +43,10 @@ class EncoderRunner(Runner):
                 except Exception as error:
                     request.fail(error)
         except Exception as error:
-            for request in _unfinished(batch):
+            for request in self._affected(batch, is_prefill=True):
                 request.fail(error)
         except BaseException:  # Ctrl-C, maybe in a thread that waits for a request of another unit
-            for request in _unfinished(batch):
+            for request in self._affected(batch, is_prefill=True):
                 request.finish("cancelled")
             raise
         finally:
@@ -62,7 +62,3 @@ class EncoderRunner(Runner):
                 break
             batch.append(request)
         return batch
-
-
-def _unfinished(batch: list[Request]) -> list[Request]:
-    return [request for request in batch if not request.sequence.finished]

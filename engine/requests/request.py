@@ -158,10 +158,6 @@ class Request:
         more = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
         self.sampler = Sampler(self.sequence, self.params, self.sampling, *more)
 
-    def ticket(self, cancel: Callable[[], None]) -> Ticket:
-        """Return the submitter's handle; `cancel` is its method."""
-        return Ticket(len(self.sequence.prompt), cancel, lambda: self.cached or 0, self.conversation, self.warnings)
-
     def reproduces(self, length: int) -> bool:
         """Whether a prefill from a prefix hit of `length` tokens computes what the request's first prefill computed.
 
@@ -171,11 +167,10 @@ class Request:
         return self.sequence.generated == 0 or not (self.cached or 0) < length < len(self.sequence.prompt)
 
     def span_end(self, start: int, block_size: int) -> int:
-        """Return the end of the next span, which starts at `start`.
+        """Return the end of the next span, which starts at `start`: of the prompt after its prefix hit.
 
-        The first prefill has one span: the prompt after its prefix hit. A preempted request recomputes its earlier
-        spans: the prefix hit, the rest of the prompt, then generated tokens block by block, so that they attend to the
-        codes that its steps attended to.
+        A preempted request recomputes its earlier spans: the prefix hit, the rest of the prompt, then generated tokens
+        block by block, so that they attend to the codes that its steps attended to.
         """
         cached, prompt = self.cached or 0, len(self.sequence.prompt)
         if start < prompt:
@@ -223,8 +218,8 @@ class Request:
     def take(self, sampled: Sampled) -> None:
         """Append the sampled token and emit its text, finish the request, or fail it with a sampling error.
 
-        Further tokens that the constraint forces are taken as well, without a step: the next step computes their K/V
-        together. With log-probabilities, each token has a step, which computes them.
+        Tokens that the constraint forces next are taken without a step, unless log-probabilities need one: the next
+        step computes their K/V together.
         """
         if isinstance(sampled, EngineError):
             self.fail(sampled)
@@ -240,11 +235,8 @@ class Request:
             self.fail(error)
 
     def take_verified(self, drafted: Sequence[int], sampled: Iterable[Sampled]) -> int:
-        """Take sampled tokens up to the first that was not drafted, and return how many drafted ones keep their K/V.
-
-        sampled: the tokens after the newest one and after each drafted one. As in steps of one token, the last token
-        taken has no K/V yet.
-        """
+        """Take sampled tokens, after the newest one and after each drafted one, up to the first that was not drafted.
+        Return how many drafted ones keep their K/V: the last token taken has none yet."""
         assert self.drafts is not None
         right = 0
         for token, guess in zip_longest(sampled, drafted):

@@ -18,7 +18,7 @@ from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.cache_types import TWO_KINDS, of_two_kinds
-from polarlm.engine.state.finer.coding_again import CodingAgain
+from polarlm.engine.state.finer.blocks import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.storage.copies import export, restore
@@ -74,10 +74,10 @@ class Runner:
             else:
                 self._steps.run(requests)
         except Exception as error:
-            for request in self._affected(requests, unit.is_prefill):
+            for request in self._affected(requests, is_prefill=unit.is_prefill):
                 request.fail(error)
         except BaseException:  # Ctrl-C, maybe in a thread that waits for a request of another unit
-            for request in self._affected(requests, unit.is_prefill):
+            for request in self._affected(requests, is_prefill=unit.is_prefill):
                 request.finish("cancelled")
             raise
         finally:
@@ -95,7 +95,7 @@ class Runner:
         return is_short
 
     @staticmethod
-    def _affected(requests: Sequence[Request], is_prefill: bool) -> list[Request]:
+    def _affected(requests: Sequence[Request], *, is_prefill: bool) -> list[Request]:
         """Return the requests that an error in this unit fails."""
         return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
 
@@ -188,10 +188,11 @@ class Runner:
         return youngest is not None
 
     def _save(self, request: Request) -> None:
-        """Copy what the store holds of a request to the computer's memory, from which it goes on.
+        """Copy what the store holds of a request to the computer's memory: what is computed again is rounded in another
+        way.
 
-        What is computed again is rounded in another way, and may have other words. Copies of all requests take at most
-        `StorePlan.copy_bytes`, and each half of the free memory; without room, the request is computed again after all.
+        All copies take at most `StorePlan.copy_bytes`, and each half of the free memory; without room, it is computed
+        again.
         """
         if request.kv is None or request.kv.length < len(request.sequence.prompt):
             return

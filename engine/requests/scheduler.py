@@ -4,10 +4,9 @@
                 ▲                    │                           │
                 └─────────────── requeue, preempt ───────────────┘
 
-Prefill and steps share seconds, not units: while both have work, prefill gets `_PREFILL_SHARE` of the time. Between two
-steps its budget is the median step's time in that proportion, times `_CATCH_UP`. Slow steps reduce the budget, so that
-delays do not add up: by the time that the last step took beyond the median, and by the time that the next one is going
-to take beyond it if it fills a block, which is then encoded. A unit that starts within the budget may exceed it.
+While both have work, prefill gets `_PREFILL_SHARE` of the time. Between two steps its budget is the median step's time
+in that proportion, times `_CATCH_UP`, minus the time that the last step took beyond the median, and minus the time that
+the next one will take beyond it to encode a block that it fills. A unit that starts within the budget may exceed it.
 
 When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so
 every sequence becomes the oldest eventually, and finishes.

@@ -66,11 +66,11 @@ class Steps:
             self._begun = self._begun if self._begun.spans else None
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Run a step: compute the row of each request's newest token, oldest request first, and take the next token.
+        """Run a step: compute the row of each request's newest token, oldest request first, and take the next token,
+        with drafted tokens that are right.
 
-        Drafted tokens that are right are taken with it. If every request allows it, the following step begins first,
-        from the tokens on the device, so that it is computed while tokens are taken and constraints compute their
-        masks. It is the next unit of work.
+        If every request allows it, the following step, which is the next unit of work, begins first, so that the device
+        computes it while tokens are taken and constraints compute their masks.
         """
         started = time.perf_counter()
         step, self._begun = self._begun or self._begin(requests), None
@@ -206,12 +206,12 @@ class Steps:
             return None
 
     def _open(self, request: Request, drafted: int) -> Span | None:
-        """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it.
+        """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it; None if
+        the request was preempted, or finished because it runs alone and there is no room.
 
         The span ends with the current block at the latest, so that each token attends to the codes that it would attend
-        to in a step of its own. Younger requests may be preempted for it. Drafted tokens are left out instead if they
-        need another block. Returns None if the request itself was preempted, or finished because it runs alone and
-        there is no room.
+        to in a step of its own. Younger requests may be preempted for it; drafted tokens that need another block are
+        left out.
         """
         while request.kv is not None:
             missing = len(request.sequence.ids) - request.kv.length

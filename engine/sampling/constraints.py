@@ -16,10 +16,8 @@ WORD = 32  # tokens per word of a mask
 
 
 class Constraint(Protocol):
-    """The constraint of one request. The engine calls it between steps, from one thread at a time.
-
-    An exception in one of its methods ends this request only.
-    """
+    """The constraint of one request. The engine calls it between steps, from one thread at a time. An exception in one
+    of its methods ends this request only."""
 
     def allowed(self) -> np.ndarray | None:
         """The mask (ceil(V / 32),) of the tokens that may come next, in 32-bit words; None if all may.
@@ -29,10 +27,8 @@ class Constraint(Protocol):
         """
 
     def accept(self, token: int) -> None:
-        """Advance by `token`, which was appended to the answer. Called once for each token except the end token.
-
-        A preempted request that is computed again does not repeat the calls.
-        """
+        """Advance by `token`, which was appended to the answer. Called once for each token except the end token, also
+        if the request is preempted and computed again."""
 
     @property
     def finished(self) -> bool:

@@ -39,12 +39,7 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Passes text up to the first complete stop string, and holds back a possible beginning of one.
-
-    >>> stop = StopFilter(["END"])
-    >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.stopped
-    ('one ', 'EN two', ' ', True)
-    """
+    """Passes text up to the first complete stop string, and holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
@@ -83,10 +78,8 @@ def overlap(text: str, literal: str) -> int:
 
 
 def text_of(tokenizer: Tokenizer, ids: Iterable[int], *, control: bool = False) -> str:
-    """The text of a sequence's ids. Raises ValueError for an unknown id.
-
-    control: include the names of control tokens, so that `tokenize` with `control` turns the text into the same ids.
-    """
+    """The text of a sequence's ids. Raises ValueError for an unknown id. control: include the names of control tokens,
+    so that `tokenize` with `control` turns the text into the same ids."""
     names = {i: name for name, i in tokenizer.control_tokens().items()} if control else {}
     text = ""
     for is_control, some in groupby(ids, names.__contains__):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +51,30 @@ class _Rule:
 
     parts: list[str] = field(default_factory=list)
     needs: list[set[str]] = field(default_factory=list)  # the rules that each alternative requires
-    is_terminal: bool = False
 
     @property
     def names(self) -> set[str]:
         return {part for part in self.parts if isinstance(part, _Name)}
+
+
+def _derived(clauses: Iterable[tuple[str, set[str]]]) -> set[str]:
+    """The names that hold: a name does once all names that one of its clauses needs do. Visits each clause once."""
+    users: dict[str, list[list[Any]]] = {}
+    ready, holding = [], set()
+    for name, needs in clauses:
+        left: list[Any] = [name, len(needs)]  # how many needed names are not known to hold
+        for other in needs:
+            users.setdefault(other, []).append(left)
+        ready += [] if needs else [name]
+    while ready:
+        if (name := ready.pop()) in holding:
+            continue
+        holding.add(name)
+        for left in users.get(name, ()):
+            left[1] -= 1
+            if not left[1]:
+                ready.append(left[0])
+    return holding
 
 
 class _Reader:
@@ -69,56 +89,19 @@ class _Reader:
             self._read_rule()
         if "root" not in self._rules:
             raise GbnfError("it has no rule named root")
-        self._find_terminals()
-        self._check_ends()
-        names = {name: f"{'T' if rule.is_terminal else 'r'}{i}" for i, (name, rule) in enumerate(self._rules.items())}
+        for name, rule in self._rules.items():
+            for other in rule.names - self._rules.keys():
+                raise GbnfError(f"the rule {name} refers to {other}, which is not defined")
+        if "root" not in _derived((name, needs) for name, rule in self._rules.items() for needs in rule.needs):
+            raise GbnfError("no text of it ends: each alternative of root leads back to the rule that it is part of")
+        # Rules that reach no recursive rule, so that they are regular expressions.
+        terminals = _derived((name, rule.names) for name, rule in self._rules.items())
+        names = {name: f"{'T' if name in terminals else 'r'}{i}" for i, name in enumerate(self._rules)}
         lines = [f"start: {names['root']}"]
         for name, rule in self._rules.items():
             right = "".join(names[part] if isinstance(part, _Name) else part for part in rule.parts)
             lines.append(f"{names[name]}: {right}")
         return "\n".join(lines) + "\n"
-
-    def _find_terminals(self) -> None:
-        """Mark the rules that reach no recursive rule as terminals. Each rule is visited once."""
-        users: dict[str, list[str]] = {name: [] for name in self._rules}
-        left: dict[str, int] = {}  # rule → how many rules it refers to that are not known to be terminals
-        for name, rule in self._rules.items():
-            for other in rule.names:
-                if other not in users:
-                    raise GbnfError(f"the rule {name} refers to {other}, which is not defined")
-                users[other].append(name)
-            left[name] = len(rule.names)
-        ready = [name for name, count in left.items() if not count]
-        while ready:
-            name = ready.pop()
-            self._rules[name].is_terminal = True
-            for user in users[name]:
-                left[user] -= 1
-                if not left[user]:
-                    ready.append(user)
-
-    def _check_ends(self) -> None:
-        """Raises GbnfError if no text of root is finite, as in `root ::= "a" root`."""
-        users: dict[str, list[list[Any]]] = {name: [] for name in self._rules}
-        ready = []
-        for name, rule in self._rules.items():
-            for needs in rule.needs:
-                left: list[Any] = [name, len(needs)]  # how many required rules are not known to end
-                for other in needs:
-                    users[other].append(left)
-                ready += [] if needs else [name]
-        ends: set[str] = set()
-        while ready:
-            name = ready.pop()
-            if name in ends:
-                continue
-            ends.add(name)
-            for left in users[name]:
-                left[1] -= 1
-                if not left[1]:
-                    ready.append(left[0])
-        if "root" not in ends:
-            raise GbnfError("no text of it ends: each alternative of root leads back to the rule that it is part of")
 
     # -- reading -----------------------------------------------------------------------------------------------
 

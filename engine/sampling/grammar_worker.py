@@ -1,9 +1,8 @@
 """Tells its parent process whether a grammar can be compiled: JSON lines in, JSON lines out.
 
-llguidance limits most of its compiler's work, but not all: a chain of 2,500 `$ref` overflows the stack and kills the
-process, and `{"multipleOf": 999983}` takes seconds and half a gigabyte. So grammars are compiled here first, with the
-parent's vocabulary, a smaller stack, and limits of time and memory. This file runs by itself and imports nothing of
-the package.
+llguidance does not limit all of its compiler's work: a chain of 2,500 `$ref` overflows the stack, and
+`{"multipleOf": 999983}` takes seconds and half a gigabyte. So grammars are compiled here first, with the parent's
+vocabulary, a smaller stack, and limits of time and memory. This file imports nothing of the package.
 
 The first line has the vocabulary. Each further line is a request, {"grammar": as llguidance compiles it, "seconds": of
 processor time}; the answer is the reason why the grammar cannot be used, or "". A forked child, which inherits the

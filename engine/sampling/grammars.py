@@ -57,7 +57,7 @@ class Grammars:
         self._tokenizer, self._size = tokenizer, size
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # hash of the key → reason, least recently used first
-        self._compilations: Compilations[_Compiled] = Compilations(self._compile)
+        self._compilations: Compilations[_Compiled] = Compilations(self._known, self._compile)
         self.renew()
         renew_in_children(self)
 
@@ -122,12 +122,8 @@ class Grammars:
         return _unusable(key[0], reason)
 
     def _compile(self, key: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
-        """Compile a constraint, after a worker process has compiled it within the limits.
-
-        Raises NeedsLonger if `seconds` are too few and a longer turn can follow, or EngineError.
-        """
-        if (known := self._known(key)) is not None:  # compiled since the request looked
-            return known
+        """Compile a constraint, after a worker process has compiled it within the limits. Raises NeedsLonger, or
+        EngineError."""
         from polarlm.engine.sampling.grammar_worker import library_matcher
 
         try:
@@ -235,10 +231,8 @@ def _hash(key: Key) -> bytes:
 
 
 def _key(params: SamplingParams, after: str) -> Key | None:
-    """The field of `params` that sets a constraint, and its text; None if none does.
-
-    Raises EngineError if a schema is not JSON, or the text is too long.
-    """
+    """The field of `params` that sets a constraint, and its text; None if none does. Raises EngineError if a schema is
+    not JSON, or the text is too long."""
     texts = {"schema": _schema_text(params.schema), "grammar": params.grammar, "regex": params.regex}
     field, text = next(((field, text) for field, text in texts.items() if text is not None), ("", ""))
     if not field:

@@ -21,8 +21,7 @@ from polarlm.model_loaders.config import GenerationDefaults
 NEWEST = -1  # in `SamplerInput.recent`: the input token of the row that the draw is from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
-CHAIN = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")
-"""The samplers in their order, under llama-server's names."""
+CHAIN = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")  # in order, under llama-server's names
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ def greedy(vocabulary: int) -> SamplerInput:
     return SamplerInput(_GREEDY, (), 0.0, vocabulary)
 
 
-Sampled = int | TokenLogprob | EngineError
-"""A token id, with log-probabilities if those are requested; or the error if no token can be chosen."""
+Sampled = int | TokenLogprob | EngineError  # with log-probabilities if requested; the error if none can be chosen
 
 
 class Fetch(NamedTuple):
@@ -139,11 +137,10 @@ def sample_all(
 
 
 def sample(logits: np.ndarray, sampler_input: SamplerInput, best: int | None = None) -> int:
-    """Draw a token id from logits (V,). A token whose logit is −infinity is never drawn.
+    """Draw a token id from logits (V,). A token whose logit is −infinity is never drawn. Raises EngineError if no token
+    can be chosen. Cost: one pass over V, plus a sort of the top-k.
 
     best: the id of the largest logit, if it is known, or a negative number if some logits are not finite.
-
-    Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """
     params, raw = sampler_input.sampling, logits[: sampler_input.vocabulary]
     if best is None:

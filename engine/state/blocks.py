@@ -23,13 +23,6 @@ class BlockAllocator:
     allocated last, in the order in which they became free. Among them are the first blocks of sequences, without which
     no later block of a sequence is found: they come after the others, until they are more than three quarters of all
     blocks. `allocate` is O(count), `kept` O(kept), all else O(1).
-
-    >>> blocks = BlockAllocator(2)
-    >>> a, b = blocks.allocate(2)
-    >>> blocks.retain(a); blocks.release(a); blocks.free
-    0
-    >>> blocks.release(a); blocks.free
-    1
     """
 
     def __init__(self, size: int) -> None:

@@ -164,7 +164,10 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
     try:
         codec = codecs.get(name)
         if side not in codec.serves:
-            raise ValueError(_one_sided(setting, name, stored="values" if side == "k" else "keys"))
+            stored, pair = ("values", f"f16/{name}") if side == "k" else ("keys", f"{name}/f16")
+            others = f"give the others a type of their own, as in {pair}"
+            others = others if setting == "cache_type" else "choose another type here"
+            raise ValueError(f"it stores {stored} only; {others}")
         if head_dim is not None:
             codec.check(head_dim, block_size)
     except ValueError as error:
@@ -185,14 +188,6 @@ def _unknown(setting: str, name: str) -> EngineError:
         pair = "; KEYS/VALUES is for cache_type" if "/" in name else ""
         problem = f"there is no such type; choose one of {types}{pair}"
     return _refusal(setting, name, problem)
-
-
-def _one_sided(setting: str, name: str, stored: str) -> str:
-    """Return what is wrong with a type that stores only keys or only values (`stored`) and is set for the others."""
-    if setting != "cache_type":
-        return f"it stores {stored} only; choose another type here"
-    pair = f"{name}/f16" if stored == "keys" else f"f16/{name}"
-    return f"it stores {stored} only; give the others a type of their own, as in {pair}"
 
 
 def _refusal(setting: str, types: str, problem: str) -> EngineError:

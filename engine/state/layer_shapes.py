@@ -70,10 +70,8 @@ class StateShape:
         return 0
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
-        """Return the arrays of a complete block in `LayerState.read_blocks`. stored_as: see `Ops.stored_as`.
-
-        Raises ValueError for a representation that the layer does not have.
-        """
+        """Return the arrays of a complete block in `LayerState.read_blocks`. stored_as: see `Ops.stored_as`. Raises
+        ValueError for a representation that the layer does not have."""
         raise NotImplementedError
 
     def full_arrays(self, tokens: int) -> list[ArraySpec]:

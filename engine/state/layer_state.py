@@ -46,10 +46,8 @@ class LayerState(Protocol):
         """
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve blocks for the `count` rows of a step. Any number of rows may be kept. Otherwise like `open`.
-
-        A sparse state takes no more rows than fit into the current block.
-        """
+        """Reserve blocks for the `count` rows of a step, any number of which may be kept. Otherwise like `open`. A
+        sparse state takes no more rows than fit into the current block."""
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> Any:
         """Return a view of `rows` of a span, for `spans`. start, position: of the span's first token and first row."""
@@ -83,10 +81,8 @@ class LayerState(Protocol):
         """Release everything the table holds."""
 
     def keep_end(self, table: BlockTable, length: int) -> int | None:
-        """Return a quantized block of the table that continues a sequence that ends here, with a complete block.
-
-        None if the blocks that it has had until now do so, or if there is no room. `length` is at least two blocks.
-        """
+        """Return a quantized block of the table that continues a sequence of `length` tokens, two blocks or more, that
+        ends with a complete one. None if its blocks do so already, or if there is no room."""
 
     def first_visible(self, length: int) -> int:
         """Return the number of the first block that the token after `length` tokens, or a later one, can see."""

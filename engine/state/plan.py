@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from polarlm.engine.codecs import FULL, get
 from polarlm.engine.errors import EngineError
@@ -47,6 +48,11 @@ class StorePlan:
     def capacity(self) -> int:
         """The tokens of all sequences that fit, if these are long."""
         return self.tokens + self.more_tokens
+
+    def larger(self, more_slots: int, more_tokens: int) -> StorePlan:
+        """Return the plan with room for further sequences that are kept."""
+        blocks = _quantized_blocks(self.shape, self.tokens, self.full_slots, more_slots, more_tokens)
+        return replace(self, quantized_blocks=blocks, more_slots=more_slots, more_tokens=more_tokens)
 
     def sequences(self, tokens: int) -> int:
         """Return how many sequences of `tokens` the store can always hold at once, in whatever order they grow."""
@@ -132,9 +138,7 @@ def smallest(shape: CacheShape, plans: Sequence[StorePlan]) -> StorePlan:
     """Return the plan for all layers of `shape` that takes no more of any of its parts than `plans`, one for each."""
     tokens, slots = min(plan.tokens for plan in plans), min(plan.full_slots for plan in plans)
     more, more_tokens = min(plan.more_slots for plan in plans), min(plan.more_tokens for plan in plans)
-    return StorePlan(
-        shape, tokens, _quantized_blocks(shape, tokens, slots, more, more_tokens), slots, more, more_tokens
-    )
+    return StorePlan(shape, tokens, (), slots).larger(more, more_tokens)
 
 
 def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
@@ -144,34 +148,23 @@ def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     blocks, too: a shorter sequence if at least half of one fits, with its slots; else more tokens of the others.
     """
 
-    def larger(kept: int, tokens: int) -> StorePlan:
-        slots = 2 * kept
-        blocks = _quantized_blocks(plan.shape, plan.tokens, plan.full_slots, slots, tokens)
-        return replace(plan, quantized_blocks=blocks, more_slots=slots, more_tokens=tokens)
-
-    most = 1
     if not plan.shape.kv_layers:  # nothing is kept
         return plan
-    while larger(most, most * tokens_each).bytes <= memory:
+    most = 1
+    while plan.larger(2 * most, most * tokens_each).bytes <= memory:
         most *= 2
-    kept = bisect_right(range(1, most), memory, key=lambda kept: larger(kept, kept * tokens_each).bytes)
-    tokens = kept * tokens_each
+    kept = bisect_right(range(1, most), memory, key=lambda kept: plan.larger(2 * kept, kept * tokens_each).bytes)
+    whole, tokens = plan.larger(2 * kept, kept * tokens_each), kept * tokens_each
     if not tokens_each or plan.bytes > memory:
-        return larger(kept, tokens)
-    shorter = larger(kept + 1, tokens + tokens_each // 2)
-    if shorter.bytes <= memory:
-        return with_more_tokens(shorter, memory)
-    return with_more_tokens(larger(kept, tokens), memory)
+        return whole
+    shorter = plan.larger(2 * (kept + 1), tokens + tokens_each // 2)
+    return with_more_tokens(shorter if shorter.bytes <= memory else whole, memory)
 
 
 def with_more_tokens(plan: StorePlan, memory: int) -> StorePlan:
     """Return `plan` with quantized blocks for more tokens, as many as fit into `memory` bytes; `plan` itself if these
     take none."""
-
-    def larger(tokens: int) -> StorePlan:
-        blocks = _quantized_blocks(plan.shape, plan.tokens, plan.full_slots, plan.more_slots, tokens)
-        return replace(plan, quantized_blocks=blocks, more_tokens=tokens)
-
+    larger = partial(plan.larger, plan.more_slots)
     if larger(plan.more_tokens + plan.tokens).bytes == plan.bytes:  # a whole context is in full precision
         return plan
     longer = range(plan.more_tokens + 1, (memory + 1) * plan.tokens)  # each context takes a byte at least
@@ -195,11 +188,7 @@ def f16_tokens(plan: StorePlan) -> int:
 
 
 def parse_size(text: str, setting: str = "kv_memory") -> int:
-    """Return the bytes of "512M", "2G", "1.5GiB" or "800000". Raises an EngineError that names the setting.
-
-    >>> parse_size("1.5G")
-    1610612736
-    """
+    """Return the bytes of "512M", "2G", "1.5GiB" or "800000". Raises an EngineError that names the setting."""
     number = text.strip().lower().removesuffix("b").removesuffix("i")
     units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
     scale = units.get(number[-1:], 1)

@@ -87,10 +87,8 @@ class PrefixCache:
             kv.hashes.append(self.add(root, before, ids[number * n : (number + 1) * n], blocks))
 
     def add(self, root: bytes, before: bytes, ids: Sequence[int], blocks: Blocks) -> bytes:
-        """Make a complete block that the caller holds findable, and return its hash.
-
-        root: the hash that its chain starts from. before: the hash before it; that is `root` for the first block.
-        """
+        """Make a complete block that the caller holds findable, and return its hash. root: the hash that its chain
+        starts from. before: the hash before it, `root` for the first block."""
         key = _hash(before, ids)
         if before == root:
             self.add_full(before, ids, blocks)
@@ -197,7 +195,10 @@ class PrefixCache:
             partly, common = self._best_match(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
             for rest in dict.fromkeys((common, 0)):
                 if self._is_complete(runs[count], count, count * n + rest):
-                    kv, is_whole = self._share(known[:count], hashes[:count], count * n + rest, root), False
+                    length, is_whole = count * n + rest, False
+                    groups = enumerate(self._store.groups)
+                    tables = [group.share([blocks[at] for blocks in known[:count]], length) for at, group in groups]
+                    kv = SequenceKV(length, tables, hashes[:count], root)
                     try:
                         is_whole = rest == 0 or self._set_current(kv, partly, rest)
                         if is_whole:
@@ -253,11 +254,6 @@ class PrefixCache:
             if sparse or not group.is_sparse
         )
 
-    def _share(self, known: Sequence[Blocks], hashes: list[bytes], length: int, root: bytes) -> SequenceKV:
-        groups = enumerate(self._store.groups)
-        tables = [group.share([blocks[index] for blocks in known], length) for index, group in groups]
-        return SequenceKV(length, tables, hashes, root)
-
     def _best_match(self, before: bytes, ids: Sequence[int]) -> tuple[_Full | None, int]:
         """Return the full-precision block after `before` that has the longest prefix of `ids`, and its length, < N."""
         entries = self._full.get(before, ()) if self._enabled else ()
@@ -291,10 +287,8 @@ class PrefixCache:
 
 
 def joined_salt(cache_salt: str, adapter: str) -> str:
-    """Return the salt for a request's `cache_salt` and an adapter, which is text without NUL; each may be empty.
-
-    Different pairs have different salts. Without an adapter it is the `cache_salt`, unless that begins with NUL.
-    """
+    """Return the salt for a `cache_salt` and an adapter, which is text without NUL; each may be empty. Without an
+    adapter it is the `cache_salt`, unless that begins with NUL. Different pairs have different salts."""
     if not adapter and not cache_salt.startswith(_MARK):
         return cache_salt
     return f"{_MARK}{adapter}{_MARK}{cache_salt}"

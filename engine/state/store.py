@@ -70,11 +70,8 @@ class SequenceKV:
 
 @dataclass
 class Span:
-    """`count` new tokens of a sequence, from position `start`.
-
-    growth: the reserved blocks, for each group; empty after commit or abort. is_step: whether the rows belong to a
-    step. round_trip: whether attention reads the span's K/V encoded and decoded, as `KVStore.round_trip` leaves them.
-    """
+    """`count` new tokens of a sequence, from position `start`, or rows of a step. growth: the reserved blocks, for each
+    group; empty after commit or abort. round_trip: whether attention reads the K/V encoded and decoded."""
 
     sequence: SequenceKV
     start: int
@@ -93,12 +90,8 @@ def positions(spans: Sequence[Span]) -> np.ndarray:
     return np.arange(sum(counts)) + np.repeat([span.start for span in spans] - firsts, counts)
 
 
-class _Step(NamedTuple):
-    """A span to commit, its index among the spans, and the length that its sequence will have."""
-
-    number: int
-    span: Span
-    length: int
+# A span to commit, its index among the spans, and the length that its sequence will have.
+_Step = tuple[int, Span, int]
 
 
 class KVStore:
@@ -159,16 +152,14 @@ class KVStore:
     # -- sequences ---------------------------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceKV:
-        return SequenceKV(0, self._new_tables())
+        return SequenceKV(0, [group.new_table() for group in self.groups])
 
     def release(self, sequence: SequenceKV) -> None:
         """Release all blocks of a sequence; it is empty afterwards."""
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
-        sequence.length, sequence.tables, sequence.hashes, sequence.adapter = 0, self._new_tables(), [], None
-
-    def _new_tables(self) -> list[BlockTable]:
-        return [group.new_table() for group in self.groups]
+        sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
+        sequence.adapter = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
@@ -186,10 +177,8 @@ class KVStore:
         return Span(sequence, start, count, growth, round_trip=round_trip)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
-        """Open a span of `count` ≤ STEP_ROWS rows of a step. If it raises OutOfBlocks, nothing has changed.
-
-        If a group is sparse, count ≤ `rows_of_block`.
-        """
+        """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
+        OutOfBlocks, nothing has changed."""
         assert 1 <= count <= STEP_ROWS
         growth = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
         return Span(sequence, sequence.length, count, growth, is_step=True)
@@ -204,11 +193,8 @@ class KVStore:
         return sequence.length // self.shape.block_size * self.shape.block_size
 
     def truncate(self, sequence: SequenceKV, length: int) -> None:
-        """Discard the tokens from position `length` on, which must be in the current block.
-
-        Blocks that have left a window are not restored, even if the next token's window includes them again: that token
-        then attends to fewer tokens than its window has, by at most the number of discarded ones.
-        """
+        """Discard the tokens from position `length` on, which must be in the current block. Blocks that have left a
+        window are not restored: the next token attends to fewer tokens, by at most the number of discarded ones."""
         assert self.first_of_block(sequence) <= length <= sequence.length
         sequence.length = length
 
@@ -245,10 +231,8 @@ class KVStore:
             group.begin_layer(layer, table, growth, span.start)
 
     def seal(self, layer: int, span: Span) -> None:
-        """Keep the K/V of a prompt's layer, whose rows have all been appended: complete blocks are encoded.
-
-        Raises EngineError ("model_damaged") if a complete block holds NaN or infinity and the device detects it.
-        """
+        """Keep the K/V of a prompt's layer, whose rows have all been appended: complete blocks are encoded. Raises
+        EngineError ("model_damaged") if one holds NaN or infinity and the device detects it."""
         group, _, growth = self._of(layer, span)
         if self._source[layer] == layer:
             group.seal(layer, growth, span.start, span.count)
@@ -274,16 +258,14 @@ class KVStore:
 
     def commit_steps(self, spans: Sequence[Span], kept: Sequence[int | None] | None = None) -> dict[int, EngineError]:
         """Commit many spans, encoding their blocks together, and return errors of damaged blocks by the span's index.
-
-        Codes are written before any table changes, so that all spans can be aborted after an exception.
-        """
+        Codes are written before any table changes, so that all spans can be aborted after an exception."""
         lengths = []
         for span, count in zip(spans, kept or [None] * len(spans), strict=True):
             count = span.count if count is None else count
             assert (0 if span.is_step else span.count) <= count <= span.count
             lengths.append(span.start + count)
-        steps = [_Step(i, span, length) for i, (span, length) in enumerate(zip(spans, lengths, strict=True))]
-        damaged = self._encode_filled([step for step in steps if step.span.is_step])
+        steps = [*zip(range(len(spans)), spans, lengths, strict=True)]
+        damaged = self._encode_filled([step for step in steps if step[1].is_step])
         for _, span, length in steps:
             growth, span.growth = span.growth, []
             span.sequence.length = length
@@ -295,14 +277,14 @@ class KVStore:
         """Encode the blocks that steps have filled, all at once, and return errors as `commit_steps` does."""
         filled: list[FilledBlocks] = []
         for index, group in enumerate(self.groups):
-            filled += group.filled_blocks([(step.span.growth[index], step.length) for step in steps])
+            filled += group.filled_blocks([(span.growth[index], length) for _, span, length in steps])
         if not filled:
             return {}
         try:
             encode(self.ops, filled)
         except EngineError as error:
             if len(steps) == 1:
-                return {steps[0].number: error}
+                return {steps[0][0]: error}
             return {number: cause for step in steps for number, cause in self._encode_filled([step]).items()}
         return {}
 

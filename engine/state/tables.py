@@ -37,11 +37,8 @@ class BlockTable:
 
 @dataclass
 class Growth:
-    """The blocks and slots that are reserved for new tokens of one block table: number of a block → id.
-
-    buffer: the K/V of a prompt's layer, from the start of the current block on; None for a step, whose rows are written
-    to the slots of their blocks.
-    """
+    """The blocks and slots that are reserved for new tokens of one block table: number of a block → id. buffer: the K/V
+    of a prompt's layer, from the start of the current block on; None for a step."""
 
     slots: dict[int, int]  # full-precision slots; for a current block that has tokens, the slot that the table holds
     quantized: dict[int, int]  # quantized blocks, for the blocks that become complete and that later tokens see

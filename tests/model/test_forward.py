@@ -46,10 +46,7 @@ def read_fixture(name: str):
 
 
 def scored(model, ids, **options):
-    kv = model.store.new_sequence()
-    result = score(model, kv, ids, logits=True, **options)
-    model.store.release(kv)
-    return result
+    return score(model, ids, logits=True, **options)
 
 
 @pytest.mark.slow

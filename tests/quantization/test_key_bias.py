@@ -40,7 +40,7 @@ def with_key_bias(
 
 def perplexity(config: ModelConfig, weights: ModelWeights, ids: list[int], type: str, centred: bool = True) -> float:
     model = bare_model(config, weights, (type, type), block_size=BLOCK, centred=centred)
-    scored = score(model, model.store.new_sequence(), ids)
+    scored = score(model, ids)
     return float(np.exp(-scored.logprobs.astype(np.float64).mean()))
 
 

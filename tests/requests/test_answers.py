@@ -94,11 +94,6 @@ def test_an_engine_without_kept_sequences_keeps_no_answers(tiny_path, letters: S
         assert engine._answers.conversation(messages).prompt == messages
 
 
-@pytest.mark.parametrize("messages", [[USER, 7], [USER, {"role": "user"}], [USER, said("x") | {"content": None}]])
-def test_malformed_messages_are_returned_unchanged(tiny: Engine, messages) -> None:
-    assert tiny._answers.conversation(messages).prompt is messages
-
-
 def test_the_least_recently_used_answer_is_dropped_first(tiny: Engine, monkeypatch) -> None:
     monkeypatch.setattr("polarlm.engine.requests.answers._CAPACITY", 2 * (_ENTRY + 1))
     ours = Answers(tiny.model, enabled=True)

@@ -40,8 +40,3 @@ def test_eos_may_come_before_min_tokens_with_ignore_eos(tiny: Engine) -> None:
     """With ignore_eos the model's EOS tokens are tokens like others."""
     answer = tiny.generate(PROMPT, greedy(logit_bias={EOS[0]: 1e5}, min_tokens=3, max_tokens=4))
     assert answer.token_ids == (EOS[0],) * 4
-
-
-def test_max_tokens_overrides_min_tokens(tiny: Engine) -> None:
-    answer = tiny.generate(PROMPT, eager(min_tokens=9, max_tokens=4))
-    assert (len(answer.token_ids), answer.finish_reason) == (4, "length")

@@ -167,14 +167,6 @@ def test_masks_are_computed_while_the_next_rows_are(engine: Engine, plain: Engin
     assert ops.events == ["mask", "mask", "begins", *["rows", "tokens", "mask", "begins"] * 10, "tokens"]
 
 
-def test_ends_may_not_come_before_min_tokens(engine: Engine, plain: Engine) -> None:
-    """The draw of a token whose predecessor is not known counts that one."""
-    params = drawn(temperature=0, logit_bias={50: 1e5}, stop_token_ids=(50,), min_tokens=7)
-    for one in (engine, plain):
-        answer = one.generate([*range(5, 25)], params)
-        assert (len(answer.token_ids), answer.finish_reason) == (7, "stop")
-
-
 def test_an_error_in_the_next_step_takes_no_token_of_this_one(engine: Engine, plain: Engine, monkeypatch) -> None:
     prompt, step, calls = [*range(5, 25)], engine._model.step_ahead, []
 

@@ -169,13 +169,6 @@ def test_the_hash_depends_on_the_identity() -> None:
     assert len(one.prefixes._quantized) == 4
 
 
-def test_a_disabled_cache_finds_nothing() -> None:
-    cached = CachedStore()
-    cached.prefixes = PrefixCache(cached.store, enabled=False)
-    cached.prefill(STEM).end()
-    assert cached.found(STEM) == 0
-
-
 def test_the_least_recently_used_blocks_are_overwritten_first() -> None:
     cached = CachedStore(tokens=96, sequences=4)  # 11 quantized blocks
     a, b, c = (words(seed, 40) for seed in (1, 2, 3))  # a sink and 4 quantized blocks each

@@ -4,7 +4,6 @@ copies."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -247,11 +246,8 @@ class Schedules(RuleBasedStateMachine):
             assert self.state.full.free == self.state.full.size
 
 
-run = partial(run_state_machine_as_test, Schedules)
-
-
 def test_schedules() -> None:
-    run(settings=settings(max_examples=15))
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=15))
 
 
 def test_a_prompt_keeps_its_end_and_ever_fewer_places_before_it() -> None:

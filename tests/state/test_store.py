@@ -203,26 +203,3 @@ class Schedules(RuleBasedStateMachine):
 
 Schedules.TestCase.settings = settings(max_examples=20)
 TestSchedules = Schedules.TestCase
-
-
-def test_blocks_of_several_sequences_have_the_same_codes_when_encoded_together() -> None:
-    stores = [make_store("ring4", "ring3.5"), make_store("ring4", "ring3.5")]
-    alone, together = ([Fed(store, seed) for seed in range(3)] for store in stores)
-    for number in range(3):  # the last one fills no block
-        for fed in (alone[number], together[number]):
-            fed.feed(2 * N - 1 - number // 2)
-    for fed in alone:
-        fed.feed(1, step=True)
-    store, spans = stores[1], [stores[1].open_step(fed.kv) for fed in together]
-    for i, (fed, span) in enumerate(zip(together, spans, strict=True)):
-        k, v = fed.new(1)
-        view = store.view(0, span, slice(0, 1), span.start)
-        store.ops.append_kv(store.cache(0), [view], k, v)
-        assert bool(span.growth[0].quantized) == (i < 2)
-    assert store.commit_steps(spans) == {}
-    for one, other in zip(alone, together, strict=True):
-        tables = one.kv.tables[0].quantized, other.kv.tables[0].quantized
-        assert len(tables[0]) == len(tables[1])
-        if tables[0]:
-            found = [s.ops.read_blocks(s.cache(0), table) for s, table in zip(stores, tables, strict=True)]
-            assert all((found[0][name] == found[1][name]).all() for name in found[0])

@@ -63,10 +63,8 @@ class Attention:
         recorded: bool,
         tap: Tap | None = None,
     ) -> Array:
-        """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
-
-        rope: cos and sin (T, D/2). recorded: whether this is a step, which may be recorded and has no tap.
-        """
+        """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are. rope:
+        cos and sin (T, D/2)."""
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
         qkv = projected(ops, x, w.qkv, adapters, norm=self._norm, recorded=recorded)

@@ -1,7 +1,7 @@
 """The state of attention with two kinds of blocks: finer ones, which are coded again for want of room, or by age.
 
-The newest blocks of sequences are the last to be coded again: errors in these cost most. By age, all others are coded
-again before the next step.
+The newest blocks of sequences are coded again last: errors in these cost most. By age, all others are coded again
+before the next step.
 
 A block's id is its name. Its place says where it lies, and its kind. Coding a block again, or moving it,
 changes only its place: tables, the prefix cache and reference counts know nothing of it.
@@ -9,6 +9,8 @@ changes only its place: tables, the prefix cache and reference counts know nothi
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,15 +28,16 @@ from polarlm.engine.state.tables import BlockTable, Growth
 
 _LOW = 16  # the part of the store that new finer blocks leave free: running sequences take their next blocks from it
 _HIGH = 8  # the part that coding again makes free
+_RECENT = 8  # latest layers: the next one is expected to take as long as the slowest of them
+_ALONE = 0.05  # seconds between two units while no request takes steps
 
 
 class FinerAllocator(BlockAllocator):
-    """Allocates blocks, with a place for each that is held or kept: of the finer kind while there is room, or by age.
+    """Allocates blocks, with a place for each that is held or kept: finer ones while there is room, or by age.
 
-    Blocks are coded again in this order: those that the prefix cache alone knows, as they would be allocated; then
-    those that sequences hold, the oldest first, and their newest ones last. By room, none is taken from the prefix
-    cache while there are any. By age, it keeps the newest ones of a sequence as they are, and gives up blocks before
-    blocks of running sequences are coded again.
+    Coded again are first blocks that the prefix cache alone knows, as they would be allocated, then blocks of
+    sequences, oldest first, their newest ones last. By room, all are coded again before the cache gives one up. By age,
+    it keeps the newest ones of a sequence, and gives up blocks before those of running sequences are coded again.
     """
 
     def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], *, is_by_age: bool) -> None:
@@ -256,3 +259,37 @@ class FinerBlocks(KVBlocks):
     def bytes(self, table: BlockTable) -> int:
         finer = sum(map(self.is_finer, table.quantized))
         return super().bytes(table) + finer * self._more_bytes
+
+
+class CodingAgain:
+    """Makes room in a store with two kinds of blocks, layer by layer, between units of work."""
+
+    def __init__(self, blocks: FinerBlocks | None) -> None:
+        """blocks: None for a store whose blocks are all alike."""
+        self._blocks = blocks
+        self._seconds: deque[float] = deque(maxlen=_RECENT)  # time of each recent layer
+        self._awaited: int | None = None  # tokens of a prompt that waits for room
+
+    def must_wait(self, tokens: int) -> bool:
+        """Return whether a prompt of `tokens` must wait for `between_units`: else its unit would code many blocks."""
+        is_short = self._blocks is not None and self._blocks.lacks_room(tokens)
+        self._awaited = tokens if is_short else None
+        return is_short
+
+    def between_units(self, step: float | None) -> int:
+        """Code all blocks that are too old for their bits, and then others if the store should have more room; return
+        how many layers of the latter. step: the seconds of a step, which this exceeds only if a single layer does; None
+        if no request takes steps."""
+        blocks, seconds, coded = self._blocks, _ALONE if step is None else step, 0
+        if blocks is None:
+            return 0
+        blocks.code_aged()  # at once, so that what a step reads does not depend on how long others take
+        awaited, self._awaited = self._awaited, None
+        started = before = time.perf_counter()
+        while not coded or before - started + max(self._seconds) <= seconds:
+            if not (blocks.lacks_room() or blocks.lacks_room(awaited)) or not blocks.code_layer():
+                break
+            now = time.perf_counter()
+            self._seconds.append(now - before)
+            before, coded = now, coded + 1
+        return coded

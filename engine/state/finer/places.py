@@ -61,15 +61,11 @@ class Places:
         assert self._finer_bytes >= self._bytes
         self._kinds = {True: _Kind(), False: _Kind()}
         self._of: dict[int, Place] = {}
-        self.coding: int | None = None
-        """The block that is being coded again."""
-        self.done = 0
-        """The layers of that block that have been coded again."""
+        self.coding: int | None = None  # the block that is being coded again
+        self.done = 0  # its layers that have been coded again
         self._coded: Place | None = None
-        self.free = size * self._bytes
-        """Bytes that no block has."""
-        self.changes = 0
-        """How many times a block has got another place."""
+        self.free = size * self._bytes  # bytes that no block has
+        self.changes = 0  # how many times a block has got another place
 
     def __getitem__(self, block: int) -> Place:
         return self._of[block]

@@ -80,9 +80,7 @@ class DeltaShape(OwnShape):
 @dataclass
 class DeltaTable(BlockTable):
     """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
-
-    snapshots: number of a block → the snapshot of its end. Only the newest growth's snapshots are in the table.
-    """
+    snapshots: number of a block → the snapshot of its end; those of the newest growth alone."""
 
     snapshots: dict[int, int] = field(default_factory=dict)
 
@@ -311,9 +309,6 @@ def ends_to_keep(first: int, complete: int, branch: int | None) -> list[int]:
 
     These are the last block, the blocks 4, 16, 64, … before it, and the block `branch`, at whose end another prompt has
     left this one. Ascending, without block 0: it is computed again in less time than reading its state takes.
-
-    >>> ends_to_keep(0, 30, None)
-    [13, 25, 29]
     """
     distances, distance = [0], _STEP
     while distance < complete:

@@ -22,21 +22,16 @@ RowsOp = Callable[..., Array]  # `short_conv`, `gated_delta` or `mamba2` of a la
 
 
 class PromptRows(NamedTuple):
-    """Rows of a prompt from `position` on.
-
-    prompts: for the ops of each card, the buffer of the prompt's growth, for the layer that is being computed. Its
-    method `add` takes ops, op, inputs, weights and position, and returns what the op returns.
-    """
+    """Rows of a prompt from `position` on. prompts: by the ops of each card, the buffer of the prompt's growth, for the
+    layer that is being computed; its `add(ops, op, inputs, weights, position)` returns what the op returns."""
 
     prompts: Mapping[Ops, Any]
     position: int
 
 
 def add_rows(ops: Ops, op: RowsOp, inputs: Array, weights: Sequence[Any], slots: Any, spans: Any) -> Array:
-    """Add rows to a layer's state with its op, one of `ops`, and return what the op returns.
-
-    spans: as `RecurrentState.spans` returns them; the rows of a step are on the device.
-    """
+    """Add rows to a layer's state with its op, one of `ops`, and return what the op returns. spans: from
+    `RecurrentState.spans`, a step's rows on the device."""
     if isinstance(spans, PromptRows):
         return spans.prompts[ops].add(ops, op, inputs, weights, spans.position)
     return op(inputs, *weights, slots, spans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.engine.sampling.compilations import MOST_WAITING, TURNS
+from polarlm.model_loaders.limited_process import ProcessFailed
 from tests.pairs import in_turn
 from tests.sampling.test_hostile_grammars import HOSTILE
 from tests.server.http_server import Serving, serving
@@ -96,10 +97,12 @@ def held(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
     worker = server.engine.grammars._workers[TURNS[0]]
     ask, begun, goes_on = worker.ask, threading.Event(), threading.Event()
 
-    def late(*request: Any) -> Any:
+    def late(request: Any, gone: Callable[[], bool]) -> Any:
         begun.set()
-        assert goes_on.wait(PATIENCE)
-        return ask(*request)
+        while not goes_on.wait(0.05):
+            if gone():
+                raise ProcessFailed("nobody waits for it")
+        return ask(request, gone)
 
     with monkeypatch.context() as patch:
         patch.setattr(worker, "ask", late)
