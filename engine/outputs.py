@@ -70,7 +70,7 @@ class Chunk:
     stopped_by: str | None = None  # on the last chunk: the stop string before which the answer ends
     prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # with `prefilled`: how many of those tokens were found in the KV store
+    cached_tokens: int = 0  # with `prefilled`: how many prefilled tokens were found in the KV store
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id if `SamplingParams.logprobs` is set
     # In one chunk before the first token, if requested: one per token of the prompt after the first.
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

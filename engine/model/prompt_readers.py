@@ -46,17 +46,17 @@ class PromptLogprobs:
     def __init__(self, ids: Sequence[int], count: int, vocabulary: int) -> None:
         """count: number of most likely tokens. vocabulary: the number of ids; logits may have more."""
         self._ids, self._count, self._vocabulary = ids, count, vocabulary
-        self._found: list[TokenLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
 
     def read(self, model: Transformer, hidden: Array, first: int) -> None:
         following = self._ids[first + 1 : first + 1 + len(hidden)]
         if len(following) == 0:
             return
         logits = model.logits(hidden[: len(following)])[:, : self._vocabulary]
-        self._found += [token_logprob(row, token, self._count) for row, token in zip(logits, following, strict=True)]
+        self._logprobs += [token_logprob(row, token, self._count) for row, token in zip(logits, following, strict=True)]
 
     def chunk(self) -> Chunk:
-        return Chunk("", (), prompt_ids=tuple(self._ids), prompt_logprobs=tuple(self._found))
+        return Chunk("", (), prompt_ids=tuple(self._ids), prompt_logprobs=tuple(self._logprobs))
 
 
 class Ranking:

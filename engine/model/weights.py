@@ -124,7 +124,7 @@ def load_weights(
 
     progress: called with the bytes of the file that are done since its last call. numbers: the layers to load; None:
     all. kept, cache: see `Ops.load`, `Ops.cache_experts`. on_host: the experts of this many layers, the first ones,
-    stay on `Ops.host`. adapters: those that requests choose from.
+    stay on `Ops.host`. adapters: the adapters that requests choose from.
     """
     readers: dict[Ops, _Reader] = {}  # one for each card
 

@@ -104,7 +104,7 @@ class Runner:
         counted = [group.quantized for group in groups if not group.is_sparse]
         size, free, kept = _counts(counted)
         sparse = [group.quantized for group in groups if group.is_sparse]
-        room, unused, findable = _counts(sparse)
+        room, unused, known = _counts(sparse)
         running, threads = self._scheduler.running, self._model.ops.threads()
         cache = self._model.weights.expert_cache
         if threads is not None:
@@ -125,9 +125,7 @@ class Runner:
             experts=None if cache is None else ExpertStatus(cache.experts, cache.hits, cache.misses, cache.bytes),
             types=self._blocks_by_type(),
             blocks_of_largest=max((blocks.size for blocks in counted), default=0),
-            snapshots=SnapshotStatus(room, room - unused, findable, self._store.plan.snapshot_bytes)
-            if sparse
-            else None,
+            snapshots=SnapshotStatus(room, room - unused, known, self._store.plan.snapshot_bytes) if sparse else None,
         )
 
     def _blocks_by_type(self) -> dict[str, int] | None:

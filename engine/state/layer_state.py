@@ -46,7 +46,7 @@ class LayerState(Protocol):
         """
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve blocks for the `count` rows of a step, any number of which may be kept. Otherwise like `open`. A
+        """Reserve blocks for the `count` rows of a step. Any number of rows may be kept. Otherwise like `open`. A
         sparse state takes no more rows than fit into the current block."""
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> Any:

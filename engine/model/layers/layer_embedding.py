@@ -1,4 +1,4 @@
-"""The embedding of a layer: a gated network of one layer whose second input is an embedding of the token of its own."""
+"""The embedding of a layer: a gated network whose second input is the layer's own embedding of the token."""
 
 from __future__ import annotations
 

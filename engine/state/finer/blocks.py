@@ -35,9 +35,9 @@ _ALONE = 0.05  # seconds between two units while no request takes steps
 class FinerAllocator(BlockAllocator):
     """Allocates blocks, with a place for each that is held or kept: finer ones while there is room, or by age.
 
-    Coded again are first blocks that the prefix cache alone knows, as they would be allocated, then blocks of
+    Blocks that the prefix cache alone knows are coded again first, as they would be allocated, then blocks of
     sequences, oldest first, their newest ones last. By room, all are coded again before the cache gives one up. By age,
-    it keeps the newest ones of a sequence, and gives up blocks before those of running sequences are coded again.
+    it keeps the newest ones of a sequence, and gives up blocks before blocks of running sequences are coded again.
     """
 
     def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], *, is_by_age: bool) -> None:

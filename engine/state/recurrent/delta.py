@@ -80,7 +80,7 @@ class DeltaShape(OwnShape):
 @dataclass
 class DeltaTable(BlockTable):
     """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
-    snapshots: number of a block → the snapshot of its end; those of the newest growth alone."""
+    snapshots: number of a block → the snapshot of its end; only the newest growth's snapshots."""
 
     snapshots: dict[int, int] = field(default_factory=dict)
 
