@@ -1,4 +1,4 @@
-"""`--cache-type auto`: answers with room are those of `quality`, and blocks are coded again as the store fills."""
+"""`--cache-type auto`: with room, answers equal the answers of `quality`; blocks are coded again as the store fills."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def known(engine: Engine) -> int:
 
 
 def continued(engine: Engine, number: int, answer: Completion, more: int = 20) -> Completion:
-    """The answer to a longer prompt: that of `answer`, with what was answered."""
+    """The answer to a longer prompt, which begins with a prompt and its `answer`."""
     return engine.generate([*prompt(number), *answer.token_ids, *prompt(100 + number, more)], GREEDY)
 
 

@@ -67,7 +67,7 @@ def test_a_text_ends_with_the_token_that_closes_it(engine: Engine) -> None:
 
 
 def probability(engine: Engine, document: str) -> float:
-    """That of yes beside no after the prompt that such models are trained with, from the scores of its tokens."""
+    """The probability of yes beside no after the prompt of such models, from the scores of its tokens."""
     (prompt, _, options) = engine.rank_jobs(QUERY, [document])[0]
     ids = engine.prompt_ids(prompt, options)
     yes, no = (

@@ -1,4 +1,4 @@
-"""Experts that are read when they are chosen: answers are those of a model whose experts are all loaded."""
+"""Experts that are read when they are chosen: answers equal the answers of a model whose experts are all loaded."""
 
 from __future__ import annotations
 

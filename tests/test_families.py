@@ -48,7 +48,7 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2_capped_tied", "lfm2_tied", "gpt_oss_mxfp4", "glm4_moe_qk_norm"])
 def test_models_with_other_layers_find_prefixes_and_sessions_and_drafts(name: str, tmp_path: Path) -> None:
-    """An answer after a stored prefix is that of another engine after a session, with drafts."""
+    """An answer after a stored prefix equals the answer of another engine after a session, with drafts."""
     path = make_model(tmp_path, name)
     params = SamplingParams(max_tokens=40, temperature=4, seed=1, ignore_eos=True)
     settings = {"device": "cpu", "block_size": 16, "ctx_size": 256, "cache_type": "balanced"}
