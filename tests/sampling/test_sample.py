@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.errors import EngineError
@@ -74,6 +74,7 @@ settings_of_the_chain = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=500)
 @given(
     st.lists(quarters, min_size=V, max_size=V),
     settings_of_the_chain,
@@ -103,6 +104,12 @@ def test_top_k_keeps_the_first_of_equal_tokens() -> None:
     """So many that a partial sort would pick others."""
     chain = sampling(top_k=2)
     assert {drawn_with(np.zeros(400, np.float32), chain, [], i / 50) for i in range(50)} == {0, 1}
+
+
+def test_top_p_is_applied_after_top_k() -> None:
+    even = [1.0] * 4 + [0.0] * 4  # the best two have 0.365 of all tokens' probability, and half of the best four's
+    assert support(even, {"top_k": 4, "top_p": 0.5}) == {0, 1}
+    assert support(even, {"top_k": 0, "top_p": 0.5}) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e4])
