@@ -12,12 +12,12 @@ from typing import Any
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
-from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, fold
+from polarlm.engine.errors import EngineError
+from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding, fold
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.mailbox import Mailbox
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.constraints import Constraint
-from polarlm.engine.vectors import embedding_in
 
 Params = SamplingParams | None
 Options = PromptOptions | None
@@ -125,7 +125,10 @@ class AsyncEngine:
     async def embed(self, prompt: Prompt, pooling: str | None = None, options: Options = None) -> Embedding:
         """The embedding of `prompt`; see `Engine.embed`. Texts that wait together are computed together."""
         options = self.engine.embedding_options(pooling, options)
-        return embedding_in(await self._chunks(prompt, SamplingParams(max_tokens=0), options))
+        vector = embedding(await self._chunks(prompt, SamplingParams(max_tokens=0), options))
+        if vector is None:
+            raise EngineError("The request for an embedding was cancelled", "closed")
+        return vector
 
     async def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Log-probabilities of `ids`; see `Engine.score`. Cancelling the task does not end the computation."""

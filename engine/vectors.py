@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from polarlm.engine.errors import EngineError
@@ -84,14 +84,6 @@ class Vectors:
         return replace(options or PromptOptions(), pooling=pooling or self.model.pooling or "mean")
 
 
-def embedding_in(chunks: Iterable[Chunk]) -> Embedding:
-    """The embedding in one of a request's `chunks`. Raises EngineError if the request was cancelled."""
-    vector = embedding(chunks)
-    if vector is None:
-        raise EngineError("The request for an embedding was cancelled", "closed")
-    return vector
-
-
 def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
     """The embedding of each request. All wait together, and this thread runs units of work meanwhile. An error in one
     ends the others. Raises EngineError."""
@@ -103,7 +95,11 @@ def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
         while unfinished := [outbox for outbox in outboxes if not _is_finished(outbox)]:
             if not engine.work() and not any(map(_is_finished, unfinished)):
                 raise EngineError("The request was cancelled", "closed")
-        return [embedding_in(chunk for chunk in outbox if isinstance(chunk, Chunk)) for outbox in outboxes]
+        each = (embedding(chunk for chunk in outbox if isinstance(chunk, Chunk)) for outbox in outboxes)
+        embeddings = [vector for vector in each if vector is not None]
+        if len(embeddings) < len(jobs):
+            raise EngineError("The request for an embedding was cancelled", "closed")
+        return embeddings
     finally:
         for ticket in tickets:
             ticket.cancel()
