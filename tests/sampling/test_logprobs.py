@@ -194,8 +194,3 @@ def test_tokens_of_an_incomplete_character_have_logprobs(engine: Engine) -> None
     chunks = paired(list(engine.stream(PROMPT, asking(1, logit_bias=banned, max_tokens=3))))
     assert chunks[0].text == ""
     assert fold(chunks).token_ids == (euro[0],) * 3
-
-
-def test_an_end_token_has_no_logprob(engine: Engine) -> None:
-    answer = engine.generate(PROMPT, asking(2, ignore_eos=False, logit_bias={2: 1e6}))
-    assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ((), (), "stop")

@@ -191,11 +191,6 @@ def test_accepts_values_at_the_limits() -> None:
         resolve(SamplingParams(**values), GenerationDefaults())
 
 
-def test_refuses_a_bias_for_a_token_outside_the_vocabulary() -> None:
-    with pytest.raises(EngineError, match="token 12, but the vocabulary has 12"):
-        resolve(SamplingParams(logit_bias={11: 1.0, 12: 1.0}), GenerationDefaults(), vocab_size=12)
-
-
 def test_defaults_come_from_the_model_and_then_from_the_engine() -> None:
     of_model = GenerationDefaults({"temperature": 0.3, "top_k": 7})
     chosen = resolve(SamplingParams(top_k=9), of_model)
