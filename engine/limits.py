@@ -68,6 +68,8 @@ def _is_list_of_objects(value: Any) -> bool:
 Valid = tuple[Callable[[Any], bool], str]  # whether a value is valid, and the valid values in words
 Limits = Mapping[str, Valid]  # field → its valid values
 
+CONSTRAINTS = ("schema", "grammar", "regex")  # fields of SamplingParams; at most one of them has a value
+
 OPTIONS: Limits = {
     "parse_special": (is_flag, "True or False"),
     "cache_prompt": (is_flag, "True or False"),
@@ -95,6 +97,13 @@ def check(limits: Limits, values: Mapping[str, Any]) -> None:
     for name in limits:
         if wrong := complaint(limits, name, values[name]):
             raise EngineError(f"{name} {wrong}")
+
+
+def check_one_constraint(values: Mapping[str, Any]) -> None:
+    """Raises EngineError if more than one of the fields `CONSTRAINTS` has a value."""
+    names = [name for name in CONSTRAINTS if values[name] is not None]
+    if len(names) > 1:
+        raise EngineError(f"{names[0]} and {names[1]} both constrain the answer; leave one of them out")
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 from polarlm.engine import limits
 from polarlm.engine.config import setting
-from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import Numbers, Valid
 
-_CONSTRAINTS = ("schema", "grammar", "regex")  # at most one of these fields has a value
 _TEXTS = "a tuple of non-empty strings"
 _LOGPROBS = (
     Numbers(0, limits.MOST_LOGPROBS, whole=True, optional=True),
@@ -250,14 +248,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         limits.check(SAMPLING, vars(self))
-        names = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
-        if len(names) > 1:
-            raise EngineError(f"{names[0]} and {names[1]} both constrain the answer; leave one of them out")
+        limits.check_one_constraint(vars(self))
 
     @property
     def is_constrained(self) -> bool:
         """Whether a schema, a grammar or a regular expression constrains the answer."""
-        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
+        return any(getattr(self, name) is not None for name in limits.CONSTRAINTS)
 
 
 OPTIONS = {option.name: option.metadata for option in fields(SamplingParams)}  # field → what `option` says of it

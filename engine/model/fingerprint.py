@@ -28,7 +28,7 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
 
 
 def _described(value: Any) -> Any:
-    """Return a configuration's names and values that are no defaults, so that a new field changes no digest."""
+    """A configuration's names and values that are no defaults, so that a new field changes no digest."""
     if isinstance(value, tuple):
         return [_described(one) for one in value]
     if not is_dataclass(value):

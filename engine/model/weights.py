@@ -248,6 +248,9 @@ class Kept:
     how: str
     bytes: int
 
+    def __str__(self) -> str:
+        return f"{', '.join(self.stored)} {self.how}"
+
 
 def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> tuple[Kept, ...]:
     """Return how the device keeps all matrices, for the `weight_type` of `load_weights`, the most bytes first."""
@@ -271,8 +274,7 @@ def in_words(kept: Sequence[Kept]) -> str:
     "weights of IQ2_XXS kept as q8_0 (947 MiB), of Q5_K, Q4_K as stored (50 MiB)"."""
     if len(kept) == 1:
         return f"{', '.join(kept[0].stored)} weights {kept[0].how}"
-    parts = (f"{', '.join(one.stored)} {one.how} ({format_bytes(one.bytes)})" for one in kept)
-    return "weights of " + ", of ".join(parts)
+    return "weights of " + ", of ".join(f"{one} ({format_bytes(one.bytes)})" for one in kept)
 
 
 def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:

@@ -80,7 +80,6 @@ class PromptLookup:
         return following
 
     def is_ready(self, ids: Sequence[int]) -> bool:
-        """Whether the newest n-gram occurred before. If not, a repetition begins with the next token or later."""
         self.read(ids)
         return self._earlier is not None
 

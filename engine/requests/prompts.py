@@ -129,9 +129,8 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str,
 
 
 def _begun_ids(message: Mapping[str, Any], model: model_loaders.Model, check: Callable[[str], None]) -> list[int]:
-    """Return the ids of the beginning of an answer: the ids it was generated as, or else its text tokenized as an
-    answer's, with the leading space that some tokenizers add, and behind the header of a message if answers have
-    headers."""
+    """Return the ids of the beginning of an answer: the ids it was generated as, or its text tokenized as an answer's,
+    with the leading space that some tokenizers add, behind the header of a message if answers have headers."""
     tokenizer, channels = model.tokenizer, model.template.channels
     if message.get("token_ids") is not None:
         ids = list(message["token_ids"])

@@ -22,10 +22,9 @@ from polarlm.engine.state.store import Span
 class _Step:
     """A step that has begun.
 
-    requests: in row order. spans: the rows of each request that still takes part. fetch: the token of each request;
-    None while `logits` wait for sampler inputs, which need the last step's tokens. known: requests whose next token is
-    known: their rows are computed, but no token is taken. drafted: the drafted tokens of requests that have any.
-    sampled: for the same requests, the tokens sampled after the newest token and after each drafted one.
+    requests: in row order. spans: the rows of each request that still takes part. fetch: the tokens; None while
+    `logits` wait for sampler inputs. known: requests whose next token is known, so that none is taken. drafted: the
+    drafted tokens of requests that have any. sampled: the tokens after their newest token and after each drafted one.
     """
 
     requests: Sequence[Request]

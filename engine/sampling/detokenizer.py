@@ -39,7 +39,12 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Passes text up to the first complete stop string, and holds back a possible beginning of one."""
+    """Passes text up to the first complete stop string, and holds back a possible beginning of one.
+
+    >>> stop = StopFilter(["END"])
+    >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.stopped
+    ('one ', 'EN two', ' ', True)
+    """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops

@@ -33,8 +33,6 @@ class ExpertsWeights:
 
 
 class Experts:
-    """The mixture of experts of one layer."""
-
     Weights = ExpertsWeights
 
     def __init__(self, ops: Ops, shape: config.Experts, eps: Eps, weights: ExpertsWeights):

@@ -27,8 +27,6 @@ class GatedDeltaWeights:
 
 
 class GatedDelta(RecurrentMixer):
-    """The mixer of one layer."""
-
     Weights, state_shape, op = GatedDeltaWeights, DeltaShape, "gated_delta"
 
     @staticmethod

@@ -23,8 +23,6 @@ class GatedMLPWeights:
 
 
 class GatedMLP:
-    """The feed-forward network of one layer."""
-
     Weights = GatedMLPWeights
 
     def __init__(self, ops: Ops, shape: config.GatedMLP, eps: Eps, weights: GatedMLPWeights):

@@ -41,8 +41,6 @@ class LayerEmbeddingWeights:
 
 
 class LayerEmbedding:
-    """The embedding of one layer."""
-
     def __init__(self, ops: Ops, activation: Activation, number: int, eps: Eps, weights: LayerEmbeddingWeights):
         self._ops, self._activation, self._weights = ops, activation, weights
         size = weights.gate.shape[0]

@@ -29,8 +29,6 @@ class Mamba2LayerWeights:
 
 
 class Mamba2(RecurrentMixer):
-    """The mixer of one layer."""
-
     Weights, state_shape, op = Mamba2LayerWeights, DeltaShape, "mamba2"
 
     @staticmethod

@@ -21,8 +21,8 @@ from polarlm.engine.state.tables import BlockTable, Growth
 
 @dataclass(frozen=True)
 class ConvShape(OwnShape):
-    """How one layer stores its inputs, of `channels` float32 numbers a token. width: tokens that a token sees. Every
-    complete block is kept, so that any of them can be the end of a stored prefix."""
+    """How one layer stores its inputs: `channels` float32 numbers a token, which sees `width` tokens. Every complete
+    block is kept, so that a stored prefix can end with it."""
 
     channels: int
     width: int
