@@ -3,18 +3,14 @@ sign for each group."""
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves
+from polarlm.engine.weight_formats._grouped import fields, flat, halves
 from polarlm.engine.weight_formats._lattice import Grid, Lattice, bits_of, words
 
 VALUES, NBYTES = 256, 50
 BITS, GROUP = 12, 32
 GRID = Grid("IQ1_S", cell=8, signs=0, factor=1 / 8, delta=True)
-
-dequantize = functools.partial(dequantize_gguf, "IQ1_S")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

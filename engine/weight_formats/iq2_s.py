@@ -3,18 +3,14 @@ indices are bytes of their own."""
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import fields, flat, halves, unpack_bits
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 
 VALUES, NBYTES = 256, 82
 BITS, GROUP = 10, 16
 GRID = Grid("IQ2_S", cell=8, signs=8, factor=1 / 8)
-
-dequantize = functools.partial(dequantize_gguf, "IQ2_S")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import fields, halves, unpack_bits
 from polarlm.engine.weight_formats._lattice import Grid, Lattice, bits_of, words
 
 VALUES, NBYTES = 256, 74
 BITS, GROUP = 9, 16
 GRID = Grid("IQ2_XS", cell=8, signs=7, factor=1 / 8)
-
-dequantize = functools.partial(dequantize_gguf, "IQ2_XS")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves
+from polarlm.engine.weight_formats._grouped import fields, flat, halves
 from polarlm.engine.weight_formats._lattice import Grid, Lattice, scales_and_signs, words
 
 VALUES, NBYTES = 256, 66
 BITS, GROUP = 8, 32
 GRID = Grid("IQ2_XXS", cell=8, signs=7, factor=1 / 8)
-
-dequantize = functools.partial(dequantize_gguf, "IQ2_XXS")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

@@ -3,18 +3,14 @@ are bytes of their own."""
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import fields, flat, halves, unpack_bits
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 
 VALUES, NBYTES = 256, 110
 BITS, GROUP = 9, 32
 GRID = Grid("IQ3_S", cell=4, signs=8, factor=1)
-
-dequantize = functools.partial(dequantize_gguf, "IQ3_S")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

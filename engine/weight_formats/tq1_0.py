@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, halves
+from polarlm.engine.weight_formats._grouped import fields, halves
 from polarlm.engine.weight_formats._trits import Trits
 
 VALUES, NBYTES = 256, 54
 GROUP = 32
 RUNS = (32, 5), (16, 5), (4, 4)
-
-dequantize = functools.partial(dequantize_gguf, "TQ1_0")
 
 
 def unpack(raw: np.ndarray) -> Trits:
