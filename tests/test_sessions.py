@@ -522,13 +522,6 @@ def test_a_note_must_be_json(engine: Engine, file: Path) -> None:
     assert os.listdir(file.parent) == []
 
 
-def test_learned_codes_are_neither_saved_nor_loaded(tiny_path: Path, saved: Path, file: Path) -> None:
-    with load(tiny_path, "polarquant-online") as engine:
-        talk(engine)
-        refused(lambda: engine.save_session(file), "polarquant-online", "another cache type")
-        refused(lambda: engine.load_session(saved), "polarquant-online")
-
-
 def test_loading_overwrites_kept_blocks(tiny_path: Path, saved: Path) -> None:
     with load(tiny_path, ctx_size=80) as engine:
         talk(engine, 60, seed=5)

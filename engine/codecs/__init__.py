@@ -73,13 +73,11 @@ class Codec(ABC):
 
     A codec maps vectors to streams of codes and numbers, and back; how fields store them follows from the schema.
     Codecs are values: two of the same name are equal and have the same hash. name: the cache type that `get` makes this
-    codec from, with its options. serves: the sides that it can store: keys ("k"), values ("v"), or both. per_layer:
-    whether it learns from the first blocks that it encodes; each layer then needs one for keys and one for values.
+    codec from, with its options. serves: the sides that it can store: keys ("k"), values ("v"), or both.
     """
 
     name: str
     serves = KEYS_AND_VALUES
-    per_layer = False
 
     @abstractmethod
     def schema(self, block_size: int, head_dim: int) -> Schema:

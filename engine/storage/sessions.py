@@ -58,16 +58,6 @@ class Session:
     salt: str = ""  # salt of the K/V of a session that was read; see `engine.state.salts`
 
 
-def _check_types(shape: CacheShape) -> None:
-    """Raises EngineError for a cache type whose codes have a meaning only in this process."""
-    for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
-        if codec.per_layer:
-            raise _error(
-                f"Cache type {codec.name} learns the meaning of its codes in each process, so no session can be saved "
-                "or loaded with it: choose another cache type"
-            )
-
-
 def write(
     path: SessionPath, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
 ) -> None:
@@ -136,7 +126,6 @@ def read(
     knows: whether the engine has the adapter in a salt. Reads no state of the engine, so its lock need not be held.
     Raises EngineError.
     """
-    _check_types(shape)
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
         count = _counting(progress, os.path.getsize(path))
@@ -180,9 +169,7 @@ def _blocks(
 
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
-    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out, or for a cache
-    type whose codes no session can have."""
-    _check_types(store.shape)
+    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out."""
     kv = prefixes.match_prefix(ids, salt)
     try:
         return export(store, kv, ids)

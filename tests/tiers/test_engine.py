@@ -346,7 +346,6 @@ SETTINGS = [
     ({"cache_remote": "ftp://host/x"}, "cache_remote=ftp://host/x: ftp:// is not supported; give http://HOST:PORT"),
     ({"cache_disk": "1G", "kept_sequences": 0}, "kept_sequences=0 turns that off"),
     ({"cache_ram": "1G"}, "the model runs on the CPU"),
-    ({"cache_disk": "1G", "cache_type": "polarquant-online"}, "learns the meaning of its codes"),
     ({"cache_disk": "1G", "cache_disk_folder": os.devnull + "/folder"}, "Blocks cannot be kept in"),
 ]
 

@@ -2,8 +2,8 @@
 
 It has the fields and bits per value of `polarquant`. Its centres are found by k-means on the angles of the first
 blocks that the codec encodes: sixteen on [0, 2π) for level 1, four on [0, π/2] for each higher level. So only the
-instance that encoded a block can decode it: no prefix is shared, no session is saved, and each layer needs an instance
-for keys and one for values.
+instance that encoded a block can decode it, and each layer needs an instance for keys and one for values: no two are
+equal, and layers are encoded apart.
 
 Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025, §4.1 and the online variant of
 §5 (1-D k-means++ on the angles of the prompt, at prefill). Seeds: Arthur and Vassilvitskii, "k-means++: The Advantages
@@ -29,17 +29,17 @@ _STARTS = 4  # starts from k-means++, besides the offline codebook
 _SEED = 20250204
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OnlinePolarQuant(PolarQuant):
-    """PolarQuant with its own codebook, which comparisons of codecs ignore.
+    """PolarQuant with its own codebook.
 
     codebook: level → ascending centres, (16,) or (4,) float32, radians. Empty until the first block that is not all
     zeros is encoded; fixed after that.
     """
 
-    codebook: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+    codebook: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
-    per_layer = True
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
         x = checked(x, self.name)
