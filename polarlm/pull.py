@@ -15,7 +15,6 @@ from polarlm.engine.cli.commands import note, run, use_utf8
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import hub
@@ -60,7 +59,7 @@ def _pull(argv: Sequence[str]) -> None:
     name = hub.parse(asked.name)
     config = settle(None, EngineConfig(device=asked.device, ctx_size=asked.ctx_size), {})
     ops, _ = select(config.device, config.threads)
-    path = hub.fetch(name, fits_beside(config, WHOLE, ops), note)
+    path = hub.fetch(name, fits_beside(config, ops), note)
     if path.is_file() and name.quantization is None:
         name = replace(name, quantization=hub.quantization_of(path.name))
     note(f"{name} takes {format_bytes(_size(path))} on the disk. To talk to it: polarlm chat -hf {name}")

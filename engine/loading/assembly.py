@@ -51,7 +51,7 @@ __all__ = ["Parts", "assemble", "fit_line", "with_cache"]
 Say = Callable[[str], None]
 
 
-def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE, ops: Ops | None = None) -> Parts:
+def assemble(config: EngineConfig, verbose: Say | None, ops: Ops | None = None) -> Parts:
     """Load the model and allocate its KV store. Raises EngineError.
 
     ops: the backend; None selects the backend of `config.device`.
@@ -60,12 +60,12 @@ def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHO
         verbose = above_bars(verbose)
     try:
         if ops is not None:
-            return _assemble(config, ops, verbose, encoding)
+            return _assemble(config, ops, verbose)
         try:
-            return _assemble(config, _device(config, verbose or _silent), verbose, encoding)
+            return _assemble(config, _device(config, verbose or _silent), verbose)
         except KernelError as error:
             (verbose or _silent)(without_kernels(str(error)))
-        return _assemble(config, select("cpu", config.threads, compiled=False)[0], verbose, encoding)
+        return _assemble(config, select("cpu", config.threads, compiled=False)[0], verbose)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     except MemoryError:
@@ -88,27 +88,27 @@ def _device(config: EngineConfig, say: Say) -> Ops:
     return ops
 
 
-def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> Parts:
+def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
     """Load the model, and its draft model."""
     try:
-        parts = _Loading(config, ops, verbose, encoding).run()
+        parts = _Loading(config, ops, verbose).run()
     except _DamagedTiles as error:
         (verbose or _silent)(f"{error.reason}: weights are packed again.")
-        parts = _Loading(config, ops, verbose, encoding).run()
+        parts = _Loading(config, ops, verbose).run()
     if config.model_draft is not None:
         try:
-            parts.draft = _draft(parts, verbose, encoding)
+            parts.draft = _draft(parts, verbose)
         except BaseException:
             parts.close()
             raise
     return parts
 
 
-def _draft(parts: Parts, verbose: Say | None, encoding: Encoding) -> Parts:
+def _draft(parts: Parts, verbose: Say | None) -> Parts:
     """Load the draft model; of several GPUs on the last one. Raises EngineError if its vocabulary is another one."""
     say = None if verbose is None else lambda sentence: verbose(f"draft model: {sentence}")
     ops = parts.model.ops if (split := parts.placement.split) is None else split.shares[-1].card
-    draft = _assemble(draft_config(parts.config, parts.plan.tokens), ops, say, encoding)
+    draft = _assemble(draft_config(parts.config, parts.plan.tokens), ops, say)
     try:
         _check_vocabulary(parts.source, draft.source)
     except EngineError:
@@ -128,8 +128,8 @@ class _DamagedTiles(EngineError):
 class _Loading:
     """A model on its way from files to the parts of an engine."""
 
-    def __init__(self, config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> None:
-        self._config, self._ops, self._verbose, self._encoding = config, ops, verbose, encoding
+    def __init__(self, config: EngineConfig, ops: Ops, verbose: Say | None) -> None:
+        self._config, self._ops, self._verbose = config, ops, verbose
         self._say = verbose or _silent
         self._weight_format = weight_format(config)
         self._adapters = Adapters()
@@ -157,8 +157,7 @@ class _Loading:
         is_here = config.weights is not None and Path(config.weights).exists()
         if config.weights is not None and is_here:
             self._bar = _loading_bar(bars, self._verbose is not None, Path(config.weights).name)
-        fits = fits_beside(config, self._encoding, self._ops)
-        source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits)
+        source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits_beside(config, self._ops))
         self._config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
         if source.config.is_encoder and self._ops.of_encoders is None:
@@ -190,7 +189,7 @@ class _Loading:
         bars.close()
         if not source.config.is_encoder:
             ops.set_aside(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
-        store = _store(config, self._encoding, ops, source, weights, plan, self._verbose)
+        store = _store(config, WHOLE, ops, source, weights, plan, self._verbose)
         for clause in store.in_numpy():
             self._say(f"{clause}.")
         if warm is not None:
@@ -212,8 +211,7 @@ class _Loading:
         config, source = self._config, self._source
         wanted = wanted_of_source(config, self._ops, source.config, source.weights, self._adapters.all)
         more = draft_bytes(config, self._ops)
-        wanted = replace(wanted, more=more, encoding=self._encoding, is_mapped=self._mapped is not None)
-        return place(wanted, self._ops, self._say)
+        return place(replace(wanted, more=more, is_mapped=self._mapped is not None), self._ops, self._say)
 
     def _warn(self, placement: Placement) -> None:
         """Tell of settings without effect, of a short context, and of matrices that are not converted."""
@@ -227,9 +225,7 @@ class _Loading:
     def _warm_up(self, warm: WarmUp, placement: Placement) -> list[Callable[[], None]]:
         """Begin to compile the kernels of first requests; return calls that do so for later ones."""
         on_host = placement.on_host.layers if placement.on_host else 0
-        return warm_up_first(
-            self._config, self._encoding, warm, self._source, placement.shape, on_host, self._adapters.all
-        )
+        return warm_up_first(self._config, warm, self._source, placement.shape, on_host, self._adapters.all)
 
     def _weights(self, placement: Placement) -> ModelWeights:
         """Load the weights to where they are placed."""

@@ -13,7 +13,6 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import cards_of, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.placement.draft import draft_bytes
 from polarlm.engine.loading.placement.place import Placement, place
 from polarlm.engine.loading.placement.wanted import fits_beside, wanted_of_source
@@ -48,7 +47,7 @@ def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.
         return config
     ops, _ = select(config.device, config.threads)
     try:
-        file = hub.fetch(hub.parse(path), fits_beside(config, WHOLE, ops), verbose, progress)
+        file = hub.fetch(hub.parse(path), fits_beside(config, ops), verbose, progress)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     return replace(config, weights=str(file))

@@ -15,7 +15,7 @@ from polarlm import model_loaders
 from polarlm.engine.backends.ops import WarmUp
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import DRAFT_ROWS
-from polarlm.engine.loading.encoding import NOT_STORED, Encoding, stored
+from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, stored
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
 from polarlm.engine.model.adapters import Loaded
 from polarlm.engine.model.encoder import Encoder
@@ -44,7 +44,6 @@ _SECONDS = 2.0  # after loading: a process that ends before need not map a compi
 
 def warm_up_first(
     config: EngineConfig,
-    encoding: Encoding,
     warm: WarmUp,
     source: model_loaders.Model,
     shape: CacheShape,
@@ -68,7 +67,7 @@ def warm_up_first(
         if layer not in made:
             heads, dim = layer.kv_heads, layer.head_dim
             measured = [neutral(heads, dim, shape.block_size)] if is_calibrated(config, shape) else []
-            (made[layer],) = stored(encoding, layer, [Variances(*np.ones((2, heads, dim)))], measured)
+            (made[layer],) = stored(WHOLE, layer, [Variances(*np.ones((2, heads, dim)))], measured)
     conditioning, metrics = zip(
         *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from polarlm.engine.backends.ops import Load, Ops
@@ -190,22 +189,22 @@ def wanted_of_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: in
     return Wanted(config, model, Sizes(weights, of_layers, () if ops.host is None else of_layers))
 
 
-def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
+def fits_beside(config: EngineConfig, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
     """Return a function that tells whether a model and its KV store fit in memory, given the bytes of the model's file.
 
     The store is for the requested context, or else for the model's own, up to 16,384 tokens. If the configuration is
     unknown (None), only the file has to fit.
     """
-    return partial(_fits_beside, config, encoding, ops)
 
+    def fits(model: ModelConfig | None, size: int) -> bool:
+        try:
+            if model is None:
+                ops.room_beside(size)
+                return True
+            weights = loaded_bytes(config, ops, model, size)
+            wanted = Wanted(config, model, Sizes(weights))
+            return wanted.fits(ops, wanted.shape(ops), weights, wanted.context)
+        except EngineError:
+            return False
 
-def _fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig | None, size: int) -> bool:
-    try:
-        if model is None:
-            ops.room_beside(size)
-            return True
-        weights = loaded_bytes(config, ops, model, size)
-        wanted = Wanted(config, model, Sizes(weights), encoding=encoding)
-        return wanted.fits(ops, wanted.shape(ops), weights, wanted.context)
-    except EngineError:
-        return False
+    return fits
