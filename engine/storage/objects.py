@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -75,11 +75,6 @@ class Object:
         payload = np.ascontiguousarray(self.payload).reshape(-1).view(np.uint8).data
         fields = _FIELDS.pack(_MAGIC, name, len(header), len(payload))
         return fields + _digest(fields, header, payload) + header, payload
-
-
-def pack_ids(name: bytes, ids: Sequence[int]) -> tuple[bytes, memoryview]:
-    """Return the packed object of an answer's token ids, as `Object.pack` does."""
-    return Object({"kind": "ids", "ids": [int(i) for i in ids]}).pack(name)
 
 
 def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOST_HEADER) -> Object:

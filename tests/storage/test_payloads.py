@@ -15,7 +15,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.state.layer_shapes import FinerKind, LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage import objects
-from polarlm.engine.storage.objects import DamagedObject, Object, pack_ids, unpack
+from polarlm.engine.storage.objects import DamagedObject, Object, unpack
 from polarlm.engine.storage.payloads import Payloads
 
 NAME = bytes(range(16))
@@ -50,7 +50,7 @@ def full(made: Payloads, ids: list[int], value: float = 0.25) -> bytes:
 
 def test_ids_come_back() -> None:
     for ids in ([], [7], [5, 0, 2**31 - 1]):
-        assert unpack(NAME, b"".join(pack_ids(NAME, ids))).ids == tuple(ids)
+        assert unpack(NAME, b"".join(Object({"kind": "ids", "ids": ids}).pack(NAME))).ids == tuple(ids)
 
 
 def test_full_blocks_come_back_with_their_ids() -> None:

@@ -18,8 +18,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.transfer import FIELDS
 from polarlm.engine.storage import waiting
 from polarlm.engine.storage.tiers import tiers, writing
-from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.tier_store import Folder
+from polarlm.engine.storage.tiers.tier_store import Folder, Memory
 from tests.server.lines import PATIENCE
 from tests.storage.arrays import assert_same, stored
 from tests.tiny import assert_idle, blocks_left, forget, load_tiny, make_model

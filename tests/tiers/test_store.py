@@ -20,12 +20,11 @@ from hypothesis.stateful import (
 
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
-from polarlm.engine.storage.tiers.memory import Memory
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, Trip
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.search import Search
 from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
-from polarlm.engine.storage.tiers.trip import Trip
+from polarlm.engine.storage.tiers.tier_store import Memory
 from polarlm.engine.storage.tiers.writing import Writer
 from polarlm.engine.storage.waiting import WaitingBlocks
 from tests.state.fed import N, assert_held_by, held, overwrite

@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polarlm.engine.storage.objects import DamagedObject, unpack
 from polarlm.engine.storage.tiers import tier_store
-from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
+from polarlm.engine.storage.tiers.tier_store import Folder, Memory, TierStore
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
 from tests.tiers.killed_writer import name

@@ -11,8 +11,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
+from polarlm.engine.storage.tiers.tier_store import Folder, Memory, TierStore
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 

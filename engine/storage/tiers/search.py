@@ -13,9 +13,9 @@ from typing import Any
 
 from polarlm.engine.state.blocks import Blocks
 from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.engine.storage.tiers.circuit_breaker import ReadObject, Trip
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.tier_hit import Budget, Claim, FoundBlock, Run, Stored, TierHit
-from polarlm.engine.storage.tiers.trip import ReadObject, Trip
 
 _READERS = 3  # threads that read blocks while a search reads what follows them
 _RUN_BYTES = 8 << 20  # most bytes that are copied to the store in one unit of work, unless one block has more
