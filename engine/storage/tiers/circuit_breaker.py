@@ -1,4 +1,4 @@
-"""Tiers that raise no errors: after one, reads find nothing or writes do nothing for a while. And what a request asks of
+"""Tiers that raise no errors: after one, reads find nothing or writes do nothing for a while; and how a request asks
 them, until it has waited long enough."""
 
 from __future__ import annotations
