@@ -33,14 +33,7 @@ class _Alias:
         _add_aliases(self._spec.name)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The code, for `python -m`."""
         return self._spec.loader.get_code(self._spec.name)  # type: ignore[union-attr]
-
-    def get_source(self, fullname: str) -> str | None:
-        return self._spec.loader.get_source(self._spec.name)  # type: ignore[union-attr]
-
-    def is_package(self, fullname: str) -> bool:
-        return self._spec.submodule_search_locations is not None
 
 
 class _Aliases:

@@ -75,7 +75,6 @@ def _help() -> str:
 
 
 def _unknown(word: str) -> str:
-    """What is wrong with the first word of a command line, with the word that was meant if one is similar."""
     from difflib import get_close_matches
 
     if close := get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1):

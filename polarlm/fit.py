@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
-from polarlm.engine.cli.commands import note, run, use_utf8
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse, that
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig, setting
-from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.fit import (
+    Advice,
     CacheFit,
     DeviceFit,
     WeightFit,
+    advise,
     devices,
     fit_device,
     fit_files,
@@ -35,8 +36,6 @@ from polarlm.model_loaders.hub import PREFIX
 
 @dataclass(frozen=True)
 class FitConfig:
-    """The model, and the settings to load it with."""
-
     weights: str | None = setting(
         None,
         "MODEL",
@@ -77,10 +76,9 @@ class FitConfig:
 GROUPS: Mapping[str, type] = {"Fit": FitConfig}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what fits, and returns the exit code."""
-    use_utf8()
-    return run(lambda words: print(_report(words)), argv)
+@command
+def main(argv: Sequence[str]) -> None:
+    print(_report(argv))
 
 
 def _report(argv: Sequence[str]) -> str:

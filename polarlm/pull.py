@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from polarlm.engine.backends.select import select
-from polarlm.engine.cli.commands import note, run, use_utf8
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
@@ -23,8 +23,6 @@ from polarlm.model_loaders.files.gguf_file import part_paths
 
 @dataclass(frozen=True)
 class PullConfig:
-    """The model, and the memory that it has to fit in."""
-
     name: str = setting(
         MISSING,
         "MODEL",
@@ -46,13 +44,8 @@ class PullConfig:
 GROUPS: Mapping[str, type] = {"Model": PullConfig}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Fetches the model, and returns the exit code."""
-    use_utf8()
-    return run(_pull, argv)
-
-
-def _pull(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
     (asked,) = parse(
         argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub.", checks={}
     )

@@ -17,13 +17,14 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
-from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.fit import (
+    Advice,
     CacheFit,
     DeviceFit,
     WeightFit,
+    advise,
     devices,
     fit_device,
     fit_weights,

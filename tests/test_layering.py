@@ -22,7 +22,6 @@ BEHIND_THE_ENGINE = {
     "chat",
     "codecs",
     "jit",
-    "loading.advice",
     "loading.encoding",
     "loading.fitting",
     "loading.placement",
@@ -117,7 +116,6 @@ ROOMS["loading.checks"] = {
 } | TOLD
 ROOMS["loading.fit"] = ROOMS["loading.placement"] | {"loading.placement"}
 ROOMS["loading.need"] = ROOMS["loading.placement"] | {"loading.placement"}
-ROOMS["loading.advice"] = ROOMS["loading.fit"] | {"loading.fit"}
 ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.tile_cache"] = ROOMS["model"] | {
     "loading.kept_arrays",

@@ -19,8 +19,6 @@ from polarlm.engine.params import SAMPLING, SamplingParams
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """The settings of the terminal chat."""
-
     prompt: str | None = setting(
         None,
         "-p",
@@ -108,7 +106,6 @@ def read_prompt(chat: ChatConfig) -> str | None:
 
 
 def _read_text(flag: str, file: str) -> str:
-    """The text in a file that a flag names. Raises FlagError."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -118,7 +115,6 @@ def _read_text(flag: str, file: str) -> str:
 
 
 def _read_schema(file: str) -> str:
-    """The text of a JSON schema in a file. Raises FlagError if it is no JSON."""
     text = _read_text("--json-schema", file)
     try:
         json.loads(text)

@@ -82,7 +82,6 @@ class Console:
             )
 
     def write(self, text: str) -> None:
-        """Writes a piece of the model's text, without delay."""
         if text:
             self.end_progress()
             self._out.write(text.translate(_VISIBLE) if self.on_terminal else text)
@@ -90,7 +89,6 @@ class Console:
             self._line_open = not text.endswith("\n")
 
     def end_answer(self) -> None:
-        """Ends the line of the model's text, if it is open."""
         if self._line_open:
             self._out.write("\n")
             self._out.flush()
@@ -111,7 +109,6 @@ class Console:
         self._progress(what, "", done, total)
 
     def end_progress(self) -> None:
-        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

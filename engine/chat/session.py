@@ -71,13 +71,11 @@ class ChatSession:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all but the system prompt."""
         self.messages: list[Mapping[str, Any]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
 
     def send(self, text: str) -> Turn:
-        """Answers a message. Raises EngineError."""
         return self._answer([*self.messages, {"role": "user", "content": text}])
 
     def regenerate(self) -> Turn | None:
@@ -131,7 +129,6 @@ class ChatSession:
                 self._console.end_progress()
 
     def complete(self, prompt: str) -> Turn:
-        """Continues plain text, outside the conversation. Raises EngineError."""
         return self._stream(prompt)
 
     def _answer(self, messages: list[Mapping[str, Any]]) -> Turn:
@@ -284,7 +281,6 @@ def numbers(turn: Turn, engine: Engine) -> str:
 
 
 def _places(usage: Usage) -> str:
-    """Which of the cached tokens came from a tier, in brackets; empty for none."""
     found = [f"{tokens} from {place}" for place, tokens in usage.from_tiers.items()]
     return f" ({', '.join(found)})" if found else ""
 

@@ -38,6 +38,7 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
 
     argv: without the program's name; None means the process's own.
     """
+    use_utf8()
     try:
         work(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -43,7 +43,6 @@ _HUB_NAME = re.compile(r"(hf:)?\w[\w.-]*/\w[\w.-]*(?<!\.gguf)([@:]\S+)?")
 
 
 def that(holds: Callable[[Any], bool], sentence: str) -> Check:
-    """A check that complains with `sentence` unless `holds(value)`."""
     return lambda value: None if holds(value) else sentence
 
 
@@ -109,8 +108,6 @@ def parser(
 
 
 class _Ignore(argparse.Action):
-    """Collects the sentences about given flags that have no effect."""
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         namespace.ignored = [*getattr(namespace, "ignored", ()), f"{option_string} has no effect: {self.help}"]
 
@@ -152,7 +149,6 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def close_to(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is most similar to `word`; None if none is similar."""
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
@@ -274,18 +270,13 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
 
 
 def _collect(container: type) -> type[argparse.Action]:
-    """An action that collects the values of a repeated flag in a tuple or a dict."""
-
     class Collect(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
             earlier = getattr(namespace, self.dest, container())
-            setattr(namespace, self.dest, container([*_items(earlier), values]))
+            items = earlier.items() if isinstance(earlier, dict) else earlier
+            setattr(namespace, self.dest, container([*items, values]))
 
     return Collect
-
-
-def _items(collected: tuple[Any, ...] | dict[Any, Any]) -> list[Any]:
-    return list(collected.items() if isinstance(collected, dict) else collected)
 
 
 def _checked(read: Callable[[str], Any], check: Check | None) -> Callable[[str], Any]:

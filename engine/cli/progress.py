@@ -46,7 +46,6 @@ def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
 
 
 def _redraw(bar: tqdm[Any], ended: threading.Event) -> None:
-    """Draw the bar again and again, also while nothing is counted, until `ended`."""
     wait = _DELAY
     while not ended.wait(wait):
         bar.refresh()

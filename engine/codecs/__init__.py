@@ -1,7 +1,8 @@
 """KV codecs: how the K or V vectors of one block become bytes, and back. One codec per file.
 
 Each module of this folder is a codec; what several share is in `parts/` and `schema/`. It defines `NAMES`, the cache
-types that it makes, and `create(name, options)`, which makes one of them. There is no list to edit.
+types that it makes, and `create(name, options)`, which makes one of them, or raises ValueError for an unknown
+option. There is no list to edit.
 """
 
 from __future__ import annotations
@@ -172,7 +173,6 @@ def available() -> tuple[str, ...]:
 
 
 def is_quantized(codec: Codec) -> bool:
-    """False for full precision, True for every other codec."""
     return codec.name != FULL
 
 

@@ -38,6 +38,5 @@ class Half(Codec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Half:
-    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Half()

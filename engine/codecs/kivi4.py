@@ -36,8 +36,6 @@ _GROUP = 32
 
 @dataclass(frozen=True)
 class Kivi4(Codec):
-    """KIVI by channel, or by token."""
-
     name: str = "kivi4"
     by_token: bool = False
 
@@ -70,7 +68,6 @@ class Kivi4(Codec):
 
     @property
     def _axis(self) -> int:
-        """The axis of a grouped array that runs over the members of a group."""
         return -1 if self.by_token else -2
 
     def _grouped(self, x: np.ndarray) -> np.ndarray:
@@ -82,7 +79,6 @@ class Kivi4(Codec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Kivi4:
-    """The codec of this name. Raises ValueError on any option but "token"."""
     if options not in ((), ("token",)):
         raise ValueError(f"Cache type {name} has one option, token: write {name} for keys, {name}+token for values.")
     return Kivi4("+".join((name, *options)), bool(options))

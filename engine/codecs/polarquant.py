@@ -74,7 +74,6 @@ TAN_SQUARED = {level: np.float32(np.tan((first + second) / 2) ** 2) for level, (
 
 
 def level_count(head_dim: int) -> int:
-    """The number of levels of a vector's transform."""
     return 4 if head_dim % 16 == 0 else 3
 
 
@@ -117,8 +116,6 @@ def upper_table(levels: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PolarQuant(Codec):
-    """PolarQuant after a signed Hadamard matrix, a dense random rotation, or no rotation."""
-
     name: str = "polarquant"
     preconditioning: str = "hadamard"
 
@@ -206,7 +203,6 @@ def angles_of(streams: Mapping[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:
-    """The codec of this name. Raises ValueError on any option but one preconditioning."""
     return PolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))
 
 

@@ -69,8 +69,6 @@ def _table(bits: int, pairs: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TrellisTable(PairStore):
-    """The table of `trellis`: vectors of unit variance are rounded as a whole, to the best path."""
-
     width = 2
 
     def best_path(
@@ -88,8 +86,6 @@ class TrellisTable(PairStore):
 
 @dataclass(frozen=True)
 class Trellis(RotatedPairs):
-    """Trellis with one of its tables."""
-
     store: TrellisTable
 
     @property
@@ -119,7 +115,6 @@ class Trellis(RotatedPairs):
 
 
 def create(name: str, options: tuple[str, ...]) -> Trellis:
-    """The codec of this name. Raises ValueError for options other than one preconditioning and `norm16`."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("trellis")))
     reach = float(np.hypot(*points_of(bits).T).max())

@@ -77,7 +77,6 @@ def _silent(sentence: str) -> None:
 
 
 def _device(config: EngineConfig, say: Say) -> Ops:
-    """Return the ops of the device that `config` names. Raises EngineError."""
     ops, note = select(config.device, config.threads)
     if note:
         say(note)
@@ -89,7 +88,6 @@ def _device(config: EngineConfig, say: Say) -> Ops:
 
 
 def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
-    """Load the model, and its draft model."""
     try:
         parts = _Loading(config, ops, verbose).run()
     except _DamagedTiles as error:
@@ -172,7 +170,6 @@ class _Loading:
         return source
 
     def _parts(self, bars: ExitStack) -> Parts:
-        """Place the model, load its weights and make its KV store."""
         config, source = self._config, self._source
         check_layers(self._ops, source.config, config.block_size)
         self._adapters = read_adapters(config, source.config, source.weights, self._say)
@@ -207,14 +204,12 @@ class _Loading:
         return None if cache is None else cache.tiles(lambda kept: self._load(self._ops, kept=kept))
 
     def _placed(self) -> Placement:
-        """Place the model. Raises EngineError if there is too little memory."""
         config, source = self._config, self._source
         wanted = wanted_of_source(config, self._ops, source.config, source.weights, self._adapters.all)
         more = draft_bytes(config, self._ops)
         return place(replace(wanted, more=more, is_mapped=self._mapped is not None), self._ops, self._say)
 
     def _warn(self, placement: Placement) -> None:
-        """Tell of settings without effect, of a short context, and of matrices that are not converted."""
         config, source = self._config, self._source
         if config.state_cache is not None and not any(layer.is_sparse for layer in placement.shape.layers):
             self._say("state_cache has no effect on this model: it has no recurrent layers.")
@@ -228,7 +223,6 @@ class _Loading:
         return warm_up_first(self._config, warm, self._source, placement.shape, on_host, self._adapters.all)
 
     def _weights(self, placement: Placement) -> ModelWeights:
-        """Load the weights to where they are placed."""
         if self._mapped is not None:
             weights = self._load(placement.ops, kept=self._mapped, is_shown=False)
             return replace(weights, why_damaged=self._mapped.removed_if_damaged)

@@ -21,7 +21,7 @@ from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import scale, variances
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second, smoothing
+from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
@@ -29,8 +29,6 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
-
-__all__ = ["LayerStatistics", "calibrate", "load_or_calibrate", "smoothing"]
 
 TOKENS = 512  # four times as many give the same quality
 TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
@@ -82,7 +80,6 @@ def load_or_calibrate(
 
 
 def can_calibrate(ids: Sequence[int], block_size: int) -> bool:
-    """Whether a text is long enough to calibrate on."""
     return len(ids) >= 2 * block_size
 
 
@@ -192,7 +189,6 @@ class _QueriesAndKeys:
 
 
 def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
-    """Return the shape of a store that keeps K/V of all layers in full precision."""
     full = codecs.get(codecs.FULL)
     layers = (
         SharedShape(one.mixer.kv_heads, one.mixer.head_dim, one.mixer.window)
@@ -208,7 +204,6 @@ def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
 def _full_precision_model(
     ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int
 ) -> Transformer:
-    """Return a model with a store for one prompt of `tokens` in full precision, without rotations."""
     plan = plan_for_tokens(full_precision_shape(config, block_size), tokens, 1)
     conditioning = [Conditioning(scale=size and scale(size)) for size in variances(ops, config, weights)]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))

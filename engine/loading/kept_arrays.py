@@ -74,7 +74,6 @@ def _file(kind: str, key: str) -> Path:
 
 
 def _remove_oldest(folder: Path, kind: str) -> None:
-    """Remove the files of a kind that were used least recently, but `_MOST_FILES`."""
     used = []
     for file in folder.glob(f"{kind}-{'[0-9a-f]' * 32}"):
         with suppress(OSError):

@@ -81,7 +81,6 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: 
 
 
 def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> Placement:
-    """Return where the model goes beside `reserved` bytes, with `most` bytes. Raises EngineError."""
     try:
         model, source, _ = model_loaders.load_weights(str(config.weights))
     except model_loaders.LoadError as error:

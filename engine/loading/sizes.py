@@ -17,11 +17,7 @@ from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape, SharedShape
-from polarlm.engine.state.plan import (
-    StorePlan,
-    format_bytes,
-    parse_size,
-)
+from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size
 from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.weight_formats import WeightFormat
@@ -86,7 +82,6 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
 
 
 def _check_two_kinds(config: EngineConfig, layers: Sequence[LayerShape | SharedShape | OwnShape]) -> None:
-    """Raises EngineError for layers whose blocks cannot be of two kinds."""
     kinds = {layer.group for layer in layers if isinstance(layer, LayerShape) and layer.finer}
     if not kinds:
         raise cache_types.not_two_kinds(config, "no layer of this model keeps keys and values of a whole text")
@@ -156,7 +151,6 @@ def no_memory(model: str, sizes: tuple[int, int] | None) -> EngineError:
 
 
 def check_layers(ops: Ops, model: ModelConfig, block_size: int) -> None:
-    """Raises EngineError if the backend lacks kernels of the model's layers."""
     try:
         for mixer in {layer.mixer for layer in model.layers}:
             if isinstance(mixer, Recurrent):

@@ -93,7 +93,6 @@ class MappedTiles:
         return self.memory[first : first + nbytes]
 
     def is_right(self, pieces: Iterable[int]) -> bool:
-        """Whether these pieces are as they were written."""
         starts = (piece * _PIECE for piece in pieces)
         return all(zlib.crc32(self.memory[at : at + _PIECE].data) == self.sums[at // _PIECE] for at in starts)
 
@@ -150,7 +149,6 @@ class TileCache:
         return None
 
     def _write(self, listed: _Listed) -> bool:
-        """Pack and write all tiles; if that is not possible, say why and return False."""
         header, _ = Object({"kind": "tiles", "key": self.file.name, "sizes": listed.sizes}).pack(_OBJECT)
         sums = _Sums(sum(map(_padded, listed.sizes)))
         folder, needed = self.file.parent, len(header) + sums.bytes_of_tiles + sum(map(len, sums.pack()))
@@ -222,7 +220,6 @@ class _Sums:
 
 
 def _parts(header: bytes, listed: _Listed, sums: _Sums) -> Iterator[bytes | memoryview]:
-    """The bytes of a file."""
     yield header
     for nbytes, packed in zip(listed.sizes, listed.packed, strict=True):
         for part in packed():

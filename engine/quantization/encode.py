@@ -149,7 +149,6 @@ class _Rounded(NamedTuple):
 
     @property
     def decoded(self) -> np.ndarray:
-        """norm · point, (K, G, T, D, R)."""
         return self.x - self.errors
 
 
@@ -267,7 +266,6 @@ def _inverse(norms: np.ndarray) -> np.ndarray:
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the dot products of columns: a, b (..., D, R) → (..., R)."""
     return np.einsum("...dr,...dr->...r", a, b)
 
 

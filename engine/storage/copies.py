@@ -36,14 +36,12 @@ def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) ->
 
 
 def _is_finer(store: KVStore, blocks: Blocks) -> bool:
-    """Whether a quantized block is one of more bits."""
     finer = store.finer
     own = None if finer is None else blocks[store.groups.index(finer)]
     return finer is not None and own is not None and finer.is_finer(own)
 
 
 def _take_alike(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], are_finer: bool) -> list[Object]:
-    """Return copies of blocks of one kind."""
     kind, of_kind = ("finer", payloads.finer) if are_finer else ("block", payloads)
     header = {"kind": kind, "stored_as": store.ops.stored_as, "groups": groups_of(blocks[0])}
     parts, size = of_kind.of_blocks(store.ops.stored_as, groups_of(blocks[0]))

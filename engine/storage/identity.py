@@ -50,7 +50,6 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
 
 
 def _state_types(layers: Sequence[Any]) -> Iterable[str]:
-    """Return how layers of a recurrent state keep their snapshots."""
     return dict.fromkeys(layer.codes.name for layer in layers if hasattr(layer, "codes"))
 
 

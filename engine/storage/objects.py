@@ -45,7 +45,6 @@ class Object:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is a block in full precision."""
         return self.header.get("kind") == "full"
 
     @property

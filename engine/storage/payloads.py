@@ -52,8 +52,6 @@ class Part:
 
 
 class Payloads:
-    """The payloads of blocks for caches of one shape."""
-
     def __init__(self, shape: CacheShape):
         self.shape = shape
         self._made: dict[tuple[object, ...], tuple[list[Part], int]] = {}
@@ -61,7 +59,6 @@ class Payloads:
 
     @cached_property
     def every_group(self) -> int:
-        """The bits of all groups."""
         return (1 << len(self.shape.groups)) - 1
 
     @cached_property

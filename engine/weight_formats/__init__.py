@@ -103,7 +103,6 @@ def _format(name: str, module: Any) -> WeightFormat:
 
 
 def available() -> tuple[str, ...]:
-    """Names of all formats."""
     return tuple(_formats())
 
 
@@ -149,12 +148,10 @@ class Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in) of the stacked parts."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -178,7 +175,6 @@ class ExpertLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices of all experts."""
         return sum(part.nbytes for part in self.parts)
 
 

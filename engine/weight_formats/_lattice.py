@@ -27,7 +27,6 @@ class Grid:
     delta: bool = False
 
     def points(self) -> np.ndarray:
-        """The points, int8 (2^BITS, cell)."""
         return _points(self)
 
 

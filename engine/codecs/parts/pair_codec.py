@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.codecs import Codec, Rounding
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
-from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm, NormFormat
+from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
 from polarlm.engine.codecs.schema.joined import join, join_wide, joined_table
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers, pack
@@ -42,7 +42,7 @@ class PairStore:
     reach: float
 
     @property
-    def norms(self) -> NormFormat:
+    def norms(self) -> ByteNorm | HalfNorm:
         return HalfNorm(self.reach) if self.half_norms else ByteNorm()
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
@@ -131,8 +131,6 @@ def _rows(codec: PairCodec) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RotatedPairs(PairCodec):
-    """A codec of pairs after a signed Hadamard matrix, a dense random rotation, or no rotation."""
-
     preconditioning: str
 
     def check(self, head_dim: int, block_size: int) -> None:

@@ -110,7 +110,6 @@ def _unpack_run(pieces: Sequence[Piece], packed: np.ndarray, codes: np.ndarray) 
 
 
 def code_type(bits: int) -> np.dtype:
-    """The dtype of unpacked codes."""
     return np.dtype(np.uint8 if bits <= 8 else np.uint16)
 
 

@@ -70,13 +70,11 @@ class Section:
 
     @property
     def vectors(self) -> int:
-        """Vectors of bytes per part."""
         count = self.order.shape[1]
         return count if self.planes is None else self.planes.stored(count)
 
     @property
     def width(self) -> int:
-        """Bytes per vector."""
         return self.order.shape[2] * (self.stream.dtype.itemsize if self.planes is None else 1)
 
     @property
@@ -91,7 +89,6 @@ class Section:
         return places[1:].reshape(self.stream.shape)
 
     def pack(self, streams: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Streams (..., *shape) → (..., nbytes) uint8."""
         vectors = self.pack_vectors(streams)
         return vectors.reshape(*vectors.shape[:-3], self.nbytes)
 
@@ -137,7 +134,6 @@ class Sections:
         return -(-self.offsets[-1] // self.line) * self.line
 
     def pack(self, streams: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Streams (..., *shape) → (..., nbytes) uint8."""
         packed = [section.pack(streams) for section in self.sections]
         raw = np.zeros((*packed[0].shape[:-1], self.nbytes), np.uint8)
         for at, own in zip(self.offsets, packed, strict=False):
@@ -145,7 +141,6 @@ class Sections:
         return raw
 
     def unpack(self, raw: np.ndarray) -> dict[str, np.ndarray]:
-        """The inverse of `pack`."""
         streams: dict[str, np.ndarray] = {}
         for at, section in zip(self.offsets, self.sections, strict=False):
             streams |= section.unpack(raw[..., at : at + section.nbytes])

@@ -33,8 +33,6 @@ class Share:
 
 @dataclass(frozen=True)
 class CardFit:
-    """What a card has of a model, and of the KV store that is planned for it."""
-
     name: str
     free: int  # bytes of its memory before the model is loaded
     layers: tuple[int, int]  # the first one and the last one
@@ -56,7 +54,6 @@ class Split:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights on all cards."""
         return sum(share.weights for share in self.shares)
 
     def loaded(self) -> Split:
@@ -206,7 +203,6 @@ def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
 
 
 def _of_layers(shape: CacheShape, layers: range) -> CacheShape:
-    """Return the shape of some layers."""
     stored = {layer - layers.start: shape.stored[layer] for layer in layers if layer in shape.stored}
     return replace(shape, layers=shape.layers[layers.start : layers.stop], stored=stored)
 

@@ -52,8 +52,6 @@ class ExpertPlan:
 
 @dataclass(frozen=True)
 class CpuExperts:
-    """The experts that stay in the computer's memory."""
-
     layers: int  # the first ones of the model
     bytes: int  # in the computer's memory
     saved: int  # bytes on the GPU that they would take
@@ -142,7 +140,6 @@ def expert_plan(
 
 
 def _asked(size: str, whole: int, count: int, chosen: int) -> int:
-    """Return how many experts of a layer an expert_cache holds. Raises EngineError if a token needs more."""
     experts = parse_size(size, "expert_cache") * count // whole
     if experts < chosen:
         least = whole * chosen // count

@@ -94,50 +94,20 @@ def place(wanted: Wanted, ops: Ops, say: Callable[[str], None] = lambda sentence
     that do not suit the model or the device; of too little memory the placement tells.
     """
     shape = wanted.shape(ops)
-    placement = Placement(wanted, ops, shape, wanted.sizes.weights)
-    for step in (_among_cards, _experts_on_host, _experts_in_cache, _beside_weights, _store):
-        try:
-            placement = step(placement, say)
-        except EngineError as error:
-            if error.code != "out_of_memory":
-                raise
-            return replace(placement, error=error)
-    return placement
-
-
-def _among_cards(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Share the layers among several GPUs, if that is asked for or one is too small."""
-    wanted = placement.wanted
-    split = split_model(wanted, placement.ops, placement.shape, say)
-    if split is None:
-        return placement
-    return replace(placement, ops=split.ops, weights=split.weights, split=split)
-
-
-def _experts_on_host(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Leave experts in the memory of a GPU's host, as cpu_moe says."""
-    on_host = cpu_experts(placement.wanted, placement.ops, placement.shape, say)
-    saved = 0 if on_host is None else on_host.saved
-    return replace(placement, on_host=on_host, weights=placement.weights - saved)
-
-
-def _experts_in_cache(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Leave experts in the file if not all fit, or as expert_cache says."""
-    experts = expert_plan(placement.wanted, placement.ops, placement.shape, say)
-    if experts is None:
-        return placement
-    return replace(placement, experts=experts, weights=placement.weights - experts.saved, room=experts.room)
-
-
-def _beside_weights(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Find what the weights leave."""
-    if placement.experts is not None:
-        return placement
-    if placement.split is not None:
-        return replace(placement, room=sum(placement.split.rooms()))
-    return replace(placement, room=placement.wanted.room(placement.ops, placement.weights))
-
-
-def _store(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Plan the KV store."""
-    return replace(placement, plan=placement.store(placement.wanted.config))
+    placed = Placement(wanted, ops, shape, wanted.sizes.weights)
+    try:
+        if (split := split_model(wanted, ops, shape, say)) is not None:
+            placed = replace(placed, ops=split.ops, weights=split.weights, split=split)
+        if (on_host := cpu_experts(wanted, placed.ops, shape, say)) is not None:
+            placed = replace(placed, on_host=on_host, weights=placed.weights - on_host.saved)
+        if (experts := expert_plan(wanted, placed.ops, shape, say)) is not None:
+            placed = replace(placed, experts=experts, weights=placed.weights - experts.saved, room=experts.room)
+        elif split is not None:
+            placed = replace(placed, room=sum(split.rooms()))
+        else:
+            placed = replace(placed, room=wanted.room(placed.ops, placed.weights))
+        return replace(placed, plan=placed.store(wanted.config))
+    except EngineError as error:
+        if error.code != "out_of_memory":
+            raise
+        return replace(placed, error=error)

@@ -35,7 +35,6 @@ More = Callable[[int], int]  # tokens of a context → bytes
 
 
 def nothing(tokens: int) -> int:
-    """Return 0 bytes for any context."""
     return 0
 
 
@@ -61,7 +60,6 @@ class LayerSizes(NamedTuple):
     adapters: int
 
     def of(self, layers: range) -> int:
-        """Return the bytes of a card with these layers."""
         is_first, is_last = layers.start == 0, layers.stop == len(self.layers)
         return (
             self.adapters + self.before * is_first + sum(self.layers[layers.start : layers.stop]) + self.head * is_last
@@ -89,11 +87,9 @@ class Wanted:
         return self.config.ctx_size or min(self.model.max_context, CONTEXT_TO_CHOOSE_BY)
 
     def changed(self, **settings: Any) -> Wanted:
-        """Return the same model with other settings."""
         return replace(self, config=replace(self.config, **settings))
 
     def shape(self, ops: Ops) -> CacheShape:
-        """Return the shape of all layers' caches. Raises EngineError for a cache type that does not suit the model."""
         return cache_shape(self.config, self.encoding, ops, self.model)
 
     def room(self, ops: Ops, weights: int) -> int:

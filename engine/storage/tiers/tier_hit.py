@@ -28,7 +28,6 @@ class Budget:
         self._lock = threading.RLock()  # a finalizer may give back while its thread takes
 
     def take(self, size: int) -> bool:
-        """Take `size` bytes unless fewer are left."""
         with self._lock:
             if size > self._left:
                 return False
@@ -49,7 +48,6 @@ class Claim:
         self.give_back = weakref.finalize(self, lambda: budget.give_back(sum(taken)))
 
     def take(self, size: int) -> bool:
-        """Take `size` more bytes unless fewer are left."""
         is_taken = self._budget.take(size)
         if is_taken:
             self._taken.append(size)

@@ -41,8 +41,6 @@ _SHRUNK = 0.9  # the share of its limit that a full folder is reduced to, so tha
 
 
 class Held(NamedTuple):
-    """What a tier holds."""
-
     bytes: int
     objects: int
 
@@ -87,7 +85,6 @@ class Memory:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may hold it."""
         self._lock = Lock()
 
     @property
@@ -135,7 +132,6 @@ class _Pieces:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Replace the lock in a forked child."""
         self._lock = Lock()
 
     def take(self, size: int) -> memoryview:
@@ -282,7 +278,6 @@ class Folder:
         return open(number, "r+b", buffering=0)
 
     def _count(self, file: BinaryIO, more_bytes: int, more_objects: int) -> None:
-        """Add to the counts, if there is a limit."""
         if self._size is not None:
             held = _read_counts(file) or Held(0, 0)
             self._set_counts(file, max(0, held.bytes + more_bytes), max(0, held.objects + more_objects))
@@ -333,7 +328,6 @@ class Folder:
 
 
 def _size_of(path: str) -> int | None:
-    """Return the size of a file in bytes; None if there is none."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:

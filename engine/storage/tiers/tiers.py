@@ -115,7 +115,6 @@ class Tiers:
         return self._names
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Return the status of every tier, the fastest first. Waits for none."""
         return tuple(tier.status() for tier in self._tiers)
 
     # -- finding -----------------------------------------------------------------------------------------------
@@ -166,7 +165,6 @@ class Tiers:
         self._writer.released(root or self._root, hashes, ids)
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of an answer under the digest of its conversation."""
         self._writer.keep_answer(key, ids)
 
     def close(self) -> None:
