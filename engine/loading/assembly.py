@@ -52,10 +52,7 @@ Say = Callable[[str], None]
 
 
 def assemble(config: EngineConfig, verbose: Say | None, ops: Ops | None = None) -> Parts:
-    """Load the model and allocate its KV store. Raises EngineError.
-
-    ops: the backend; None selects the backend of `config.device`.
-    """
+    """Load the model and allocate its KV store. ops: None for the backend of `config.device`. Raises EngineError."""
     if verbose is not None:
         verbose = above_bars(verbose)
     try:
@@ -287,11 +284,7 @@ def with_cache(
     encoding: Encoding = WHOLE,
 ) -> Parts:
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
-    weight type and device. Closing either parts closes the files of both. Raises EngineError.
-
-    planned: returns the plan of the store for its shape; None plans it for `config`. encoding: the parts of the encoder
-    that are on.
-    """
+    weight type and device; see `Placement.loaded`. Closing either closes the files of both. Raises EngineError."""
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     placement = parts.placement.loaded(config, planned, encoding)
     store = _store(config, encoding, ops, source, weights, placement.store_plan, verbose)

@@ -1,7 +1,5 @@
-"""Calibration: statistics of a model's queries and keys on a built-in text, measured once and kept in a file.
-
-They depend only on the model and the block size, so blocks that are encoded with them can be shared and saved.
-"""
+"""Calibration: statistics of a model's queries and keys on a built-in text, measured once and kept in a file. They
+depend only on the model and the block size, so blocks that are encoded with them can be shared and saved."""
 
 from __future__ import annotations
 
@@ -50,11 +48,8 @@ def load_or_calibrate(
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
 ) -> Statistics:
-    """Return statistics of every layer with attention: those in the user's cache folder, or else measured now on the
-    text `ids` and kept there.
-
-    If these are less than two blocks, the statistics are neutral, and `say` is called with a warning.
-    """
+    """Return statistics of every layer with attention: from the user's cache folder, or else measured now on the text
+    `ids` and kept there. Of less than two blocks they are neutral, and `say` is called with a warning."""
     if not can_calibrate(ids, block_size):
         say(
             f"The KV cache is not fitted to this model, and quantized types are less precise: fitting takes two blocks "
@@ -100,7 +95,7 @@ def calibrate(
     """Return statistics of every layer's queries and keys, from a prefill of `ids` in full precision.
 
     progress: called with (rows done, all rows), each summed over the layers. Raises ValueError for fewer than two
-    blocks of ids, EngineError ("model_damaged") if queries, keys or the logits of the first ids are not finite.
+    blocks of ids, EngineError ("model_damaged") for numbers that are not finite.
     """
     model = _full_precision_model(ops, config, weights, len(ids), block_size)
     _check_finite(model, ids[:8])
@@ -156,10 +151,8 @@ def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
 
 
 class _QueriesAndKeys:
-    """Taps that keep the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale.
-
-    The scale is a power of two, so removing it rounds nothing.
-    """
+    """Taps that keep the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale: a
+    power of two, so that removing it rounds nothing."""
 
     def __init__(self, model: Transformer, tokens: int):
         self._ops, self._conditioning = model.ops, model.store.conditioning

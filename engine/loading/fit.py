@@ -1,8 +1,8 @@
 """Tells what fits into a device's memory: a model's weights, its longest context, how many sequences at a time; and
 advises with which settings to load it.
 
-Every cell of the grid is a `Placement`, the one that `Engine.load` executes. Only the model's configuration and the
-table of its tensors are read.
+Every cell of the grid is a `Placement`, as `Engine.load` executes it. Only the model's configuration and the table of
+its tensors are read.
 """
 
 from __future__ import annotations
@@ -104,10 +104,8 @@ def fit_device(
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
 ) -> DeviceFit:
-    """Return what fits on a device with `config`: first with its weight type, then with every other one.
-
-    contexts: lengths in tokens; sequences of these lengths are counted with the first weight type.
-    """
+    """Return what fits on a device with `config`: first with its weight type, then with every other one. contexts:
+    lengths in tokens; sequences of these lengths are counted with the first weight type."""
     rows, adapters = [], read_adapters(config, model, source).all
     for number, weight_type in enumerate(weight_types(config)):
         settings = replace(config, weight_type=weight_type)
@@ -125,11 +123,8 @@ def fit_files(
     files: Mapping[str, int],
     contexts: Sequence[int] = (),
 ) -> DeviceFit:
-    """Return what fits on a device of a model that is not downloaded yet: with each of its GGUF files, or with one of
-    safetensors as each type of weights.
-
-    files: name, empty for safetensors → bytes. contexts: as for `fit_device`, counted with the first row.
-    """
+    """Return what fits on a device of a model that is not downloaded yet: with each of its GGUF files, or with
+    safetensors as each type of weights. files: name, empty for safetensors → bytes. contexts: as for `fit_device`."""
     rows = []
     names = {name: (config, size) for name, size in files.items()}
     if "" in files:
@@ -171,10 +166,8 @@ def fit_weights(
 
 
 def _placed(wanted: Wanted, ops: Ops) -> Placement | EngineError:
-    """Return where the model goes, or why it cannot have these settings.
-
-    With a GPU's host, as many experts as need be stay in its memory, if they fit there.
-    """
+    """Return where the model goes, or why it cannot have these settings. With a GPU's host, as many experts as need be
+    stay in its memory."""
     try:
         placement = place(wanted, ops)
         if placement.split is None and wanted.sizes.experts and ops.host is not None:
@@ -241,11 +234,8 @@ class Advice:
 
 
 def advise(devices: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig) -> Advice:
-    """Return the settings to load the model with, from what fits on each device with `config`.
-
-    Weights are converted only if they leave no room for 4,096 tokens on any device, and experts are read from the file
-    only if not even that is enough.
-    """
+    """Return the settings to load the model with, from what fits on each device with `config`. Weights are converted
+    only if they leave no room for 4,096 tokens anywhere, and experts read from the file only if that is not enough."""
     target = config.ctx_size or model.max_context
     least = min(target, LEAST_CONTEXT)
     rows = range(max(len(device.weights) for device in devices))

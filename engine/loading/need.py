@@ -1,7 +1,4 @@
-"""What a model needs of a device's memory, and whether it has it now: for a server that loads and ends models.
-
-It is placed as `Engine.load` places it, beside other models.
-"""
+"""What a model needs of a device's memory beside other models, and whether it is free now: for a server of models."""
 
 from __future__ import annotations
 
@@ -38,10 +35,8 @@ class Need:
 
 
 def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.Progress) -> EngineConfig:
-    """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be.
-
-    Of several GGUF files the best that fits in memory is taken. Raises EngineError.
-    """
+    """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be:
+    of several GGUF files the best that fits in memory. Raises EngineError."""
     path = str(config.weights)
     if not path.startswith(hub.PREFIX):
         return config
@@ -54,13 +49,11 @@ def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.
 
 
 def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: int | None = None) -> Need:
-    """Return what the model of `config` needs, and whether it fits. Raises EngineError.
+    """Return what the model of `config`, settled and with a path, needs, and whether it fits. Raises EngineError.
 
     It fits if all its weights do, and beside them the requested context, or else the model's own, up to 16,384 tokens.
-    Experts are left out only if `expert_cache` or `cpu_moe` says so.
-    config: settled; its weights are the path of a model that is there.
-    reserved: bytes that other processes will still take of each device's memory, by `Need.device`. most: bytes that
-    weights, KV store and process may have; None for what is free.
+    Experts are left out only if `expert_cache` or `cpu_moe` says so. reserved: bytes that other processes will still
+    take, by `Need.device`. most: bytes that weights, KV store and process may have; None for what is free.
     """
     ops, _ = select(config.device, config.threads)
     if config.cpu_moe is not None:

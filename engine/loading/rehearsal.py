@@ -51,9 +51,7 @@ def warm_up_first(
     adapters: Sequence[Loaded] = (),
 ) -> list[Callable[[], None]]:
     """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones.
-
-    on_host, adapters: as in `load_weights`.
-    """
+    on_host, adapters: as in `load_weights`."""
     ops, wanted = warm.ops, weight_format(config)
     if source.config.is_encoder:
         return _warm_up_encoder(warm, source, shape, wanted)
@@ -121,9 +119,7 @@ def rehearse(later: Sequence[Callable[[], None]]) -> threading.Timer | None:
 
 
 def _different_layers(model: ModelConfig, shape: CacheShape, formats: Sequence[object]) -> list[int]:
-    """Return the numbers of layers that have all kernels of the model. formats: the formats of each layer's matrices.
-
-    The last layer is one of them even if it is equal to others: a prompt computes only its last rows there.
-    """
+    """Return the numbers of layers that have all kernels of the model: also the last layer, where a prompt computes
+    only its last rows. formats: the formats of each layer's matrices."""
     kinds, last = [*zip(model.layers, shape.layers, formats, strict=True)], len(model.layers) - 1
     return [number for number, kind in enumerate(kinds) if number == last or kind not in kinds[number + 1 : last]]

@@ -1,13 +1,12 @@
 """Packed weights in files of the user's cache folder (`tile_cache`), which are mapped into memory.
 
 A file has a checked object, whose header lists the bytes of every matrix, then the tiles of all matrices in the order
-of loading, each aligned to 64 bytes, and another object with a checksum of each megabyte of tiles. A start checks a few
-of these, drawn by chance, since it would have to read all tiles otherwise; all are checked once an output is not
-finite.
+of loading, each aligned to 64 bytes, and an object with a checksum of each megabyte of tiles. A start checks a few
+megabytes, drawn by chance; all are checked once an output is not finite.
 
-The name of a file is a digest of what the tiles depend on: the weights' files, the type that they are converted to, and
-the code that packs them; not the level of CPU features. Files are written as a whole or not at all. When they exceed
-the size that the user gave, the least recently used ones are removed that no process has mapped.
+A file's name is a digest of what the tiles depend on: the weights' files, the type that they are converted to, and the
+code that packs them; not the level of CPU features. Beyond the user's limit, the least recently used files are removed
+that no process has mapped.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class TileCache:
 
     def tiles(self, load: Callable[[KeptTiles], object]) -> MappedTiles | None:
         """Return the mapped tiles of the matrices that `load` loads, which are packed and written first if need be;
-        None if they cannot be written. Raises LoadError for weights that cannot be read."""
+        None if they cannot be written. Raises LoadError."""
         if (mapped := self._open()) is None:
             listed = _Listed()
             load(listed)
@@ -180,22 +179,14 @@ def asked_tile_cache(
     if not ops.keeps_tiles:
         say(f"tile_cache has no effect with {ops.backend}: it keeps the weights of compiled kernels on a CPU.")
         return None
-    return tile_cache(source, config.weight_type, parse_size(config.tile_cache, "tile_cache"), say)
-
-
-def tile_cache(
-    source: WeightSource, weight_type: str, limit: int, say: Callable[[str], None] = lambda sentence: None
-) -> TileCache | None:
-    """Return the tile cache of a model, of at most `limit` bytes together with other models' files; None, after a
-    sentence to `say`, if there is no folder for it. weight_type: what its matrices are converted to."""
     try:
         folder = cache_folder()
         weights = digest(sorted(source.files()), folder)
     except (LoadError, OSError) as error:
         say(f"Packed weights are not kept. {error}")
         return None
-    key = key_of(source_digest(_SOURCES), weights, weight_type)
-    return TileCache(folder / "tiles" / key[:32], limit, say)
+    key = key_of(source_digest(_SOURCES), weights, config.weight_type)
+    return TileCache(folder / "tiles" / key[:32], parse_size(config.tile_cache, "tile_cache"), say)
 
 
 class _Sums:
@@ -229,11 +220,8 @@ def _parts(header: bytes, listed: _Listed, sums: _Sums) -> Iterator[bytes | memo
 
 
 def _lock(file: BinaryIO, *, is_shared: bool) -> None:
-    """Lock a file that is to be mapped (is_shared) or removed, until it is neither open nor mapped: a mapping has
-    a copy of the descriptor. Raises BlockingIOError if another process has the other lock.
-
-    Windows needs no lock: it does not remove files that are mapped.
-    """
+    """Lock a file that is to be mapped (is_shared) or removed, until it is neither open nor mapped: a mapping has a
+    copy of the descriptor. Raises BlockingIOError. Windows needs no lock: it does not remove files that are mapped."""
     if fcntl is not None:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -248,10 +236,8 @@ def _padded(nbytes: int) -> int:
 
 
 def _make_room(folder: Path, own: Path, limit: int) -> int:
-    """Remove the least recently used files until the others than `own` take `limit` bytes, and return what they take.
-
-    Files that a process has mapped stay. Files of other users, or with other names, stay and do not count.
-    """
+    """Remove the least recently used files that no process has mapped until all but `own` take `limit` bytes, and
+    return what they take. Files of other users, or with other names, stay and do not count."""
     files_by_age = []
     for file in folder.iterdir():
         with suppress(OSError):

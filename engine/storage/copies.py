@@ -68,9 +68,7 @@ def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[i
 
 def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], objects: Sequence[Object]) -> None:
     """Write objects with equal headers to quantized blocks, or one object to full-precision slots, except to None.
-
-    Raises ValueError if an object does not fit.
-    """
+    Raises ValueError if an object does not fit."""
     parts = payloads.parts_of(objects[0])
     for group, ids in _by_group(store, blocks):
         arrays = {(part.layer, part.name): part.of_objects(objects) for part in parts if part.layer in group.layers}
@@ -124,10 +122,8 @@ def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot
 
 
 def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
-    """Return a new sequence with the state of a snapshot.
-
-    Raises OutOfBlocks, or ValueError for a snapshot that does not fit this store; then nothing has changed.
-    """
+    """Return a new sequence with the state of a snapshot. Raises OutOfBlocks, or ValueError for a snapshot that does
+    not fit this store; then nothing has changed."""
     payloads, n = Payloads(store.shape), store.shape.block_size
     complete = saved.length // n
     groups = {number: block.groups for number, block in saved.blocks.items()}
@@ -155,10 +151,8 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
 
 
 def _blocks_of(store: KVStore, sequence: SequenceKV) -> list[Blocks]:
-    """Return the blocks of a sequence in order, each as its ids in all groups.
-
-    Of sparse groups that have a slot, their snapshots are left out: it has all that they know.
-    """
+    """Return the blocks of a sequence in order, each as its ids in all groups. A sparse group's slot has all that its
+    snapshots know: these are left out then."""
     complete, current = sequence.length // store.shape.block_size, [table.current for table in sequence.tables]
     tables = [
         None if group.is_sparse and table.current is not None else table

@@ -36,10 +36,8 @@ def is_device(name: str) -> bool:
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = lambda done: None) -> None:
-    """Write a file of these parts to `path`, replacing any other. Only its owner can read it.
-
-    Raises OSError; after any exception the file at `path` is unchanged.
-    """
+    """Write a file of these parts to `path`, replacing any other. Only its owner can read it. After an exception, such
+    as OSError, the file at `path` is unchanged."""
     number, name = _new_file(path.parent)
     try:
         with os.fdopen(number, "wb") as file:
@@ -53,11 +51,8 @@ def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = 
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files of killed processes from `folder`.
-
-    Files that are still being written or cannot be removed stay. So does everything that is not a regular file of this
-    user with a temporary name.
-    """
+    """Remove the unfinished files of killed processes from `folder`. Files that are being written or cannot be removed
+    stay, and so does everything that is not a regular file of this user with a temporary name."""
     with suppress(OSError):
         for file in sorted(folder.iterdir()):
             with suppress(OSError):

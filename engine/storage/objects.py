@@ -94,10 +94,8 @@ def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOS
 
 
 def read(file: BinaryIO, name: bytes, progress: Callable[[int], None] = lambda done: None) -> Object:
-    """Read the next object of a file, which must have this name. Raises OSError or DamagedObject.
-
-    progress: called with the number of bytes read since its last call.
-    """
+    """Read the next object of a file, which must have this name. progress: called with the bytes read since its last
+    call. Raises OSError or DamagedObject."""
     left = os.fstat(file.fileno()).st_size - file.tell()
     start = file.read(_START)
     progress(len(start))

@@ -61,11 +61,9 @@ class Session:
 def write(
     path: SessionPath, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
 ) -> None:
-    """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
-
-    After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: the ids,
-    note and answers for `saved`. salt: the sequence's salt, see `engine.state.salts`; "" for none.
-    """
+    """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file; after an
+    EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: the ids, note and
+    answers for `saved`. salt: the sequence's salt, see `engine.state.salts`; "" for none."""
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
     header = {
@@ -122,10 +120,8 @@ def read(
     progress: Progress | None,
 ) -> tuple[Session, Snapshot]:
     """Read the session at `path`, and check that it is undamaged, fits this engine and its context, and has this salt.
-
     knows: whether the engine has the adapter in a salt. Reads no state of the engine, so its lock need not be held.
-    Raises EngineError.
-    """
+    Raises EngineError."""
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
         count = _counting(progress, os.path.getsize(path))
@@ -237,10 +233,8 @@ def _check_settings(path: SessionPath, header: Mapping[str, Any], own: Mapping[s
 
 
 def _salt_hash(salt: str, ids: Sequence[int]) -> str:
-    """Return the hash of a salt that a session contains.
-
-    It is keyed with the token ids, so that sessions with the same salt cannot be recognized as such.
-    """
+    """Return the hash of a salt that a session contains, keyed with the token ids, so that sessions with the same salt
+    cannot be recognized as such."""
     key = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=key, person=b"polarlm session").hexdigest()
 

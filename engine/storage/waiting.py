@@ -1,7 +1,5 @@
-"""Blocks that wait to be written to tiers. Those whose memory is reused before are copied in time.
-
-The caller of every method holds the engine's lock, unless it says otherwise.
-"""
+"""Blocks that wait to be written to tiers, and are copied in time if their memory is reused before. The caller of every
+method holds the engine's lock, unless it says otherwise."""
 
 from __future__ import annotations
 

@@ -65,10 +65,8 @@ class Split:
         return [share.card.room_beside(share.weights) for share in self.shares]
 
     def plan(self, wanted: Wanted, shape: CacheShape) -> StorePlan:
-        """Return the plan of a KV store that fits on every card. `wanted.more` is left on the last card.
-
-        Raises EngineError ("out_of_memory"), which names the card that is full.
-        """
+        """Return the plan of a KV store that fits on every card, with `wanted.more` left on the last one. Raises
+        EngineError ("out_of_memory"), which names the card that is full."""
         rooms = self.rooms()
         if wanted.config.kv_memory is not None:  # it is for all cards together
             return wanted.plan(self.ops, shape, sum(rooms))
@@ -96,12 +94,9 @@ class Split:
 
 
 def split_model(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str], None]) -> Split | None:
-    """Return how the layers are shared among GPUs: as `tensor_split` says, or so that the fullest has the most memory
-    left. None if one device has them all.
-
-    Several GPUs are those that `device` names, or else all, if there is a `tensor_split` or the model does not fit on
-    one. Raises EngineError for shares that do not suit the GPUs or the model, and for a model that only one can have.
-    """
+    """Return how the layers are shared among the GPUs that `device` names, or else among all, if there is a
+    `tensor_split` or the model does not fit on one: as `tensor_split` says, or so that the fullest has the most memory
+    left. None if one device has them all. Raises EngineError for shares that do not suit the GPUs or the model."""
     config = wanted.config
     if ops.backend != "cuda":
         if config.tensor_split is not None:
@@ -166,11 +161,8 @@ def _by_shares(config: EngineConfig, shape: CacheShape) -> list[int]:
 
 
 def _by_memory(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: LayerSizes) -> list[int]:
-    """Return the number of layers of each card, such that the largest part of a card's memory that is taken is
-    smallest.
-
-    Counted are weights, and the KV store of a context of the requested length.
-    """
+    """Return the number of layers of each card, such that the largest part of a card's memory that weights and the KV
+    store of the requested context take is smallest."""
     config, tokens, count = wanted.config, wanted.context, len(wanted.model.layers)
     plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
     needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(sizes.layers))])

@@ -42,9 +42,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
 
 def draft_bytes(config: EngineConfig, ops: Ops) -> More:
     """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one.
-
-    Raises EngineError if the backend lacks kernels of its layers.
-    """
+    Raises EngineError if the backend lacks kernels of its layers."""
     if config.model_draft is None:
         return nothing
     path, config = config.model_draft, draft_config(config, 0)

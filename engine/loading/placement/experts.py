@@ -63,10 +63,7 @@ class CpuExperts:
 
 def cpu_experts(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str], None]) -> CpuExperts | None:
     """Return which experts stay in the computer's memory, as cpu_moe says; None for none, and a sentence if it has no
-    effect.
-
-    Raises EngineError if the CPU has no compiled kernels, or if the experts do not fit into the computer's memory.
-    """
+    effect. Raises EngineError if the CPU has no compiled kernels, or too little memory."""
     asked, sizes, layers = wanted.config.cpu_moe, wanted.sizes, wanted.model.layers
     if asked is None:
         return None
@@ -106,9 +103,8 @@ def expert_plan(
 ) -> ExpertPlan | None:
     """Return how many experts to keep in memory; None to load all, and a sentence if expert_cache has no effect.
 
-    By default all are loaded if that leaves room for the context, or for 4,096 tokens of it; otherwise those that fit
-    beside the other weights and the KV store. Raises EngineError for a size that is too small for one token, and
-    ("out_of_memory") if not even the experts of one token fit.
+    By default all are loaded if that leaves room for the context, or for 4,096 tokens of it; otherwise what fits beside
+    the other weights and the KV store. Raises EngineError if there is no room for the experts of one token.
     """
     sizes, mixtures = wanted.sizes, _mixtures(wanted.model)
     if not mixtures or ops.cache_experts is None:

@@ -78,9 +78,7 @@ class Placement:
         encoding: Encoding = WHOLE,
     ) -> Placement:
         """Return the placement of the same weights, which are there already, with a KV store for other settings.
-
-        planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError.
-        """
+        planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError."""
         wanted = replace(self.wanted, config=config, encoding=encoding, more=nothing, is_mapped=False)
         split, shape = None if self.split is None else self.split.loaded(), wanted.shape(self.ops)
         placement = replace(self, wanted=wanted, shape=shape, room=self.ops.room_beside(0), split=split, error=None)
@@ -90,8 +88,8 @@ class Placement:
 def place(wanted: Wanted, ops: Ops, say: Callable[[str], None] = lambda sentence: None) -> Placement:
     """Return where a model goes on a device, and beside other GPUs where one is too small.
 
-    say: is called with sentences for the user, such as which settings have no effect. Raises EngineError for settings
-    that do not suit the model or the device; of too little memory the placement tells.
+    say: is called with sentences such as which settings have no effect. Raises EngineError for settings that do not
+    suit the model or the device; of too little memory the placement tells.
     """
     shape = wanted.shape(ops)
     placed = Placement(wanted, ops, shape, wanted.sizes.weights)

@@ -111,11 +111,9 @@ class Wanted:
         return plan.bytes + self.work(ops, plan.shape, plan.tokens) + self.more(plan.tokens)
 
     def plan(self, ops: Ops, shape: CacheShape, room: int) -> StorePlan:
-        """Return the plan of the KV store: for kv_memory, all of which it takes, or else for the context.
-
-        If the context does not fit into `room` bytes, together with the work on a prompt of its length and with `more`,
-        the plan is for the longest one that does. Raises EngineError ("out_of_memory") if nothing fits.
-        """
+        """Return the plan of the KV store: for kv_memory, all of which it takes, or else for the context, or the
+        longest one that fits into `room` bytes together with the work on a prompt of its length and with `more`. Raises
+        EngineError ("out_of_memory") if nothing fits."""
 
         def other_bytes(tokens: int) -> int:
             return self.work(ops, shape, tokens) + self.more(tokens)
@@ -186,11 +184,8 @@ def wanted_of_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: in
 
 
 def fits_beside(config: EngineConfig, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
-    """Return a function that tells whether a model and its KV store fit in memory, given the bytes of the model's file.
-
-    The store is for the requested context, or else for the model's own, up to 16,384 tokens. If the configuration is
-    unknown (None), only the file has to fit.
-    """
+    """Return a function that tells whether a model and its KV store fit in memory, given the bytes of the model's file;
+    without a configuration, whether the file does. The store is for `Wanted.context`."""
 
     def fits(model: ModelConfig | None, size: int) -> bool:
         try:

@@ -53,10 +53,8 @@ def known_digest(files: Sequence[Path], folder: Path | None) -> bytes | None:
 
 
 def digest(files: Sequence[Path], folder: Path | None) -> bytes:
-    """Return the digest of weights files, and remember the digest of each in `folder` if possible.
-
-    Raises OSError, also for a file that changes while it is read.
-    """
+    """Return the digest of weights files, and remember the digest of each in `folder` if possible. Raises OSError, also
+    for a file that changes while it is read."""
     return _together([_remembered(file, folder) or _hashed(file, folder) for file in files])
 
 

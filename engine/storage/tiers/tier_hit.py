@@ -68,10 +68,8 @@ class Stored(NamedTuple):
 
 
 class FoundBlock(NamedTuple):
-    """A block of a prompt that was found in a tier.
-
-    before, key: the hashes before it and at its end; a block with fewer than N tokens has no key.
-    """
+    """A block of a prompt that was found in a tier. before, key: the hashes before it and at its end; a block with
+    fewer than N tokens has no key."""
 
     before: bytes
     key: bytes | None
@@ -80,10 +78,8 @@ class FoundBlock(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive blocks whose objects have equal headers, or a single full-precision block.
-
-    needed: the groups of layers, as bits, in which a later token sees them.
-    """
+    """Consecutive blocks whose objects have equal headers, or a single full-precision block. needed: the groups of
+    layers, as bits, in which a later token sees them."""
 
     blocks: Sequence[FoundBlock]
     needed: int
@@ -137,10 +133,8 @@ class TierHit:
                     group.quantized.release(block)
 
     def _adopt(self, run: Run) -> bool:
-        """Copy to the store the blocks that it lacks. The prefix cache finds them there, and no sequence holds them.
-
-        Returns False, and copies nothing, if there is no room. Raises ValueError for blocks of another format.
-        """
+        """Copy to the store the blocks that it lacks: the prefix cache finds them there, and no sequence holds them.
+        Returns False, and copies nothing, if there is no room. Raises ValueError for blocks of another format."""
         (store, prefixes, payloads), is_full = self._stored, run.blocks[0].block.is_full
         lacking = []
         for candidate in run.blocks:

@@ -253,10 +253,8 @@ class Folder:
     @contextmanager
     def _locked(self) -> Iterator[tuple[BinaryIO, bool]]:
         """Yield the file of the counts, for one writer to a limited folder at a time, and whether it could be locked.
-
-        A killed process loses its lock. Tiers without a limit, which count nothing, share the lock, so that the files
-        that they are writing are not taken for abandoned ones.
-        """
+        Tiers without a limit, which count nothing, share the lock, so that the files that they are writing are not
+        taken for abandoned ones."""
         while True:
             with self._opened_counts() as file:
                 is_locked = _lock(file, shared=self._size is None)

@@ -159,9 +159,7 @@ class Tiers:
 
     def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         """Keep the blocks of a sequence that was released to the prefix cache. The caller holds the engine's lock.
-
-        root: the root of its salt; empty for none. hashes: the hashes of its complete blocks.
-        """
+        root: the root of its salt; empty for none. hashes: the hashes of its complete blocks."""
         self._writer.released(root or self._root, hashes, ids)
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
@@ -169,9 +167,7 @@ class Tiers:
 
     def close(self) -> None:
         """Write what has not been written, as long as there is progress. Afterwards nothing may be found or released.
-
-        The engine's lock must be free.
-        """
+        The engine's lock must be free."""
         self._named_soon(_LAST_PATIENCE)
         if not self._writer.close(_LAST_PATIENCE):
             _LOG.warning("not all blocks were kept: a tier does not accept them")
