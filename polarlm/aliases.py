@@ -73,11 +73,8 @@ def install() -> None:
 
 
 def _add_aliases(package: str) -> None:
-    """Alias the modules of a package that are imported already.
-
-    Otherwise importlib, when it imports one of them by its short name, would set the module as an attribute of its
-    package again, and overwrite a function of the same name.
-    """
+    """Alias the modules of a package that are imported already: importlib would set each as an attribute of its package
+    again, and overwrite a function of the same name."""
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}."):
             sys.modules.setdefault(name.removeprefix("polarlm."), module)

@@ -73,9 +73,8 @@ class PolarLM(TemplateLM):
     ) -> None:
         """weights: as for `Engine.load`. settings: fields of EngineConfig. Raises EngineError.
 
-        lm-eval gives the others to every model. batch_size and max_batch_size are ignored: `parallel` says how many
-        requests run together. device is "cuda:0" unless a user says otherwise, also where there is no GPU: anything but
-        "cpu" takes a GPU if it can use one.
+        lm-eval gives the others to every model. The sizes of batches are ignored: `parallel` says how many requests run
+        together. device is "cuda:0" by default, also without a GPU: all but "cpu" takes a GPU if it can use one.
         """
         super().__init__()
         device = "cpu" if device == "cpu" else "auto"
@@ -98,10 +97,8 @@ class PolarLM(TemplateLM):
         return self.engine.model.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """The ids of a text, with BOS if the model has one and `add_special_tokens` is not False.
-
-        Names of control tokens in it are these tokens, as in a text that a chat template has written.
-        """
+        """The ids of a text, with BOS if the model has one and `add_special_tokens` is not False. Names of control
+        tokens in it are these tokens, as in a text that a chat template has written."""
         ids = self.engine.tokenize(string, control=True)
         bos = self.engine.model.tokenizer.bos_id
         return ids if bos is None or add_special_tokens is False or ids[:1] == [bos] else [bos, *ids]
@@ -192,10 +189,8 @@ class PolarLM(TemplateLM):
     def _in_parallel(
         self, work: Callable[[Any], Any], requests: Sequence[Any], contexts: Sequence[Any], disable_tqdm: bool
     ) -> list[Any]:
-        """work(request) of each request, as many at a time as the engine runs.
-
-        They begin in the order of their contexts, so that the prefix cache finds what these have in common.
-        """
+        """work(request) of each request, as many at a time as the engine runs, in the order of their contexts, so that
+        the prefix cache finds what these have in common."""
         order = sorted(range(len(requests)), key=lambda number: contexts[number])
         found: list[Any] = [None] * len(requests)
         with ThreadPoolExecutor(self.engine.config.parallel) as threads:

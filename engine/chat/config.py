@@ -76,10 +76,8 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Sampling": SamplingParams,
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
-    """The settings on the command line `argv`, which lacks the program's name.
-
-    Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0).
-    """
+    """The settings on the command line `argv`, which lacks the program's name. Raises FlagError or EngineError with a
+    sentence that names the flag; `--help` raises SystemExit(0)."""
     engine, sampling, chat = parse(
         argv,
         GROUPS,

@@ -79,10 +79,8 @@ class _Help(argparse.HelpFormatter):
 def parser(
     groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
 ) -> argparse.ArgumentParser:
-    """The parser of the flags and positional arguments of `groups` (title: class). Its result has only given fields.
-
-    checks: field name → check. Its errors are FlagErrors.
-    """
+    """The parser of the flags and positional arguments of `groups` (title: class). Its result has only given fields,
+    its errors are FlagErrors. checks: field name → check."""
     words = [field for cls in groups.values() for field in _on_command_line(cls) if _is_word(field)]
     shown = [f"[{_value_name(word)}]" if "bare" in word.metadata else _value_name(word) for word in words]
     made = _Parser(
@@ -116,10 +114,8 @@ def parse(
     argv: Sequence[str], groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
 ) -> list[Any]:
     """One instance per dataclass of `groups` (title: class), with the values in `argv`, else the fields' defaults.
-
-    checks: field name → check. Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help`
-    and `--version` print and raise SystemExit(0).
-    """
+    Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help` and `--version` print and
+    raise SystemExit(0). checks: field name → check."""
     made = parser(groups, prog=prog, description=description, checks=checks)
     joined = _join_values(argv, groups)
     try:
@@ -229,10 +225,8 @@ def release() -> str:
 
 
 def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
-    """`argv` with `-p -x` as `--prompt=-x`: a flag that needs a value takes the next word, even one with a dash.
-
-    Raises FlagError for the value `--`.
-    """
+    """`argv` with `-p -x` as `--prompt=-x`: a flag that needs a value takes the next word, even one with a dash. Raises
+    FlagError for the value `--`."""
     long_names = {
         flag: field.metadata["flags"][-1]
         for cls in groups.values()

@@ -177,10 +177,8 @@ def is_quantized(codec: Codec) -> bool:
 
 
 def get(name: str) -> Codec:
-    """The codec of cache type `name`, such as "polarquant" or, with an option, "polarquant+dense".
-
-    Raises ValueError, with a sentence for the user, on an unknown name or option.
-    """
+    """The codec of cache type `name`, such as "polarquant" or, with an option, "polarquant+dense". Raises ValueError,
+    with a sentence for the user, on an unknown name or option."""
     base, *options = name.split("+")
     module = _modules().get(base)
     if module is None:

@@ -51,10 +51,8 @@ TANGENTS = np.tan(np.pi / 16 * np.array([1, 3])).astype(np.float32)
 
 @dataclass(frozen=True)
 class PolarPair(Codec):
-    """PolarQuant of RoPE pairs. radius_bits: bits per radius. group: tokens that share scales, None for all of a block.
-
-    minmax: "radius" or "both" (radius and angle) if codes count from the minimum of the group, else "".
-    """
+    """PolarQuant of RoPE pairs. group: tokens that share scales, None for all of a block. minmax: "radius" or "both"
+    (radius and angle) if codes count from the minimum of the group, else ""."""
 
     name: str
     radius_bits: int

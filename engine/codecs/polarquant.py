@@ -158,10 +158,8 @@ class PolarQuant(Codec):
         out *= np.repeat(radius, 2**levels).reshape(out.shape)
 
     def angles(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels).
-
-        A norm whose square overflows is infinite.
-        """
+        """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels),
+        which are infinite where a square overflows."""
         with np.errstate(over="ignore"):
             negative = (x < 0).view(np.uint8)
             level1, squares = _quarter(x * x, 1)

@@ -77,10 +77,7 @@ class TrellisTable(PairStore):
         feedback: np.ndarray | None = None,
         weights: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """unit (K, R, D) float32, rms 1 → codes (K, R, D/2) uint8, points (K, R, D) float32.
-
-        feedback (K, D, D), weights (K, D/2): see `PathRounding.best_path`.
-        """
+        """unit (K, R, D) float32, rms 1 → codes (K, R, D/2) uint8, points (K, R, D) float32: see `PathRounding`."""
         return _search(self.bits)(unit, feedback, weights)
 
 

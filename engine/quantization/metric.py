@@ -47,13 +47,7 @@ def key_metric(
     second = transform.swapaxes(1, 2) @ query_second.astype(np.float64) @ transform
     mean = (query_mean.astype(np.float64)[:, None] @ transform)[:, 0]
     feedback, weights = _block_ldl(_with_ridge(second), rounding.width)
-    return Metric(
-        matrix=_float32(second),
-        feedback=feedback,
-        weights=weights,
-        tilt_mean=_float32(mean),
-        token_feedback=None,
-    )
+    return Metric(_float32(second), feedback, weights, _float32(mean), None)
 
 
 def value_metric(
@@ -93,10 +87,8 @@ def by_layer(metric: Metric, layers: int) -> list[Metric]:
 
 
 def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
-    """Return the metrics of several layers as one, where K is the number of heads of all of them.
-
-    Either all layers have a metric or none does. All have the same fields and numbers of rounds.
-    """
+    """Return the metrics of several layers as one, where K is the number of heads of all of them. Either all layers
+    have a metric or none does. All have the same fields and numbers of rounds."""
     layers = [metric for metric in metrics if metric is not None]
     if len(layers) < 2:
         return metrics[0]
@@ -142,10 +134,8 @@ def _float32(x: np.ndarray) -> np.ndarray:
 
 
 def _block_ldl(matrix: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Block LDL of matrix (K, D, D) float64, positive definite, from the last block backward.
-
-    Returns F (K, D, D) float32 and the mean diagonal of each diagonal block, (K, D / width) float32, scaled to mean 1.
-    """
+    """Block LDL of matrix (K, D, D) float64, positive definite, from the last block backward → F (K, D, D) float32, the
+    mean diagonal of each diagonal block, (K, D / width) float32, scaled to mean 1."""
     rest, feedback = matrix.copy(), np.zeros_like(matrix)
     for start in range(matrix.shape[-1] - width, 0, -width):
         block = slice(start, start + width)

@@ -116,10 +116,8 @@ def output_second(output: np.ndarray, kv_heads: int, head_dim: int) -> np.ndarra
 
 
 def smoothing(statistics: LayerStatistics) -> np.ndarray:
-    """Return s (K, D) float32: keys are stored as k / s and queries multiplied by s, which leaves q·k unchanged.
-
-    s = σ_k^¾ / σ_q^¼, equal for the two channels of a RoPE pair (j, j + D/2); geometric mean 1 for each head.
-    """
+    """Return s (K, D) float32, by which keys are divided and queries multiplied: σ_k^¾ / σ_q^¼, equal for the two
+    channels of a RoPE pair (j, j + D/2); geometric mean 1 for each head."""
     s = _pair_variance(statistics.key_variance) ** (_KEY_EXPONENT / 2)
     s /= _pair_variance(statistics.query_variance) ** (_QUERY_EXPONENT / 2)
     return (s / np.exp(np.log(s).mean(axis=-1, keepdims=True))).astype(np.float32)

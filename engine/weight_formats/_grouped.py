@@ -69,10 +69,8 @@ def fields(raw: np.ndarray, *sizes: int) -> list[np.ndarray]:
 
 
 def unpack_bits(packed: np.ndarray, width: int, bits: int) -> np.ndarray:
-    """Codes of `bits` bits from packed (rows, blocks, n) uint8 → (rows, blocks * n * 8 / bits) uint8.
-
-    Each run of `width` bytes holds 8 / bits runs of `width` codes, the first in the lowest bits.
-    """
+    """Codes of `bits` bits from packed (rows, blocks, n) uint8 → (rows, blocks * n * 8 / bits) uint8. Each run of
+    `width` bytes holds 8 / bits runs of `width` codes, the first in the lowest bits."""
     rows, blocks, n = packed.shape
     codes = np.empty((rows, blocks, n // width, 8 // bits, width), np.uint8)
     runs = packed.reshape(rows, blocks, n // width, width)

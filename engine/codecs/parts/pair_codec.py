@@ -20,10 +20,8 @@ NORM16 = "norm16"
 
 
 def parse_options(name: str, options: tuple[str, ...]) -> tuple[str, bool]:
-    """The preconditioning that the options name, and whether norms are stored in half precision.
-
-    Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order.
-    """
+    """The preconditioning that the options name, and whether norms are stored in half precision. Raises ValueError
+    unless the options are at most one preconditioning and at most one `norm16`, in any order."""
     rotations = [option for option in options if option != NORM16]
     if len(rotations) > 1 or not set(rotations) <= set(PRECONDITIONINGS) or len(options) > len(rotations) + 1:
         raise ValueError(
@@ -69,10 +67,8 @@ class PairCodec(Codec):
 
     @property
     def points(self) -> np.ndarray | None:
-        """Point of each code of `rounding`, (P, width) float32: a pair, or one value where two codes are joined.
-
-        With `flips`, the points of a vector's first code.
-        """
+        """Point of each code of `rounding`, (P, width) float32: a pair, or one value where two codes are joined. With
+        `flips`, the points of a vector's first code."""
         return None
 
     @property

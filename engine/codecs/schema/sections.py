@@ -26,10 +26,8 @@ def numbered(*shape: int) -> np.ndarray:
 
 
 def arrange(x: np.ndarray, cuts: Sequence[tuple[int, ...]], order: Sequence[int]) -> np.ndarray:
-    """x with each axis i reshaped to the axes cuts[i], and all these axes transposed to `order`.
-
-    An axis that is shorter than the product of its cuts is padded with zeros.
-    """
+    """x with each axis i reshaped to the axes cuts[i], and all these axes transposed to `order`. An axis that is
+    shorter than the product of its cuts is padded with zeros."""
     ends = [(0, math.prod(pieces) - size) for pieces, size in zip(cuts, x.shape, strict=True)]
     return np.pad(x, ends).reshape(*itertools.chain(*cuts)).transpose(order)
 
@@ -50,10 +48,8 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The bytes of the stream `name`. order (P, V, W): P parts of V vectors of codes, which `planes` packs.
-
-    Without planes each code or number is stored unpacked.
-    """
+    """The bytes of the stream `name`. order (P, V, W): P parts of V vectors of codes, which `planes` packs; without
+    planes each code or number is stored unpacked."""
 
     name: str
     stream: Stream
