@@ -93,7 +93,7 @@ def _report(argv: Sequence[str]) -> str:
     names = "weight_type", "device", "lora", "tensor_split"
     settings = {name: getattr(options, name) for name in names}
     config = settle(None, None, settings)
-    numbers = None if options.contexts is None else _numbers(options.contexts)
+    numbers = None if options.contexts is None else sorted({int(word) for word in options.contexts.split(",")})
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
     path = str(demo_model(note)) if options.weights is None else options.weights
@@ -142,10 +142,6 @@ def _fit_hub(
 
 def _is_list(text: str) -> bool:
     return all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in text.split(","))
-
-
-def _numbers(text: str) -> list[int]:
-    return sorted({int(word) for word in text.split(",")})
 
 
 def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:

@@ -28,10 +28,7 @@ Check = Callable[[Any], "str | None"]
 """Returns what is wrong with a value, as a sentence for the user; None if it is valid."""
 
 IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
-    ("-ngl", "--n-gpu-layers", "--gpu-layers"): (
-        "N",
-        "all layers are on the GPUs that --device names, or on the CPU",
-    ),
+    ("-ngl", "--n-gpu-layers", "--gpu-layers"): ("N", "all layers are on the GPUs that --device names, or on the CPU"),
     ("-fa", "--flash-attn"): ("MODE", "attention never holds a whole row of scores for the context in memory"),
     ("--no-mmap",): ("", "the weights file is read, and never mapped"),
     ("--draft-min", "--draft-n-min"): ("N", "a draft is as long as pays most"),

@@ -56,10 +56,7 @@ class PathRounding(Table, Protocol):
     """A table in which a code's point depends on earlier codes, so that a vector is rounded as a whole."""
 
     def best_path(
-        self,
-        unit: np.ndarray,
-        feedback: np.ndarray | None = None,
-        weights: np.ndarray | None = None,
+        self, unit: np.ndarray, feedback: np.ndarray | None = None, weights: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """unit (K, R, D) float32, unit variance → codes (K, R, P) uint8, their points (K, R, D) float32; P = D / width.
 

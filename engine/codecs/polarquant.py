@@ -56,7 +56,7 @@ from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
 from polarlm.engine.codecs.schema.arrays import HALF_MAX, widen
-from polarlm.engine.codecs.schema.joined import join, joined_table, split
+from polarlm.engine.codecs.schema.joined import join, joined_table
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
 NAMES = ("polarquant",)
@@ -190,14 +190,6 @@ def from_rows(rows: np.ndarray, levels: int) -> dict[str, np.ndarray]:
     if levels == 3:
         return {"upper6": rows}
     return {"upper8": rows[..., 0::2], "upper6": rows[..., 1::2] & 63}
-
-
-def angles_of(streams: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Streams → codes of the angles of every level, (..., N, D/2) uint8 and so on."""
-    rows = rows_of(streams)
-    level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:-1], 2 * rows.shape[-1])
-    level4 = [streams["upper8"] >> 6] if "upper8" in streams else []
-    return [split(streams["level1"], 4), level2, rows >> 4 & 3, *level4]
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:

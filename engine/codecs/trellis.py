@@ -72,10 +72,7 @@ class TrellisTable(PairStore):
     width = 2
 
     def best_path(
-        self,
-        unit: np.ndarray,
-        feedback: np.ndarray | None = None,
-        weights: np.ndarray | None = None,
+        self, unit: np.ndarray, feedback: np.ndarray | None = None, weights: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """unit (K, R, D) float32, rms 1 → codes (K, R, D/2) uint8, points (K, R, D) float32: see `PathRounding`."""
         return _search(self.bits)(unit, feedback, weights)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine.backends.ops import ExpertCache, Load, Ops, WarmUp
+from polarlm.engine.backends.ops import ExpertCache, Load, Ops
 from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
@@ -19,9 +19,8 @@ from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.parts import Parts, fit_line
-from polarlm.engine.loading.placement.draft import draft_bytes, draft_config
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import fits_beside, wanted_of_source
+from polarlm.engine.loading.placement.wanted import draft_bytes, draft_config, fits_beside, wanted_of_source
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     check_layers,
@@ -103,13 +102,18 @@ def _draft(parts: Parts, verbose: Say | None) -> Parts:
     """Load the draft model; of several GPUs on the last one. Raises EngineError if its vocabulary is another one."""
     say = None if verbose is None else lambda sentence: verbose(f"draft model: {sentence}")
     ops = parts.model.ops if (split := parts.placement.split) is None else split.shares[-1].card
-    draft = _assemble(draft_config(parts.config, parts.plan.tokens), ops, say)
-    try:
-        _check_vocabulary(parts.source, draft.source)
-    except EngineError:
-        draft.close()
-        raise
-    return draft
+    draft, model = _assemble(draft_config(parts.config, parts.plan.tokens), ops, say), parts.source
+    ours, theirs = model.tokenizer, draft.source.tokenizer
+    if model.vocabulary == draft.source.vocabulary and all(
+        ours.token_bytes(token) == theirs.token_bytes(token) for token in model.vocabulary
+    ):
+        return draft
+    draft.close()
+    raise EngineError(
+        f"model_draft={draft.source.path}: its vocabulary is not that of {model.name}; choose a smaller model of the "
+        "same family",
+        settings=("model_draft",),
+    )
 
 
 class _DamagedTiles(EngineError):
@@ -176,8 +180,11 @@ class _Loading:
         self._warn(placement)
         tiers = open_tiers(config, plan.shape, ops.name)
         warm = ops.warm_up()
-        later = [] if warm is None else self._warm_up(warm, placement)
-        weights = self._weights(placement)
+        on_host = placement.on_host.layers if placement.on_host else 0
+        later: list[Callable[[], None]] = []
+        if warm is not None:
+            later = warm_up_first(config, warm, source, placement.shape, on_host, self._adapters.all)
+        weights = self._weights(placement, on_host)
         if lost := source.left_out():  # what is wrong with the tokenizer is an error of loading
             self._say(lost)
         bars.close()
@@ -214,17 +221,11 @@ class _Loading:
         if self._weight_format and (warning := left_out(placement.ops, source.weights, self._weight_format)):
             self._say(warning)
 
-    def _warm_up(self, warm: WarmUp, placement: Placement) -> list[Callable[[], None]]:
-        """Begin to compile the kernels of first requests; return calls that do so for later ones."""
-        on_host = placement.on_host.layers if placement.on_host else 0
-        return warm_up_first(self._config, warm, self._source, placement.shape, on_host, self._adapters.all)
-
-    def _weights(self, placement: Placement) -> ModelWeights:
+    def _weights(self, placement: Placement, on_host: int) -> ModelWeights:
         if self._mapped is not None:
             weights = self._load(placement.ops, kept=self._mapped, is_shown=False)
             return replace(weights, why_damaged=self._mapped.removed_if_damaged)
         cache = None if placement.experts is None else ExpertCache(placement.experts.experts)
-        on_host = placement.on_host.layers if placement.on_host else 0
         return self._load(placement.ops, cache=cache, on_host=on_host)
 
     def _load(self, ops: Ops, *, is_shown: bool = True, **options: Any) -> ModelWeights:
@@ -261,19 +262,6 @@ def _loading_bar(bars: ExitStack, is_shown: bool, name: str) -> tqdm[Any] | None
     return bars.enter_context(
         progress_bar(is_shown, desc=f"Loading {name}", bar_format=BYTES, unit="iB", unit_scale=True, unit_divisor=1024)
     )
-
-
-def _check_vocabulary(model: model_loaders.Model, draft: model_loaders.Model) -> None:
-    """Raises EngineError unless the ids of both models stand for the same texts."""
-    ours, theirs = model.tokenizer, draft.tokenizer
-    if model.vocabulary != draft.vocabulary or any(
-        ours.token_bytes(token) != theirs.token_bytes(token) for token in model.vocabulary
-    ):
-        raise EngineError(
-            f"model_draft={draft.path}: its vocabulary is not that of {model.name}; choose a smaller model of the same "
-            "family",
-            settings=("model_draft",),
-        )
 
 
 def with_cache(

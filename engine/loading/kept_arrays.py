@@ -53,13 +53,11 @@ def write(kind: str, key: str, arrays: Mapping[str, np.ndarray], say: Callable[[
     made = Object({"kind": kind, "key": key, "arrays": shapes}, payload)
     try:
         file = _file(kind, key)
-    except LoadError as error:
-        say(f"What was computed for fitting the KV cache cannot be kept for the next time. {error}")
-        return
-    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         files.write(file, made.pack(_OBJECT))
         _remove_oldest(file.parent, kind)
+    except LoadError as error:
+        say(f"What was computed for fitting the KV cache cannot be kept for the next time. {error}")
     except OSError as error:
         say(
             f"What was computed for fitting the KV cache cannot be kept in {file.parent} "

@@ -10,9 +10,8 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import cards_of, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.placement.draft import draft_bytes
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import fits_beside, wanted_of_source
+from polarlm.engine.loading.placement.wanted import draft_bytes, fits_beside, wanted_of_source
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.model_loaders import hub

@@ -52,16 +52,12 @@ class Conditioning:
         return None if self.scale is None else np.repeat(self.scale.values, heads // len(self.scale.values))
 
 
-# The stored mean of one block of one KV head. Bits → field name → whether its shape is (D,) or (), dtype.
-_MEAN_FIELDS: dict[int, dict[str, tuple[bool, np.dtype]]] = {
-    8: {"mean": (True, np.dtype(np.int8)), "mean_scale": (False, np.dtype(np.float16))},
-    16: {"mean": (True, np.dtype(np.float16))},
-}
-
-
 def mean_fields(bits: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return name → (shape, dtype) of the stored mean of one block of one KV head. bits: 8, with one scale, or 16."""
-    return {name: ((head_dim,) if wide else (), dtype) for name, (wide, dtype) in _MEAN_FIELDS[bits].items()}
+    half = np.dtype(np.float16)
+    if bits == 16:
+        return {"mean": ((head_dim,), half)}
+    return {"mean": ((head_dim,), np.dtype(np.int8)), "mean_scale": ((), half)}
 
 
 def centre(keys: np.ndarray, bits: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -5,8 +5,8 @@ Letters: K KV heads, G query heads to each, E the model's width, N tokens in a b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -79,11 +79,11 @@ def value_metric(
 def by_layer(metric: Metric, layers: int) -> list[Metric]:
     """Return the metrics of several layers with as many heads each, from the metric of the heads of all layers."""
 
-    def part(field: np.ndarray | None, layer: int) -> Any:
-        return None if field is None else np.split(field, layers)[layer]
+    def part(name: str, layer: int) -> Any:
+        array = getattr(metric, name)
+        return None if array is None else np.split(array, layers)[layer]
 
-    arrays = "matrix", "feedback", "weights", "tilt_mean", "token_feedback"
-    return [replace(metric, **{name: part(getattr(metric, name), layer) for name in arrays}) for layer in range(layers)]
+    return [Metric(*(part(field.name, layer) for field in fields(Metric))) for layer in range(layers)]
 
 
 def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
@@ -93,21 +93,18 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
     if len(layers) < 2:
         return metrics[0]
 
-    def joined(fields: Iterable[np.ndarray | None]) -> np.ndarray | None:
-        arrays = [field for field in fields if field is not None]
-        return np.concatenate(arrays) if arrays else None
+    def joined(name: str) -> Any:
+        arrays = [getattr(metric, name) for metric in layers]
+        if arrays[0] is None:
+            return None
+        if name == "token_feedback":  # one for all heads of a layer
+            arrays = [
+                np.broadcast_to(array, (len(metric.matrix), *array.shape[1:]))
+                for array, metric in zip(arrays, layers, strict=True)
+            ]
+        return np.concatenate(arrays)
 
-    def by_head(metric: Metric) -> np.ndarray | None:
-        feedback = metric.token_feedback
-        return None if feedback is None else np.broadcast_to(feedback, (len(metric.matrix), *feedback.shape[1:]))
-
-    return Metric(
-        matrix=np.concatenate([metric.matrix for metric in layers]),
-        feedback=np.concatenate([metric.feedback for metric in layers]),
-        weights=np.concatenate([metric.weights for metric in layers]),
-        tilt_mean=joined(metric.tilt_mean for metric in layers),
-        token_feedback=joined(map(by_head, layers)),
-    )
+    return Metric(*(joined(field.name) for field in fields(Metric)))
 
 
 def without_feedback(metric: Metric) -> Metric:

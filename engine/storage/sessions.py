@@ -193,7 +193,13 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
     """Return the session that a header describes. Raises EngineError for one of another version or of an engine with
     other settings, and for a header that `write` has not written."""
     try:
-        _check_settings(path, header, own)
+        if header["version"] != _VERSION:
+            raise _error(
+                f"The session {path} is from another version of this program (format {header['version']}): load it "
+                "with that one"
+            )
+        if (differs := identity.difference(header, own)) is not None:
+            raise _error(f"The session {path} {differs}")
         ids = tuple(header["ids"])
         if not all(type(i) is int and i in vocabulary for i in ids):
             raise ValueError("unknown token ids")
@@ -219,17 +225,6 @@ def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
     if not all(type(i) is int for i in ids):
         raise ValueError("no token ids")
     return key, tuple(ids)
-
-
-def _check_settings(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]) -> None:
-    """Raises EngineError for a file of another version, or of an engine with other settings."""
-    if header["version"] != _VERSION:
-        raise _error(
-            f"The session {path} is from another version of this program (format {header['version']}): load it with "
-            "that one"
-        )
-    if (differs := identity.difference(header, own)) is not None:
-        raise _error(f"The session {path} {differs}")
 
 
 def _salt_hash(salt: str, ids: Sequence[int]) -> str:

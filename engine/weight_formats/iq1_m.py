@@ -1,8 +1,6 @@
 """Blocks of 256 in groups of 16: w = d * (2 * s + 1) * (point ± 1/8), with the points of IQ1_S and a sign for each.
 The scale lies in the upper bits of the four words of the groups' scales."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import fields, flat, unpack_bits

@@ -1,8 +1,6 @@
 """Blocks of 256 in groups of 32: w = d * (2 * s + 1) * (point ± 1/8), with points of 8 values of -1, 0 and 1, and a
 sign for each group."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import fields, flat, halves

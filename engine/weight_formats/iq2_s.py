@@ -1,8 +1,6 @@
 """Blocks of 256 in groups of 16: w = d / 8 * (2 * s + 1) * ±point, with points of 8 values. The upper two bits of the
 indices are bytes of their own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import fields, flat, halves, unpack_bits

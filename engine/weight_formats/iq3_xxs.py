@@ -1,7 +1,5 @@
 """Blocks of 256 in groups of 32: w = d / 4 * (2 * s + 1) * ±point, with points of 4 values and 7 signs for two."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import fields, flat, halves

@@ -1,7 +1,5 @@
 """Blocks of 32: w = d * TABLE[q]."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits

@@ -1,7 +1,5 @@
 """Blocks of 256 in groups of 32: w = d * (scale - 32) * TABLE[q], with the table of IQ4_NL."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits

@@ -3,8 +3,6 @@
 The table has the values of the format E2M1 doubled, so that they are integers, and the scale is halved.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import Grouped, fields, quantize_gguf, unpack_bits

@@ -1,7 +1,5 @@
 """Blocks of 256 in groups of 16: w = d * scale * q - dmin * min; a byte holds scale and min of a group."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import Grouped, fields, flat, halves, unpack_bits

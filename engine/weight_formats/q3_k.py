@@ -1,7 +1,5 @@
 """Blocks of 256 in groups of 16: w = d * (scale - 32) * (q - 4). The third bits are bytes of their own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits

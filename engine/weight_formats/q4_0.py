@@ -1,7 +1,5 @@
 """Blocks of 32: w = d * (q - 8)."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

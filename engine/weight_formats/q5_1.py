@@ -1,7 +1,5 @@
 """Blocks of 32: w = d * q + m. The fifth bits are a word of their own."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

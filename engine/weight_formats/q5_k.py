@@ -1,7 +1,5 @@
 """Blocks of 256 in groups of 32: w = d * scale * q - dmin * min. The fifth bits are bytes of their own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, scales_and_mins, unpack_bits

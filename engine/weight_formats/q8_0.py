@@ -1,7 +1,5 @@
 """Blocks of 32: w = d * q. q are bytes with a sign, which are codes after adding 128."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Blocks of 256: w = d * (q - 1), with five q of base 3 in a byte, and four in each of the last four bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from polarlm.engine.weight_formats._grouped import fields, halves

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, angles_of, chosen_preconditioning, level_count
+from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, chosen_preconditioning, level_count, rows_of
 from polarlm.engine.codecs.schema.arrays import checked
+from polarlm.engine.codecs.schema.joined import split
 
 NAMES = ("polarquant-online",)
 
@@ -67,6 +68,14 @@ class OnlinePolarQuant(PolarQuant):
 
     def _centres(self, level: int) -> np.ndarray:
         return self.codebook.get(level, np.array(CENTRES[level], np.float32))
+
+
+def angles_of(streams: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Streams → codes of the angles of every level, (..., N, D/2) uint8 and so on."""
+    rows = rows_of(streams)
+    level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:-1], 2 * rows.shape[-1])
+    level4 = [streams["upper8"] >> 6] if "upper8" in streams else []
+    return [split(streams["level1"], 4), level2, rows >> 4 & 3, *level4]
 
 
 def _polar(radii: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
