@@ -25,7 +25,7 @@ from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.weights import load_weights
 from polarlm.engine.weight_formats import Linear
-from polarlm.model_loaders.config import Layer, ModelConfig
+from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.bare import bare_model, feed, read_model
@@ -88,17 +88,6 @@ def test_chunks_do_not_change_statistics(name: str, chunk: int, monkeypatch: pyt
     monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)
     for one, expected in zip(calibrate(NumpyOps(), config, weights, ids, N).values(), whole.values(), strict=True):
         assert_close(one, expected, rtol=1e-3)
-
-
-def test_progress_grows_to_the_rows_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, weights = read_model(FIXTURES / "llama_mha")
-    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
-    seen: list[tuple[int, int]] = []
-    calibrate(NumpyOps(), config, weights, list(range(5, 45)), N, lambda done, total: seen.append((done, total)))
-    total = 40 * len(config.layers)
-    assert seen == sorted(set(seen))
-    assert len(seen) == 3 * len(config.layers)
-    assert seen[-1] == (total, total)
 
 
 def test_bars_show_the_bytes_of_the_file_and_the_share_of_the_fit(
@@ -245,28 +234,11 @@ def first_weight_bent(weights: ModelWeights) -> ModelWeights:
     return replace(weights, layers=[first, replace(second, mixer=replace(second.mixer, qkv=qkv))])
 
 
-def with_layer(config: ModelConfig, changed: Layer) -> ModelConfig:
-    """`config` with another second layer."""
-    return replace(config, layers=(config.layers[0], changed))
-
-
-def with_gelu(config: ModelConfig) -> ModelConfig:
-    layer = config.layers[1]
-    return with_layer(config, replace(layer, ffn=replace(layer.ffn, activation="gelu_tanh")))
-
-
-def without_rope(config: ModelConfig) -> ModelConfig:
-    layer = config.layers[1]
-    return with_layer(config, replace(layer, mixer=replace(layer.mixer, rope=None)))
-
-
 CHANGES: dict[str, Callable[[Setting], Setting]] = {
     "block size": lambda s: replace(s, block_size=4),
     "weights": lambda s: replace(s, weights=first_weight_bent(s.weights)),
     "config": lambda s: replace(s, config=replace(s.config, norm_eps=1e-3)),
     "tokens": lambda s: replace(s, config=replace(s.config, max_context=39)),
-    "activation": lambda s: replace(s, config=with_gelu(s.config)),
-    "a layer without RoPE": lambda s: replace(s, config=without_rope(s.config)),
 }
 
 
@@ -290,16 +262,6 @@ def test_fingerprints_are_those_of_earlier_versions(name: str, digest: str) -> N
     """Files of statistics and of sessions depend on the model's fingerprint."""
     config, weights = read_model(FIXTURES / name)
     assert fingerprint(NumpyOps(), config, weights).startswith(digest)
-
-
-def test_without_a_writable_folder_it_is_measured_every_time(setting: Setting, cache: Path, runs: list[int]) -> None:
-    cache.write_text("a file is in the way")
-    said: list[str] = []
-    assert_same(setting.load(said.append), setting.load())
-    assert len(runs) == 2
-    (kept,) = [sentence for sentence in said if "cannot be kept" in sentence]
-    assert str(cache) in kept
-    assert f"set {CACHE_VARIABLE} to a folder that can be written" in kept
 
 
 def test_a_context_of_less_than_two_blocks_gives_a_warning_and_neutral_statistics(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from polarlm.engine.loading.fit import (
     devices,
     fit_device,
     fit_weights,
-    steps_to,
 )
 from polarlm.engine.loading.need import PROCESS_BYTES, need
 from polarlm.engine.loading.placement.place import place
@@ -36,20 +36,19 @@ from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_sou
 from polarlm.engine.loading.sizes import cache_shape, weight_format
 from polarlm.engine.model.weights import load_weights, weight_bytes
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.state.plan import format_bytes, plan_for_tokens
+from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.recurrent.delta import DeltaState
 from polarlm.engine.state.store import KVStore
 from polarlm.fit import main as command
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from tests.cuda.emulated import EmulatedDevice
 from tests.model_loaders.checkpoints import quantized_model
-from tests.tiny import load_tiny, make_model
+from tests.tiny import make_model
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch):
+def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A function that sets the bytes of memory that the CPU has available."""
 
     def have(size: int) -> None:
@@ -57,6 +56,11 @@ def memory(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(host_memory, "most", lambda: size)
 
     return have
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return available(monkeypatch)
 
 
 def fits(path: Path, ops: Ops, contexts=(), **settings) -> DeviceFit:
@@ -163,10 +167,6 @@ def test_weights_that_are_too_large_say_by_how_much(tiny_path: Path, memory) -> 
         assert weights.lacking == weights.bytes - 1000
         assert weights.room == 0
         assert all(one.tokens == 0 for one in weights.caches)
-
-
-def test_a_type_that_does_not_fit_the_model_says_why(tiny_path: Path) -> None:
-    assert "multiple of 32" in fits(tiny_path, cpu()).weights[0].cache("q8_0").problem
 
 
 def test_a_gpu_says_which_types_it_lacks(tiny_path: Path) -> None:
@@ -278,34 +278,12 @@ def test_snapshots_are_counted_where_they_lie(hybrid: Path, on_gpu: bool) -> Non
     assert plans[1].bytes - plans[0].bytes == (0 if on_gpu else more)
 
 
-def test_a_token_takes_the_bytes_of_its_keys_and_values(hybrid: Path) -> None:
-    """And none of snapshots, which are not of every block."""
-    with load_tiny(hybrid, device="cpu", cache_type="f16") as engine:
-        (layer,) = engine.cache_shape.kv_layers.values()
-        assert engine.cache_shape.bytes_per_token == 2 * 2 * layer.kv_heads * layer.head_dim
-
-
 def test_snapshots_leave_a_gpu_s_memory_to_the_context(hybrid: Path) -> None:
     gpu = CudaOps(EmulatedDevice(checked=False))
     few, many = (fits(hybrid, gpu, state_cache=size).weights[0].cache("f16") for size in ("1M", "1G"))
     assert many == replace(few, snapshot_bytes=many.snapshot_bytes)
     assert few.snapshot_bytes < MIB < 1000 * MIB < many.snapshot_bytes
     assert few.tokens == 256
-
-
-def test_a_gpu_s_page_tells_of_snapshots(hybrid: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = CudaOps(EmulatedDevice(checked=False))
-    monkeypatch.setattr("polarlm.fit.devices", lambda device: [("cuda", gpu)])
-    assert command([str(hybrid)]) == 0
-    (told,) = re.findall(
-        r"Snapshots of recurrent layers take (\S+ \S+) of the computer's memory", capsys.readouterr().out
-    )
-    assert told == format_bytes(fits(hybrid, gpu).weights[0].cache("f16").snapshot_bytes)
-
-
-def test_steps_end_at_the_model_s_context() -> None:
-    assert steps_to(2048) == [2048]
-    assert steps_to(131_072) == [8192, 16_384, 32_768, 65_536, 131_072]
 
 
 # -- beside other models ---------------------------------------------------------------------------------------
@@ -335,8 +313,7 @@ def test_memory_that_others_will_take_is_left_to_them(tiny_path: Path, monkeypat
     """As everywhere on a CPU, the store may have half of what the weights, and the others, leave."""
     config = settle(tiny_path, None, {"device": "cpu"})
     whole, free = need(config), 1 << 20
-    monkeypatch.setattr(host_memory, "available", lambda: free)
-    monkeypatch.setattr(host_memory, "most", lambda: free)
+    available(monkeypatch)(free)
     weights = whole.bytes - whole.store - PROCESS_BYTES
     reserved = free - weights - 2 * whole.store
     assert need(config, {"cpu": reserved, "another": 1 << 60}).store == whole.store

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from polarlm import fit
 from polarlm.engine import Engine
-from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.loading.fit import CACHE_TYPES
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.state.cache_types import PRESETS
 from tests.adapters import random_changes, write_peft
 from tests.model_loaders.hub_server import Hub, Repository
+from tests.test_fit import available
 
 GIB = 1 << 30
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch):
-    """A function that sets the bytes of memory that the CPU has available; 4 GiB at first."""
-
-    def have(size: int) -> None:
-        monkeypatch.setattr(host_memory, "available", lambda: size)
-        monkeypatch.setattr(host_memory, "most", lambda: size)
-
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """As in `test_fit`; 4 GiB at first."""
+    have = available(monkeypatch)
     have(4 * GIB)
     return have
 

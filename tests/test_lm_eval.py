@@ -57,17 +57,6 @@ def test_log_likelihoods_are_those_of_a_forward_pass(tiny_path: Path, model: Pol
         assert greedy == (logprobs.argmax(axis=1) == following).all()
 
 
-def test_what_the_model_would_say_is_greedy(model: PolarLM) -> None:
-    """Forced answers have the log-probabilities that free ones have."""
-    (context,) = CONTEXTS[:1]
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
-    answer = model.engine.generate(model.tok_encode(context), params)
-    pair = (("", ""), model.tok_encode(context), list(answer.token_ids))
-    ((logprob, greedy),) = model._loglikelihood_tokens([pair], disable_tqdm=True)
-    assert greedy
-    assert logprob == pytest.approx(sum(token.logprob for token in answer.logprobs), abs=1e-4)
-
-
 def test_a_text_longer_than_the_context_is_scored_in_windows(tiny_path: Path, model: PolarLM) -> None:
     """Every token once: the first after the prefix token, those of later windows after as much as there is room for."""
     ids = model.tok_encode(LONG)
@@ -112,18 +101,6 @@ def test_requests_with_the_same_context_compute_it_once(tiny_path: Path, cache_t
     model.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
     assert model.cached_tokens - before == len(pairs) * (tokens - 1)
     model.engine.close()
-
-
-def test_a_cache_type_counts(tiny_path: Path) -> None:
-    """The continuation reads the codes of its context, so its log-likelihood is not that of full precision."""
-    found = {}
-    for cache_type in ("f16", "turbo2"):
-        model = PolarLM(str(tiny_path), device="cpu", cache_type=cache_type)
-        ((found[cache_type], _),) = model.loglikelihood(
-            requests("loglikelihood", (LONG[:220], LONG[220:240])), disable_tqdm=True
-        )
-        model.engine.close()
-    assert abs(found["f16"] - found["turbo2"]) > 1e-3
 
 
 def test_a_continuation_without_room_is_refused(model: PolarLM) -> None:

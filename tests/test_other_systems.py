@@ -70,14 +70,15 @@ imported, builtins.__import__ = builtins.__import__, importing
 builtins.open, pathlib.Path.open = opening(builtins.open), opening(pathlib.Path.open)
 """
 _LINUX_ALONE = "sched_getaffinity", "memfd_create", "posix_fadvise"
-_POSIX_ALONE = "fork", "register_at_fork", "getuid", "O_NOFOLLOW", "O_NONBLOCK", "killpg"
+_POSIX_ALONE = "fork", "register_at_fork", "getuid", "getpgid", "sysconf", "O_NOFOLLOW", "O_NONBLOCK", "killpg"
+_SIGNALS = "SIGHUP", "SIGKILL", "SIGALRM", "SIGPROF", "SIGPIPE", "setitimer"
 _DEVICES = r"(?i:con|prn|aux|nul|com\d|lpt\d)(\..*)?"
 # System → what modules lack there, and which modules do not exist.
 SYSTEMS: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
     "darwin": ({"os": _LINUX_ALONE}, ()),
     "win32": (
-        {"os": (*_LINUX_ALONE, *_POSIX_ALONE), "socket": ("AF_UNIX",), "signal": ("SIGHUP", "SIGKILL", "setitimer")},
-        ("fcntl", "resource"),
+        {"os": (*_LINUX_ALONE, *_POSIX_ALONE), "socket": ("AF_UNIX",), "signal": _SIGNALS},
+        ("fcntl", "resource", "termios", "pwd", "grp"),
     ),
 }
 

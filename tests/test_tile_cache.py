@@ -122,18 +122,6 @@ def test_damage_that_no_start_has_noticed_is_not_the_model_s(
     assert file.read_bytes() == content
 
 
-def test_pieces_are_checked_by_chance(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_cache, "_PIECE", 64)
-    matrices = [bytes([number]) * 64 for number in range(64)]
-    monkeypatch.setattr(tile_cache.random, "sample", lambda pieces, count: [*pieces][-count:])
-    loaded(cache(folder, 1), matrices)
-    content = bytearray((folder / name(1)).read_bytes())
-    for number in (47, 48):  # the first of the last 16 pieces is that of matrix 48
-        content[content.index(matrices[number])] ^= 1
-        (folder / name(1)).write_bytes(content)
-        assert (loaded(cache(folder, 1), matrices) == matrices) == (number == 48)
-
-
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_model_is_loaded_all_the_same_on_a_full_disk(
     tiny_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
@@ -203,13 +191,6 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_matrices_of_any_size_are_those_that_were_packed(folder: Path) -> None:
-    matrices = [bytes([size % 256]) * size for size in (1, 64, 65, 4096, 100_000)]
-    assert loaded(cache(folder, 1), matrices) == matrices
-    unread = [bytes(len(matrix)) for matrix in matrices]  # their bytes come from the file
-    assert loaded(cache(folder, 1), unread) == matrices
-
-
 def test_the_files_used_least_recently_are_removed(folder: Path) -> None:
     matrix = [b"x" * 10_000]
     for number in (1, 2, 3):
@@ -236,13 +217,6 @@ def test_files_that_are_mapped_stay(folder: Path) -> None:
     del weights
     assert cache(folder, 2, 15_000).tiles(load) is not None
     assert names(folder) == [name(2)]
-
-
-def test_what_a_killed_process_has_left_is_removed(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / ".unfinished-abcd1234").write_bytes(b"x" * 100)
-    loaded(cache(folder, 1), [b"x"])
-    assert names(folder) == [name(1)]
 
 
 def test_processes_may_write_the_same_file_at_once(folder: Path) -> None:

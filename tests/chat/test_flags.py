@@ -248,8 +248,6 @@ def test_a_schema_comes_from_a_file(tmp_path):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command with a word of its own is asked."""
-
     model: str = setting(MISSING, "MODEL", help="a folder or a 'file' of 100 % weights")
     count: int = setting(3, "-n", "--count", metavar="N", help="how often")
 
@@ -259,86 +257,55 @@ class Painted:
     color: str = setting(MISSING, "COLOR", choices=("red", "blue"), help="one of two colours")
 
 
-def read_asked(*argv):
-    (asked,) = parse(
-        argv,
-        {"Asked": Asked},
-        prog="ask",
-        description="Asks.",
-        checks={"model": that(lambda text: text != "", "empty")},
-    )
-    return asked
-
-
-@pytest.mark.parametrize("argv", [("x.gguf", "-n", "4"), ("-n", "4", "x.gguf"), ("--count=4", "x.gguf")])
-def test_a_word_may_stand_before_and_behind_flags(argv):
-    assert read_asked(*argv) == Asked("x.gguf", 4)
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        ((), "MODEL is missing: a folder or a 'file' of 100 % weights"),
-        (("-n", "4"), "MODEL is missing: a folder or a 'file' of 100 % weights"),
-        (("",), "MODEL: empty"),
-        (("a", "b"), "unrecognized arguments: b"),
-        (("a", "--MODEL"), "unrecognized arguments: --MODEL"),
-        (("a", "--cuont", "4"), "unrecognized arguments: --cuont 4 (did you mean --count?)"),
-        (("--cuont=4",), "unrecognized arguments: --cuont=4 (did you mean --count?)"),
-    ],
-)
-def test_a_word_that_is_missing_or_too_much_is_named(argv, sentence):
-    with pytest.raises(FlagError) as error:
-        read_asked(*argv)
-    assert str(error.value) == sentence
-
-
-def test_a_misspelt_flag_is_named_before_the_word_that_its_value_seems_to_be():
-    with pytest.raises(FlagError, match=r"^unrecognized arguments: --colour$"):
-        parse(["--colour", "4"], {"Painted": Painted}, prog="paint", description="Paints.", checks={})
-
-
-def test_a_word_may_have_choices():
-    def read(*argv):
-        return parse(argv, {"Painted": Painted}, prog="paint", description="Paints.", checks={})
-
-    assert read("blue") == [Painted("blue")]
-    with pytest.raises(FlagError, match=r"^COLOR is missing: one of two colours$"):
-        read()
-    with pytest.raises(FlagError, match=r"^COLOR: invalid choice: 'green' .choose from '?red'?, '?blue'?.$"):
-        read("green")
-
-
-def test_a_word_is_explained(capsys):
-    with pytest.raises(SystemExit):
-        read_asked("--help")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith("usage: ask MODEL [flags] Asks. ")
-    assert "Asked: MODEL a folder or a 'file' of 100 % weights -n, --count N how often (default: 3)" in shown
-    assert [names for names, _ in describe(Asked)] == ["MODEL", "-n, --count N"]
-
-
 @dataclass(frozen=True)
 class Fitted:
     model: str | None = setting(None, "MODEL", bare=None, help="a folder; without it, the demonstration model")
     count: int = setting(3, "-n", "--count", metavar="N", help="how often")
 
 
+def read(kind, *argv):
+    """What a command with a word of its own is asked."""
+    checks = {"model": that(lambda text: text != "", "empty")}
+    (asked,) = parse(argv, {kind.__name__: kind}, prog="ask", description="Asks.", checks=checks)
+    return asked
+
+
+def test_a_word_may_stand_before_and_behind_flags():
+    for argv in (("x", "-n", "4"), ("-n", "4", "x"), ("--count=4", "x")):
+        assert read(Asked, *argv) == Asked("x", 4)
+        assert read(Fitted, *argv) == Fitted("x", 4)
+    assert [read(Fitted, *argv) for argv in ((), ("-n", "4"), ("x",))] == [Fitted(), Fitted(count=4), Fitted("x")]
+    assert read(Painted, "blue") == Painted("blue")
+
+
 @pytest.mark.parametrize(
-    ("argv", "expected"),
+    ("kind", "argv", "sentence"),
     [
-        ((), Fitted()),
-        (("-n", "4"), Fitted(count=4)),
-        (("x",), Fitted("x")),
-        (("x", "-n", "4"), Fitted("x", 4)),
-        (("-n", "4", "x"), Fitted("x", 4)),
+        (Asked, (), "MODEL is missing: a folder or a 'file' of 100 % weights"),
+        (Asked, ("-n", "4"), "MODEL is missing: a folder or a 'file' of 100 % weights"),
+        (Asked, ("",), "MODEL: empty"),
+        (Asked, ("a", "b"), "unrecognized arguments: b"),
+        (Asked, ("a", "--MODEL"), "unrecognized arguments: --MODEL"),
+        (Asked, ("a", "--cuont", "4"), "unrecognized arguments: --cuont 4 (did you mean --count?)"),
+        (Asked, ("--cuont=4",), "unrecognized arguments: --cuont=4 (did you mean --count?)"),
+        (Painted, (), "COLOR is missing: one of two colours"),
+        (Painted, ("--colour", "4"), "unrecognized arguments: --colour"),  # and no word that its value seems to be
+        (Painted, ("green",), "COLOR: invalid choice: 'green'"),
     ],
 )
-def test_a_word_with_a_default_may_be_left_out(argv, expected):
-    assert parse(argv, {"Fit": Fitted}, prog="fit", description="Fits.", checks={}) == [expected]
+def test_a_word_that_is_missing_or_too_much_is_named(kind, argv, sentence):
+    with pytest.raises(FlagError) as error:
+        read(kind, *argv)
+    assert str(error.value).partition(" (choose")[0] == sentence
 
 
-def test_a_word_that_may_be_left_out_is_shown_so(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"], {"Fit": Fitted}, prog="fit", description="Fits.", checks={})
-    assert capsys.readouterr().out.startswith("usage: fit [MODEL] [flags]\n")
+def test_a_word_is_explained(capsys):
+    shown = []
+    for kind in (Asked, Fitted):
+        with pytest.raises(SystemExit):
+            read(kind, "--help")
+        shown.append(" ".join(capsys.readouterr().out.split()))
+    assert shown[0].startswith("usage: ask MODEL [flags] Asks. ")
+    assert "Asked: MODEL a folder or a 'file' of 100 % weights -n, --count N how often (default: 3)" in shown[0]
+    assert shown[1].startswith("usage: ask [MODEL] [flags] ")
+    assert [names for names, _ in describe(Asked)] == ["MODEL", "-n, --count N"]

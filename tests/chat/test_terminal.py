@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,15 @@ HANG = 120.0  # seconds after which a chat that says nothing counts as hung
 
 
 class Terminal:
-    """A chat behind a pseudo-terminal, driven by what it shows."""
+    """A program behind a pseudo-terminal, driven by what it shows."""
 
-    def __init__(self, *argv: str, state: Path, **streams: int):
+    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str], **streams: int):
         self._own, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
-        settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state), "PYTHONUTF8": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, FAKE_CHAT, *argv],
+            command,
             **{"stdin": other, "stdout": other, "stderr": other, **streams},
-            env={**os.environ, **settings},
+            env={**os.environ, **environment},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C becomes a signal
         )
@@ -52,7 +52,7 @@ class Terminal:
         return self.shown[begin : self._seen]
 
     def end(self) -> int:
-        """Waits until the chat is over; gives its exit code."""
+        """Waits until the program is over; gives its exit code."""
         while self._receive():
             pass
         return self.process.wait(timeout=HANG)
@@ -80,10 +80,11 @@ class Terminal:
 @pytest.fixture
 def open_chat(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
+    settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path), "PYTHONUTF8": "1"}
     opened = []
 
     def start(*argv, **streams):
-        opened.append(Terminal(*argv, state=tmp_path, **streams))
+        opened.append(Terminal([sys.executable, FAKE_CHAT, *argv], settings, **streams))
         return opened[-1]
 
     yield start

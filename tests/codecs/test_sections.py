@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,14 +32,6 @@ def test_codes_round_trip_and_fill_every_byte(bits: int, tokens: int, eighths: i
     assert np.array_equal(back, x)
     if blocks:
         assert np.array_equal(stream.pack(x[0, 0]), field[0, 0])
-
-
-def test_numbers_are_stored_as_they_are() -> None:
-    stream = numbers(np.float16, 3, 2)
-    x = values(stream, (2,), 0)
-    assert stream.field == ((3, 2), np.float16)
-    assert stream.pack(x) is x
-    assert stream.unpack(x) is x
 
 
 def test_an_order_cuts_axes_and_fills_them_up() -> None:
@@ -78,10 +69,3 @@ def test_sections_round_trip_in_any_order(bits: int, halves: int, width: int, or
     for name, x in given.items():
         assert back[name].dtype == x.dtype
         assert np.array_equal(back[name], x)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_places_say_where_codes_stand(bits: int) -> None:
-    stream = codes(bits, 4, 6)
-    section = Section("codes", stream, arrange(numbered(4, 6), ((4,), (2, 4)), (1, 0, 2)).reshape(1, -1, 4))
-    assert np.array_equal(section.order.reshape(-1)[section.places], numbered(4, 6))

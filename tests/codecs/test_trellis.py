@@ -100,19 +100,6 @@ def test_each_survivor_feeds_back_its_own_errors(pairs):
 
 
 @every_trellis
-def test_feedback_lowers_the_cost_of_its_metric(name, bits):
-    """M = Lᵀ·diag(d)·L with L = 1 + F unit lower in blocks: Σ_j d_j·|e_j + F_j·e_{<j}|² is e·M·eᵀ."""
-    dim = 16
-    feedback, weights = strict_feedback(dim, 0.25, 1), np.exp(gaussian(1, dim // 2, seed=3) / 2)
-    x = gaussian(1, 2000, dim)
-    rounding = codecs.get(name).rounding
-    plain, fed = (rounding.best_path(x, *metric)[1] for metric in ((), (feedback, weights)))
-    costs = [path_cost(x, points, feedback[0], weights[0]).mean() for points in (fed, plain)]
-    assert costs[0] < 0.9 * costs[1]
-    assert np.square(x - fed).mean() > np.square(x - plain).mean()
-
-
-@every_trellis
 @in_turn("option", ["", "+norm16"])
 def test_decode_reads_every_code_through_its_window(name, bits, option):
     codec = codecs.get(name + option)

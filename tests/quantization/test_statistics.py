@@ -187,10 +187,3 @@ def test_smoothing_of_constant_channels_is_finite() -> None:
     assert s[0, 1] < s[0, 0]
     assert s[1, 2] > s[1, 0]
     np.testing.assert_array_equal(s[2], 1)
-
-
-def test_neutral_statistics_smooth_nothing() -> None:
-    statistics = neutral(2, 6, N)
-    np.testing.assert_array_equal(smoothing(statistics), np.ones((2, 6)))
-    np.testing.assert_array_equal(statistics.query_second, np.stack([np.eye(6)] * 2))
-    np.testing.assert_array_equal(statistics.token_correlation, np.eye(N)[0])

@@ -116,17 +116,6 @@ def test_a_conversation_in_text_goes_on_after_a_restart(plain_model: Path, tmp_p
     assert second.usage.cached_tokens == first.usage.prompt_tokens + len(first.token_ids) - 1
 
 
-def test_blocks_that_the_store_has_lost_come_back(plain_model: Path, tmp_path: Path) -> None:
-    with load(plain_model, tmp_path) as engine:
-        first = engine.generate(PROMPT, PARAMS)
-        assert engine._tiers._writer.flush(PATIENCE)
-        forget(engine)
-        answer = next_turn(engine, first)
-        assert answer.usage.cached_from == {"disk": len(PROMPT) + 12}
-        again = next_turn(engine, first)
-        assert set(again.usage.cached_from) == {"store"}
-
-
 @pytest.mark.parametrize("room", [True, False])
 def test_blocks_that_are_reused_before_they_are_written_are_copied(
     plain_model: Path, tmp_path: Path, may_write: threading.Event, monkeypatch: pytest.MonkeyPatch, room: bool

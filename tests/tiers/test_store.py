@@ -27,7 +27,7 @@ from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
 from polarlm.engine.storage.tiers.tier_store import Memory
 from polarlm.engine.storage.tiers.writing import Writer
 from polarlm.engine.storage.waiting import WaitingBlocks
-from tests.state.fed import N, assert_held_by, held, overwrite
+from tests.state.fed import N, assert_held_by, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words
 
 
@@ -79,35 +79,6 @@ class Kept(CachedStore):
 
 
 STEM = words(0, 44)  # five blocks and four tokens
-
-
-@pytest.mark.parametrize(
-    ("codec", "windows"), [("polarquant", (None,)), ("ring4", (20,)), ("f16", (None, 12)), ("polarquant", (12, 20))]
-)
-def test_a_prompt_goes_on_from_what_was_kept(codec: str, windows: tuple[int | None, ...]) -> None:
-    kept = Kept(codec, windows)
-    kept.end(kept.begin(STEM).prompt())
-    overwrite(kept.store)
-    again = kept.begin([*STEM, *words(1, 5)])
-    assert again.found == len(STEM)
-    again.prompt().step(*words(2, 20))  # which check what attention reads
-    kept.end(again)
-    overwrite(kept.store)
-    again = kept.begin([*STEM, *words(1, 5), *words(2, 20), *words(3, 3)])
-    assert again.found == len(STEM) + 25
-    again.prompt().step(*words(4, 9))
-    again.end()
-    assert held(kept.store) == [(0, 0)] * len(windows)
-
-
-def test_the_last_block_matches_in_part() -> None:
-    for length, found in ((44, 44), (41, 41), (40, 40), (39, 32), (9, 8), (7, 0)):
-        kept = Kept("polarquant")
-        kept.end(kept.begin(STEM).prompt())
-        overwrite(kept.store)
-        branch = kept.begin([*STEM[:length], *words(1, 9)])
-        assert branch.found == found
-        branch.prompt().step(*words(2, 3))
 
 
 def test_only_what_the_store_lacks_is_read() -> None:

@@ -66,47 +66,6 @@ def test_damaged_scales_give_gguf_s_infinities_and_nan(name: str, rng: np.random
         np.testing.assert_array_equal(unpack(name, raw).dequantize(), reference(name, raw))
 
 
-def promised(name: str, rows: int, blocks: int) -> dict[str, tuple[tuple[int, ...], type]]:
-    """The shapes and dtypes of what a format unpacks to."""
-    stored, width = get(name), blocks * get(name).values
-    per_group, scale = (rows, width // stored.group), ((rows, blocks), np.float16)
-    if stored.runs is not None:
-        return {"packed": ((rows, blocks, sum(count for count, _ in stored.runs)), np.uint8), "scale": scale}
-    if stored.grid is not None:
-        indices = (rows, width // stored.grid.cell), np.uint16
-        return {
-            "indices": indices,
-            "scale": scale,
-            "sub_scale": (per_group, np.uint8),
-            "signs": ((rows, width // 8), np.uint8),
-        }
-    scale = ((rows, blocks), np.float32 if name == "mxfp4" else np.float16)
-    sub = {"sub_scale": (per_group, np.int8), "sub_offset": (per_group, np.uint8)}
-    return {"codes": ((rows, width), np.uint8), "scale": scale, "offset": scale, **sub}
-
-
-@in_turn("name rows", [(name, rows) for name in BLOCKS for rows in (0, 5)])
-def test_arrays_have_the_promised_shapes_and_types(name: str, rows: int, rng: np.random.Generator) -> None:
-    """From memory that cannot be written, as a mapped file's."""
-    raw = random_blocks(rng, name, 5, 3 * get(name).values)[:rows]
-    raw.setflags(write=False)
-    unpacked = unpack(name, raw)
-    assert isinstance(unpacked, Trits if name in DIGITS else Lattice if name in LATTICES else Grouped)
-    for field, (shape, dtype) in promised(name, rows, 3).items():
-        array = getattr(unpacked, field)
-        assert array is None or (array.shape, array.dtype) == (shape, dtype), field
-    assert unpacked.dequantize().shape == (rows, 3 * get(name).values)
-
-
-@in_turn("name", [*GROUPED, *LATTICES])
-def test_every_code_occurs(name: str, rng: np.random.Generator) -> None:
-    """All bits of a code or of an index are read."""
-    given = unpack(name, random_blocks(rng, name, 8 if get(name).grid is None else 512, 1024))
-    assert not isinstance(given, Trits)
-    codes = given.codes if isinstance(given, Grouped) else given.indices
-    np.testing.assert_array_equal(np.unique(codes), np.arange(1 << get(name).bits))
-
-
 def test_scales_of_mxfp4_are_powers_of_two_that_bfloat16_holds() -> None:
     raw = np.zeros((256, get("mxfp4").nbytes), np.uint8)
     raw[:, 0] = np.arange(256)
