@@ -44,8 +44,8 @@ class _Aliases:
         if top not in NAMES:
             return None
         if path is None:
-            found = PathFinder.find_spec(top)
-            ours = found is not None and found.origin is not None and _is_ours(top, found.origin)
+            spec = PathFinder.find_spec(top)
+            ours = spec is not None and spec.origin is not None and _is_ours(top, spec.origin)
         else:
             ours = sys.modules.get(top) is sys.modules.get(f"polarlm.{top}")
         spec = find_spec(f"polarlm.{fullname}") if ours else None
@@ -81,6 +81,6 @@ def _add_aliases(package: str) -> None:
 
 
 def _is_ours(name: str, file: str) -> bool:
-    """Whether a file that Python would import as `name` is that of `polarlm.name`."""
+    """Whether a file that Python would import as `name` is the file of `polarlm.name`."""
     ours = find_spec(f"polarlm.{name}")
     return ours is not None and ours.origin is not None and Path(ours.origin).resolve() == Path(file).resolve()

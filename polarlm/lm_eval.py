@@ -133,14 +133,14 @@ class PolarLM(TemplateLM):
             greedy = all(token.top[0][0] == token.id for token in answer.logprobs)
             return sum(token.logprob for token in answer.logprobs), greedy
 
-        found = self._in_parallel(score, requests, [context for _, context, _ in requests], disable_tqdm)
-        for (texts, _, _), result in zip(requests, found, strict=True):
+        results = self._in_parallel(score, requests, [context for _, context, _ in requests], disable_tqdm)
+        for (texts, _, _), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, result)
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text, in windows of the whole context whose tokens are predicted once each."""
-        found = []
+        results = []
         for request in tqdm(requests, desc="Scoring", disable=disable_tqdm):
             (text,) = request.args
             ids = self.tok_encode(text, add_special_tokens=False)
@@ -149,16 +149,16 @@ class PolarLM(TemplateLM):
             for context, following in map(make_disjoint_window, windows):
                 logprobs = self.engine.score([*context, *following]).logprobs
                 total += float(np.sum(logprobs[len(context) - 1 :], dtype=np.float64))
-            found.append(total)
+            results.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
-        return found
+        return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The answer to each context: greedy, unless the task samples, up to one of its stop strings."""
 
         def answer(request: Instance) -> str:
-            context, given = request.args
-            asked = normalize_gen_kwargs(given, _ANSWER)
+            context, options = request.args
+            asked = normalize_gen_kwargs(options, _ANSWER)
             most = min(asked["max_gen_toks"], self.engine.context - 1)
             sampling = {name: asked[name] for name in FALLBACKS if name in asked}
             stop = tuple(text for text in asked["until"] if text)
@@ -166,10 +166,10 @@ class PolarLM(TemplateLM):
             prompt = self._end_of(self.tok_encode(context), most)
             return self._counted(self.engine.generate(prompt, params)).text
 
-        found = self._in_parallel(answer, requests, [request.args[0] for request in requests], disable_tqdm)
-        for request, text in zip(requests, found, strict=True):
+        results = self._in_parallel(answer, requests, [request.args[0] for request in requests], disable_tqdm)
+        for request, text in zip(requests, results, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
-        return found
+        return results
 
     def _end_of(self, context: list[int], more: int) -> list[int]:
         """The last ids of a context that leave room for so many more. Raises EngineError if there is none for one."""
@@ -192,12 +192,12 @@ class PolarLM(TemplateLM):
         """work(request) of each request, as many at a time as the engine runs, in the order of their contexts, so that
         the prefix cache finds what these have in common."""
         order = sorted(range(len(requests)), key=lambda number: contexts[number])
-        found: list[Any] = [None] * len(requests)
+        results: list[Any] = [None] * len(requests)
         with ThreadPoolExecutor(self.engine.config.parallel) as threads:
             results = threads.map(lambda number: work(requests[number]), order)
             for number, result in zip(order, tqdm(results, total=len(order), disable=disable_tqdm), strict=True):
-                found[number] = result
-        return found
+                results[number] = result
+        return results
 
 
 def main() -> int:

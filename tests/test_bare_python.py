@@ -76,7 +76,7 @@ for path in (sys.argv[1], None):
 
 @pytest.mark.slow
 def test_what_a_model_does_not_need_takes_no_memory(tmp_path: Path) -> None:
-    """The constants of GGUF files are those of 6 MB of package; a bar that is not shown would take 2."""
+    """The constants of GGUF files would load 6 MB of package; a bar that is not shown would take 2."""
     pytest.importorskip("llvmlite")
     program = """
 from polarlm.engine import Engine, SamplingParams

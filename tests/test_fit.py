@@ -260,7 +260,7 @@ def hybrid(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_snapshots_are_counted_where_they_lie(hybrid: Path, on_gpu: bool) -> None:
-    """In the computer's memory, of which a GPU's KV store leaves them out."""
+    """In the computer's memory: a GPU's KV store leaves them out."""
     ops = CudaOps(EmulatedDevice(checked=False)) if on_gpu else cpu()
     model, source, _ = model_loaders.load_weights(hybrid)
     source.close()

@@ -1,4 +1,4 @@
-"""lm-eval asks an engine: log-likelihoods and answers, beside those of a plain forward pass, and tasks made here."""
+"""lm-eval asks an engine: log-likelihoods and answers, beside a plain forward pass, and tasks made here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_log_likelihoods_are_those_of_a_forward_pass(tiny_path: Path, model: Pol
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows(tiny_path: Path, model: PolarLM) -> None:
-    """Every token once: the first after the prefix token, those of later windows after as much as there is room for."""
+    """Every token once: the first after the prefix token, tokens of later windows after as much as there is room
+    for."""
     ids = model.tok_encode(LONG)
     assert len(ids) > 2 * CONTEXT
     (found,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (LONG,)), disable_tqdm=True)

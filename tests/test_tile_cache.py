@@ -72,7 +72,7 @@ def test_a_file_is_of_one_weight_type_and_of_one_state_of_the_weights(tmp_path: 
 
     (weights,) = model.glob("*.safetensors")
     content = bytearray(weights.read_bytes())
-    content[-64:] = bytes(64)  # of one matrix, somewhere in it
+    content[-64:] = bytes(64)  # somewhere in one matrix
     weights.write_bytes(content)
     assert answer(model) == answer(model, tile_cache=None)
     assert len(list(folder.iterdir())) == 3
@@ -209,7 +209,7 @@ def test_the_files_used_least_recently_are_removed(folder: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows itself keeps files that are mapped")
 def test_files_that_are_mapped_stay(folder: Path) -> None:
-    """As those of a model stay when its draft model is loaded."""
+    """As a model's stay when its draft model is loaded."""
     load = loader([b"x" * 10_000])
     weights = load(cache(folder, 1, 15_000).tiles(load))
     assert cache(folder, 2, 15_000).tiles(load) is None

@@ -269,8 +269,8 @@ def numbers(turn: Turn, engine: Engine) -> str:
 
 
 def _places(usage: Usage) -> str:
-    found = [f"{tokens} from {place}" for place, tokens in usage.from_tiers.items()]
-    return f" ({', '.join(found)})" if found else ""
+    places = [f"{tokens} from {place}" for place, tokens in usage.from_tiers.items()]
+    return f" ({', '.join(places)})" if places else ""
 
 
 def kernels(engine: Engine) -> str | None:

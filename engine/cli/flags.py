@@ -125,10 +125,10 @@ def parse(
             raise
     if unknown:
         raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], groups)}") from None
-    given = vars(namespace)
-    for sentence in given.pop("ignored", ()):
+    values = vars(namespace)
+    for sentence in values.pop("ignored", ()):
         print(f"note: {sentence}", file=sys.stderr)
-    return [cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in groups.values()]
+    return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in groups.values()]
 
 
 def describe(cls: type) -> Iterator[tuple[str, str]]:
@@ -208,8 +208,8 @@ def _meant(word: str, groups: Mapping[str, type]) -> str:
 
 def version() -> str:
     """The line that `--version` prints. A checkout that is not installed has no version."""
-    if found := release():
-        return f"polarlm {found}"
+    if number := release():
+        return f"polarlm {number}"
     return f"polarlm, not installed: the files in {Path(__file__).resolve().parents[2]}"
 
 
@@ -284,8 +284,8 @@ def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
     """(container of a repeated flag or None, parser of one value) for a field of type `annotation`."""
     arguments, container = typing.get_args(annotation), typing.get_origin(annotation)
     if type(None) in arguments:
-        (given,) = (kind for kind in arguments if kind is not type(None))
-        return _reader(given)
+        (kind,) = (kind for kind in arguments if kind is not type(None))
+        return _reader(kind)
     if container is dict:
         return dict, _read_bias if arguments[0] is int else _read_named
     if container is tuple:
@@ -322,10 +322,10 @@ def _read_text(text: str) -> str:
 
 def _read_bias(text: str) -> tuple[int, float]:
     """`42-1.5` → (42, -1.5): a token id, then a signed number."""
-    found = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"takes a token id and a signed number, as in 42-1.5, not {text!r}")
-    return int(found[1]), float(found[2])
+    return int(match[1]), float(match[2])
 
 
 def _read_named(text: str) -> tuple[str, str]:

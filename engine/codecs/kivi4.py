@@ -57,8 +57,8 @@ class Kivi4(Codec):
         low, high = grouped.min(self._axis, keepdims=True), grouped.max(self._axis, keepdims=True)
         scale, zero = ((high - low) / np.float32(15)).astype(np.float16), low.astype(np.float16)
         step = np.where(scale == 0, np.float16(1), scale).astype(np.float32)
-        found = np.clip(np.rint((grouped - zero.astype(np.float32)) / step), 0, 15).astype(np.uint8)
-        return {"scale": scale.squeeze(self._axis), "zero": zero.squeeze(self._axis), "codes": found.reshape(x.shape)}
+        values = np.clip(np.rint((grouped - zero.astype(np.float32)) / step), 0, 15).astype(np.uint8)
+        return {"scale": scale.squeeze(self._axis), "zero": zero.squeeze(self._axis), "codes": values.reshape(x.shape)}
 
     def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
         scale, zero = (np.expand_dims(streams[name], self._axis).astype(np.float32) for name in ("scale", "zero"))

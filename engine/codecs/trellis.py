@@ -12,7 +12,7 @@ Bits per value: m/2 + 8/D for `trellis3`, `trellis3.5` and `trellis4` with m = 6
 `norm16`. Mean squared error on Gaussian vectors of 128 values: .0233, .0118, .0059 per variance. States that rotate the
 table by right angles have 2 % less, but exchange x and y, which takes three instructions more for 64 pairs.
 Decode, per value: a quarter of a lookup of four values (`trellis4`: half a lookup of two), one multiplication by the
-norm. Kernels of a CPU look up x and y as those of `ring` do, and xor each with what the code before looks up.
+norm. Kernels of a CPU look up x and y as for `ring`, and xor each with what the code before looks up.
 
 **Codes.** The state s is the last two bits of the previous code. Code c stands for point c of the table, whose x is
 negated by bit 0 of s, and whose y by bit 1. `scripts/train_trellis.py` finds the tables.

@@ -11,8 +11,8 @@ Bits per value: b + 16/D, for `turbo2`, `turbo3` and `turbo4` with b = 2, 3, 4. 
 of 128 values: .116, .0340, .0093 per variance.
 Decode, per value: a quarter of a lookup of four values and one multiplication by the norm.
 
-**Streams.** N tokens of one KV head. A code of a pair has the code of its first value in the low b bits, that of the
-second above; codes of values number the levels upwards.
+**Streams.** N tokens of one KV head. A code of a pair has the code of its first value in the low b bits, and of its
+second value above; codes of values number the levels upwards.
 
     norm   (N,)      float16  n, at most 65504 over the largest level, so that no decoded value exceeds half precision
     codes  (N, D/2)  2b bits

@@ -69,7 +69,7 @@ def load_or_calibrate(
         }
     say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
     statistics = calibrate(ops, config, weights, ids, block_size, progress)
-    arrays = {f"{layer} {name}": getattr(own, name) for layer, own in statistics.items() for name in _NAMES}
+    arrays = {f"{layer} {name}": getattr(one, name) for layer, one in statistics.items() for name in _NAMES}
     kept_arrays.write(_KIND, key, arrays, say)
     return statistics
 

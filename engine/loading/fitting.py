@@ -75,8 +75,8 @@ def _unpacked(shape: CacheShape, arrays: Mapping[str, np.ndarray]) -> Stored:
     """Return the layers whose `_packed` arrays these are."""
 
     def metric(layer: int, side: str) -> Metric | None:
-        own = {field.name: arrays.get(f"{layer} {side} {field.name}") for field in fields(Metric)}
-        return None if own["matrix"] is None else Metric(**own)  # type: ignore[arg-type]
+        values = {field.name: arrays.get(f"{layer} {side} {field.name}") for field in fields(Metric)}
+        return None if values["matrix"] is None else Metric(**values)  # type: ignore[arg-type]
 
     layers = [NOT_STORED] * len(shape.layers)
     for layer, one in shape.kv_layers.items():

@@ -68,10 +68,10 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
             continue
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
-        own = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window, finer)
+        layer_shape = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window, finer)
         if finer is not None and mixer.window is not None:  # no more blocks than its window has, however long the text
-            own = own.finest
-        layers.append(own)
+            layer_shape = layer_shape.finest
+        layers.append(layer_shape)
     if finer is not None:
         _check_two_kinds(config, layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
@@ -133,7 +133,7 @@ def warn_of_context(config: EngineConfig, model: ModelConfig, plan: StorePlan, s
 
 
 def give_back_freed_memory() -> None:
-    """Give freed memory back to the system, such as that of slabs of weights, since glibc keeps it otherwise."""
+    """Give freed memory back to the system, such as slabs of weights, since glibc keeps it otherwise."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

@@ -235,14 +235,14 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def _make_room(folder: Path, own: Path, limit: int) -> int:
-    """Remove the least recently used files that no process has mapped until all but `own` take `limit` bytes, and
+def _make_room(folder: Path, kept: Path, limit: int) -> int:
+    """Remove the least recently used files that no process has mapped until all but `kept` take `limit` bytes, and
     return what they take. Files of other users, or with other names, stay and do not count."""
     files_by_age = []
     for file in folder.iterdir():
         with suppress(OSError):
             status = file.lstat()
-            if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != own:
+            if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != kept:
                 files_by_age.append((last_used(status), status.st_size, file))
     total = sum(size for _, size, _ in files_by_age)
     for _, size, file in sorted(files_by_age):

@@ -180,8 +180,8 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric, factors: np.n
 def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
     """Round x (K, G, T, R, D) with each of `NORM_FACTORS` or `PATH_NORM_FACTORS` times the rms, all at once → the codes
     (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R)."""
-    count, own = x.shape[3], PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS
-    factors = np.array(own, np.float32)
+    count, tried = x.shape[3], PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS
+    factors = np.array(tried, np.float32)
     rounded = _rounded(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
     norms, costs = _tilted_norms(rounded, metric)
     best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)

@@ -40,7 +40,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Channels:
-    """Eight bits for each number, and a scale for each value channel; methods as those of `Exact`."""
+    """Eight bits for each number, and a scale for each value channel; with the methods of `Exact`."""
 
     name: str
 

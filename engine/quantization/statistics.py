@@ -85,9 +85,9 @@ def measure(
     if count < 2 * block_size:
         raise ValueError(f"{count} tokens are fewer than two blocks of {block_size}.")
     hidden, group = _hidden(count, window), heads // kv_heads
-    own = [None] * heads if sink_scores is None else list(sink_scores)
+    sinks = [None] * heads if sink_scores is None else list(sink_scores)
     measured = parallel_map(
-        lambda h: _measure_head(q[:, h], k[h // group], scale, softcap, own[h], hidden, block_size), heads
+        lambda h: _measure_head(q[:, h], k[h // group], scale, softcap, sinks[h], hidden, block_size), heads
     )
     by_kv_head = [measured[first : first + group] for first in range(0, heads, group)]
     q_squares = np.square(q, dtype=np.float64).reshape(count, kv_heads, group, dim)

@@ -37,8 +37,8 @@ def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) ->
 
 def _is_finer(store: KVStore, blocks: Blocks) -> bool:
     finer = store.finer
-    own = None if finer is None else blocks[store.groups.index(finer)]
-    return finer is not None and own is not None and finer.is_finer(own)
+    block = None if finer is None else blocks[store.groups.index(finer)]
+    return finer is not None and block is not None and finer.is_finer(block)
 
 
 def _take_alike(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], are_finer: bool) -> list[Object]:
@@ -111,8 +111,8 @@ def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot
     complete, blocks = sequence.length // n, {}
     for number in {0, complete} & set(range(len(held))):
         if groups_of(held[number]):
-            own = ids[number * n : min(sequence.length, (number + 1) * n)]
-            blocks[number] = take_full(store, payloads, held[number], own)
+            tokens = ids[number * n : min(sequence.length, (number + 1) * n)]
+            blocks[number] = take_full(store, payloads, held[number], tokens)
     for groups, members in groupby(range(1, complete), lambda number: groups_of(held[number])):
         if groups:
             numbers = list(members)
@@ -130,9 +130,9 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
     sequence = SequenceKV(saved.length, [])
     try:
         for index, group in enumerate(store.groups):
-            own = {number for number in range(complete) if groups.get(number, 0) >> index & 1}
-            dropped = max(0, complete - 1) - len(own - {0})
-            reserve = partial(group.reserve_table, saved.length, dropped, 0 in own)
+            whole = {number for number in range(complete) if groups.get(number, 0) >> index & 1}
+            dropped = max(0, complete - 1) - len(whole - {0})
+            reserve = partial(group.reserve_table, saved.length, dropped, 0 in whole)
             sequence.tables.append(store.with_room(reserve))
         held = _blocks_of(store, sequence)
         if groups != {number: bits for number, blocks in enumerate(held) if (bits := groups_of(blocks))}:

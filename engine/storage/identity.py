@@ -58,10 +58,10 @@ def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
     for key, sentence in _DIFFERENCES.items():
         if there[key] != here[key]:
             named = "name" if key == "model" else key
-            old, own = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (there, here))
+            old, new = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (there, here))
             if key == "cache_types" and set(there[key].split(" ")) == set(here[key].split(" ")):  # in other layers
-                old, own = _by_layer(there[key]), _by_layer(here[key])
-            return sentence.format(there=old, here=own)
+                old, new = _by_layer(there[key]), _by_layer(here[key])
+            return sentence.format(there=old, here=new)
     return None
 
 

@@ -120,8 +120,8 @@ def _sizes(name: bytes, start: bytes | memoryview) -> tuple[int, int]:
     """Return the size of the object that begins with `start`, and the offset of its payload. Raises DamagedObject."""
     if len(start) < _START:
         raise DamagedObject("it is too short")
-    magic, found, header, payload = _FIELDS.unpack_from(start)
-    if magic != _MAGIC or found != name:
+    magic, stored_name, header, payload = _FIELDS.unpack_from(start)
+    if magic != _MAGIC or stored_name != name:
         raise DamagedObject("it is another object, or none")
     return _START + header + payload, _START + header
 

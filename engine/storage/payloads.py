@@ -46,8 +46,8 @@ class Part:
 
     def of_objects(self, objects: Sequence[Object]) -> np.ndarray:
         """Return this array of B objects (B, K, …): a view of a single one, a copy of several."""
-        own = [one.payload[self.start : self.stop] for one in objects]
-        joined = own[0] if len(own) == 1 else np.concatenate(own)
+        pieces = [one.payload[self.start : self.stop] for one in objects]
+        joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return joined.view(self.dtype).reshape(len(objects), *self.shape)
 
 
@@ -106,8 +106,8 @@ class Payloads:
             mask = np.zeros(size, np.uint8)
             for part in parts:
                 if part.layer in self.shape.kv_layers:
-                    own = transfer.exponents(self.shape.format(part.layer), stored_as)
-                    mask[part.start : part.stop] = own[part.name]
+                    bits = transfer.exponents(self.shape.format(part.layer), stored_as)
+                    mask[part.start : part.stop] = bits[part.name]
                 elif part.dtype.kind == "f":
                     part.of_rows(mask[None])[...] = np.inf
             words = mask.view(np.uint16)

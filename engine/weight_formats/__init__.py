@@ -159,7 +159,7 @@ class Linear:
 class ExpertLinear:
     """The same linear layer of each of `count` experts.
 
-    parts: as in `Linear`, each with its rows of all experts, those of the first expert first: (count · out_i, in).
+    parts: as in `Linear`, each with its rows of all experts, the first expert's first: (count · out_i, in).
     bias: (count, out), or None. on_host: whether all of it is in the computer's memory, for the CPU of a GPU's host.
     """
 
@@ -182,7 +182,7 @@ class ExpertLinear:
 class Deltas:
     """What each of `a.count` adapters (LoRA) adds to the product of a `Linear` with x: b · (a · x).
 
-    a: (rank, in) of each; b: (out, rank) of each. Ranks are those of the largest adapter: the rest is zeros.
+    a: (rank, in) of each; b: (out, rank) of each. All have the largest adapter's rank: the rest is zeros.
     """
 
     a: ExpertLinear

@@ -55,7 +55,7 @@ def test_snapshots_that_are_reused_before_they_are_written_are_copied(
     assert found.token_ids == alone(load, prompt)
 
 
-@pytest.mark.parametrize("fault", ["changed", "that of another place"])
+@pytest.mark.parametrize("fault", ["changed", "another place's"])
 def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it(
     load: Load, tmp_path: Path, fault: str
 ) -> None:
@@ -74,7 +74,7 @@ def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it
         contents = {number: bytearray(files[number].read_bytes()) for number in (4, 8)}
         for number in faulty:
             content = contents[number]
-            if fault == "that of another place":
+            if fault == "another place's":
                 files[number].write_bytes(contents[12 - number])
             else:
                 content[len(content) // 2] ^= 0x10

@@ -248,7 +248,7 @@ def test_trouble_there_is_a_miss_here(
             _is_a_miss(model, tmp_path, store.url, first)
     if how == "vanishes":
         _is_a_miss(model, tmp_path, store.url, first)
-    # Of each of the two engines, one sentence about reading and one about writing at most.
+    # Each of the two engines tells one sentence about reading and one about writing at most.
     told = [record.message for record in caplog.records if "remote" in record.message]
     assert len(told) <= 4
     assert all(f"blocks on remote ({store.url})" in sentence for sentence in told if "for now" in sentence)

@@ -115,7 +115,7 @@ def test_values_are_converted_to_near_ones(name: str, rng: np.random.Generator) 
 def test_plain_values_are_rounded_to_nearest_even(name: str, rng: np.random.Generator) -> None:
     quantize = get(name).quantize
     assert quantize is not None
-    ties = (np.arange(1, 512, dtype=np.float32) * 2**-11 + 1)[None]  # those of f16, and half of those of bf16
+    ties = (np.arange(1, 512, dtype=np.float32) * 2**-11 + 1)[None]  # ties of f16; half of them are ties of bf16
     for x in (rng.standard_normal((5, 64)).astype(np.float32), ties, ties * (1 + 2**-7)):
         np.testing.assert_array_equal(quantize(x), pack(x, name))
 

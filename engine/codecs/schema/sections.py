@@ -61,8 +61,8 @@ class Section:
         cls, name: str, stream: Stream, cuts: Sequence[tuple[int, ...]] = (), order: Sequence[int] = ()
     ) -> Section:
         """A section of numbers, in the order of `arrange`, or in their own if `order` is empty."""
-        own = numbered(*stream.shape)
-        return cls(name, stream, (arrange(own, cuts, order) if order else own).reshape(1, 1, -1))
+        places = numbered(*stream.shape)
+        return cls(name, stream, (arrange(places, cuts, order) if order else places).reshape(1, 1, -1))
 
     @property
     def vectors(self) -> int:
@@ -95,10 +95,10 @@ class Section:
         """Streams (..., *shape) → (..., P, vectors, width) uint8."""
         x = streams[self.name]
         flat = x.reshape(*x.shape[: x.ndim - len(self.stream.shape)], self.stream.size)
-        found = np.take(flat, self.order - 1, axis=-1)
+        values = np.take(flat, self.order - 1, axis=-1)
         if not self.order.all():
-            found[..., self.order == 0] = 0
-        return found.view(np.uint8) if self.planes is None else self.planes.pack(found)
+            values[..., self.order == 0] = 0
+        return values.view(np.uint8) if self.planes is None else self.planes.pack(values)
 
     def unpack_vectors(self, raw: np.ndarray) -> dict[str, np.ndarray]:
         """The inverse of `pack_vectors`."""
@@ -132,8 +132,8 @@ class Sections:
     def pack(self, streams: Mapping[str, np.ndarray]) -> np.ndarray:
         packed = [section.pack(streams) for section in self.sections]
         raw = np.zeros((*packed[0].shape[:-1], self.nbytes), np.uint8)
-        for at, own in zip(self.offsets, packed, strict=False):
-            raw[..., at : at + own.shape[-1]] = own
+        for at, part in zip(self.offsets, packed, strict=False):
+            raw[..., at : at + part.shape[-1]] = part
         return raw
 
     def unpack(self, raw: np.ndarray) -> dict[str, np.ndarray]:

@@ -21,11 +21,11 @@ class Placement:
     """Where a model's weights go, and the KV store that fits beside them; or what is lacking for that."""
 
     wanted: Wanted
-    ops: Ops  # of the device, or of all cards
+    ops: Ops  # the device's, or all cards together
     shape: CacheShape
     weights: int  # bytes in the device's memory
     room: int = 0  # bytes beside them for the KV store and activations; 0 if the weights alone do not fit
-    plan: StorePlan | None = None  # of the KV store; None if there is too little room
+    plan: StorePlan | None = None  # the KV store's; None if there is too little room
     split: Split | None = None  # if several GPUs share the layers
     on_host: CpuExperts | None = None  # experts in the memory of a GPU's host
     experts: ExpertPlan | None = None  # if not all experts are in memory at a time

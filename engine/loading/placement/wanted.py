@@ -175,7 +175,7 @@ def wanted_of_source(
 
 
 def wanted_of_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> Wanted:
-    """Return the model of a file of which only the size in bytes is known: experts have their share of values."""
+    """Return the model of a file whose size in bytes alone is known: experts have their share of values."""
     weights = loaded_bytes(config, ops, model, size)
     every = sum(math.prod(spec.shape) for spec in tensors(model).specs())
     counts = (

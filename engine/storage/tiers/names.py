@@ -64,8 +64,8 @@ def _together(digests: Sequence[bytes]) -> bytes:
 
 def _state(file: Path) -> list[int]:
     """Return attributes of a file that change with its content."""
-    found = file.stat()
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    status = file.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _note(file: Path, folder: Path) -> Path:
@@ -76,8 +76,8 @@ def _remembered(file: Path, folder: Path | None) -> bytes | None:
     if folder is None:
         return None
     try:
-        state, found = json.loads(_note(file, folder).read_bytes())
-        return bytes.fromhex(found) if state == _state(file) else None
+        state, digest = json.loads(_note(file, folder).read_bytes())
+        return bytes.fromhex(digest) if state == _state(file) else None
     except (OSError, ValueError, TypeError):
         return None
 

@@ -311,17 +311,17 @@ class Folder:
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(found.st_mode) or found.st_uid != self._owner:
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
                         continue  # not an object: it stays, and does not count
                     if _TEMPORARY.fullmatch(entry.name):
-                        if is_locked or now - last_used(found) > _ABANDONED:
+                        if is_locked or now - last_used(status) > _ABANDONED:
                             os.unlink(entry.path)
                         else:
-                            held += found.st_size
+                            held += status.st_size
                     elif _NAME.fullmatch(entry.name):
-                        files.append((last_used(found), found.st_size, entry.path))
-                        held += found.st_size
+                        files.append((last_used(status), status.st_size, entry.path))
+                        held += status.st_size
         return files, held
 
 
