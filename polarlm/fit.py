@@ -37,10 +37,7 @@ from polarlm.model_loaders.hub import PREFIX
 @dataclass(frozen=True)
 class FitConfig:
     weights: str | None = setting(
-        None,
-        "MODEL",
-        bare=None,
-        help="folder of safetensors or a .gguf file; without it, the demonstration model",
+        None, "MODEL", bare=None, help="folder of safetensors or a .gguf file; without it, the demonstration model"
     )
     contexts: str | None = setting(
         None,

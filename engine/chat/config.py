@@ -29,12 +29,7 @@ class ChatConfig:
     )
     file: str | None = setting(None, "-f", "--file", metavar="FILE", help="read the prompt from FILE (UTF-8)")
     system_prompt: str | None = setting(
-        None,
-        "-sys",
-        "--system-prompt",
-        metavar="TEXT",
-        text=True,
-        help="the system prompt, ahead of the conversation",
+        None, "-sys", "--system-prompt", metavar="TEXT", text=True, help="the system prompt, ahead of the conversation"
     )
     conversation: bool = setting(
         True,

@@ -49,10 +49,7 @@ def stored(
 
 
 def stored_layers(
-    encoding: Encoding,
-    shape: CacheShape,
-    sizes: Sequence[Variances | None],
-    statistics: Mapping[int, LayerStatistics],
+    encoding: Encoding, shape: CacheShape, sizes: Sequence[Variances | None], statistics: Mapping[int, LayerStatistics]
 ) -> Stored:
     """Return `stored` of all layers. sizes: of each, None for one without K/V. statistics: of all with K/V, or none."""
     alike: dict[LayerShape, dict[int, Variances]] = {}
@@ -68,10 +65,7 @@ def stored_layers(
 
 
 def _metrics(
-    encoding: Encoding,
-    layer: LayerShape,
-    stored: Sequence[Conditioning],
-    statistics: Sequence[LayerStatistics],
+    encoding: Encoding, layer: LayerShape, stored: Sequence[Conditioning], statistics: Sequence[LayerStatistics]
 ) -> Metrics:
     """Return the error metrics of the keys and of the values of all heads of these layers; None for a codec that does
     not round to a table of points."""

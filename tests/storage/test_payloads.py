@@ -48,22 +48,6 @@ def full(made: Payloads, ids: list[int], value: float = 0.25) -> bytes:
     return packed({"kind": "full", "groups": 3, "ids": ids}, rows)
 
 
-def test_ids_come_back() -> None:
-    for ids in ([], [7], [5, 0, 2**31 - 1]):
-        assert unpack(NAME, b"".join(Object({"kind": "ids", "ids": ids}).pack(NAME))).ids == tuple(ids)
-
-
-def test_full_blocks_come_back_with_their_ids() -> None:
-    made = payloads()
-    found = unpack(NAME, full(made, [4, 9, 1]))
-    assert made.check_full(found) == (4, 9, 1)
-    parts, _ = made.of_full(3, 3)
-    assert all((part.of_objects([found]) == 0.25).all() for part in parts)
-    assert [(part.layer, part.name, part.shape) for part in parts] == [
-        (layer, side, (2, 3, 64)) for layer in (0, 1) for side in "kv"
-    ]
-
-
 @given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_an_object_with_one_bit_flipped_is_damaged(at: int, bit: int) -> None:
     content = bytearray(block(payloads()))
@@ -183,13 +167,3 @@ def test_a_file_that_claims_more_than_it_has_is_damaged(tmp_path: Path, sizes: t
     file.write_bytes(objects._FIELDS.pack(objects._MAGIC, NAME, *sizes) + bytes(32))
     with file.open("rb") as opened, pytest.raises(DamagedObject):
         objects.read(opened, NAME)
-
-
-def test_a_file_is_a_list_of_objects(tmp_path: Path) -> None:
-    made = payloads()
-    (tmp_path / "file").write_bytes(block(made) + full(made, [4, 9, 1]))
-    with (tmp_path / "file").open("rb") as file:
-        made.check_block(objects.read(file, NAME))
-        assert made.check_full(objects.read(file, NAME)) == (4, 9, 1)
-        with pytest.raises(DamagedObject):
-            objects.read(file, NAME)

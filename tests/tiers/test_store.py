@@ -129,15 +129,6 @@ def test_blocks_are_read_while_the_block_after_them_is(monkeypatch: pytest.Monke
     assert kept.begin([*STEM, 0]).found == len(STEM)
 
 
-def test_a_gap_ends_what_is_found() -> None:
-    kept = Kept("polarquant")
-    kept.end(kept.begin(STEM).prompt())
-    _, hashes = kept.prefixes.hashes(STEM)
-    kept.place.remove(kept.names.block(hashes[3]))
-    overwrite(kept.store)
-    assert kept.begin(STEM).found == 3 * N
-
-
 class Schedules(RuleBasedStateMachine):
     """Sequences of few different tokens begin, grow and end in a small store, whose blocks are kept in a place.
 

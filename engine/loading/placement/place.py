@@ -72,10 +72,7 @@ class Placement:
         return () if self.split is None or self.plan is None else self.split.cards(self.wanted, self.plan)
 
     def loaded(
-        self,
-        config: EngineConfig,
-        planned: Callable[[CacheShape], StorePlan] | None = None,
-        encoding: Encoding = WHOLE,
+        self, config: EngineConfig, planned: Callable[[CacheShape], StorePlan] | None = None, encoding: Encoding = WHOLE
     ) -> Placement:
         """Return the placement of the same weights, which are there already, with a KV store for other settings.
         planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError."""

@@ -67,12 +67,7 @@ class Tiers:
     """The tiers of an engine, and the threads that wait for them."""
 
     def __init__(
-        self,
-        store: KVStore,
-        prefixes: PrefixCache,
-        tiers: Sequence[TierStore],
-        weights: Sequence[Path],
-        lock: Lock,
+        self, store: KVStore, prefixes: PrefixCache, tiers: Sequence[TierStore], weights: Sequence[Path], lock: Lock
     ):
         """weights: the files of the model's weights. lock: the engine's."""
         payloads, self._block_size = Payloads(store.shape), store.shape.block_size

@@ -80,11 +80,7 @@ class Writer:
     """A thread that copies blocks out of the store, a few at a time, and writes them where they are missing."""
 
     def __init__(
-        self,
-        blocks: WaitingBlocks,
-        tiers: Sequence[CircuitBreaker],
-        names: Callable[[], Names | None],
-        lock: Lock,
+        self, blocks: WaitingBlocks, tiers: Sequence[CircuitBreaker], names: Callable[[], Names | None], lock: Lock
     ):
         """names: waits until names are known and returns them, or None if they will not be. lock: the engine's."""
         self._blocks, self._tiers, self._names, self._lock = blocks, tiers, names, lock
