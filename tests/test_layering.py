@@ -54,7 +54,8 @@ ROOMS: dict[str, set[str]] = {
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
     "storage.waiting": {"state", "storage.copies", "storage.objects", "storage.payloads"},
-    "storage.tiers": {"codecs", "state", "storage.objects", "storage.copies", "storage.payloads", "storage.waiting"}
+    "storage.tiers": {"codecs", "state"}
+    | {f"storage.{name}" for name in ("copies", "files", "objects", "payloads", "waiting")}
     | TOLD,
     "state": {
         "backends.delta",

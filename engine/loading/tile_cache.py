@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -36,11 +35,6 @@ from polarlm.engine.storage.tiers.names import digest
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, last_used, source_digest
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _OBJECT = b"polarlm tilefile"  # the name of the object at the start of a file
 _NAME = re.compile("[0-9a-f]{32}")
@@ -128,7 +122,7 @@ class TileCache:
     def _open(self) -> MappedTiles | None:
         """Map the file; None if there is none, or if it is damaged."""
         with suppress(OSError, DamagedObject, LookupError, TypeError), self.file.open("rb") as opened:
-            _lock(opened, is_shared=True)
+            files.lock(opened, is_shared=True, waits=False)
             head = objects.read(opened, _OBJECT)
             sizes, first = head.header["sizes"], opened.tell()
             end = first + sum(map(_padded, sizes))
@@ -219,18 +213,6 @@ def _parts(header: bytes, listed: _Listed, sums: _Sums) -> Iterator[bytes | memo
     yield from sums.pack()
 
 
-def _lock(file: BinaryIO, *, is_shared: bool) -> None:
-    """Lock a file that is to be mapped (is_shared) or removed, until it is neither open nor mapped: a mapping has a
-    copy of the descriptor. Raises BlockingIOError. Windows needs no lock: it does not remove files that are mapped."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks
-            pass
-
-
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
@@ -249,7 +231,7 @@ def _make_room(folder: Path, kept: Path, limit: int) -> int:
         if total <= limit:
             break
         with suppress(OSError), file.open("rb") as opened:
-            _lock(opened, is_shared=False)
+            files.lock(opened, waits=False)  # Windows does not remove files that are mapped
             file.unlink()
             total -= size
     return total

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from polarlm.engine.storage import files
 from polarlm.engine.storage.objects import unpack
-from polarlm.engine.storage.tiers import tier_store
 from polarlm.engine.storage.tiers.tier_store import Folder, Memory, TierStore
 from tests.small_disk import small_disk
 from tests.tiers import killed_writer
@@ -102,7 +102,7 @@ def test_without_locks_unfinished_files_may_be_those_of_others(tmp_path: Path, m
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(tier_store.fcntl, "flock", no_locks)
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
     for age in ("0", "1"):
         (tmp_path / f".unfinished-{age * 16}").write_bytes(b"x" * 450)
     os.utime(tmp_path / f".unfinished-{'0' * 16}", (1, 1))

@@ -21,13 +21,9 @@ from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from polarlm.engine.storage import files
 from polarlm.model_loaders.forks import renew_in_children
 from polarlm.model_loaders.user_dirs import last_used
-
-try:
-    import fcntl
-except ImportError:  # Windows, where processes that share a folder may exceed its size by an object each
-    fcntl = None  # type: ignore[assignment]
 
 _NAME = re.compile("[0-9a-f]{32}")
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
@@ -254,17 +250,17 @@ class Folder:
     def _locked(self) -> Iterator[tuple[BinaryIO, bool]]:
         """Yield the file of the counts, for one writer to a limited folder at a time, and whether it could be locked.
         Tiers without a limit, which count nothing, share the lock, so that the files that they are writing are not
-        taken for abandoned ones."""
+        taken for abandoned ones. Without locks, as on Windows, processes may exceed the size by an object each."""
         while True:
             with self._opened_counts() as file:
-                is_locked = _lock(file, shared=self._size is None)
+                is_locked = files.lock(file, is_shared=self._size is None)
                 try:
                     if os.fstat(file.fileno()).st_nlink:
                         yield file, is_locked
                         return
                     # The folder was deleted while this thread waited, and may have been created again.
                 finally:
-                    _unlock(file)
+                    files.unlock(file)
 
     def _opened_counts(self) -> BinaryIO:
         flags = os.O_RDWR | os.O_CREAT | _BINARY
@@ -293,21 +289,21 @@ class Folder:
         counts = _read_counts(file)
         if counts is not None and self._has_looked and counts.bytes <= most:
             return True
-        files, held = self._look(is_locked)
+        by_age, held = self._look(is_locked)
         if held > most >= 0:
-            files.sort(reverse=True)
-            while files and held > int(_SHRUNK * self._size) - wanted:
-                _, size, path = files.pop()
+            by_age.sort(reverse=True)
+            while by_age and held > int(_SHRUNK * self._size) - wanted:
+                _, size, path = by_age.pop()
                 with suppress(FileNotFoundError):
                     os.unlink(path)
                 held -= size
-        self._set_counts(file, held, len(files))
+        self._set_counts(file, held, len(by_age))
         self._has_looked = True
         return held <= most
 
     def _look(self, is_locked: bool) -> tuple[list[tuple[int, int, str]], int]:
         """Return (time of last use, bytes, path) of all objects, and all files' bytes. Removes abandoned files."""
-        files, held, now = [], 0, time.time_ns()
+        by_age, held, now = [], 0, time.time_ns()
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
@@ -320,9 +316,9 @@ class Folder:
                         else:
                             held += status.st_size
                     elif _NAME.fullmatch(entry.name):
-                        files.append((last_used(status), status.st_size, entry.path))
+                        by_age.append((last_used(status), status.st_size, entry.path))
                         held += status.st_size
-        return files, held
+        return by_age, held
 
 
 def _size_of(path: str) -> int | None:
@@ -337,21 +333,3 @@ def _read_counts(file: BinaryIO) -> Held | None:
     file.seek(0)
     content = file.read(_HELD.size)
     return Held(*_HELD.unpack(content)) if len(content) == _HELD.size else None
-
-
-def _lock(file: BinaryIO, *, shared: bool) -> bool:
-    """Lock a file, waiting for its lock. Returns False where there are no locks."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    except OSError:  # a file system without locks
-        return False
-    return True
-
-
-def _unlock(file: BinaryIO) -> None:
-    """Unlock a file. Closing it does not suffice while a forked child has it open, too."""
-    if fcntl is not None:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
