@@ -194,8 +194,8 @@ class PolarLM(TemplateLM):
         order = sorted(range(len(requests)), key=lambda number: contexts[number])
         results: list[Any] = [None] * len(requests)
         with ThreadPoolExecutor(self.engine.config.parallel) as threads:
-            results = threads.map(lambda number: work(requests[number]), order)
-            for number, result in zip(order, tqdm(results, total=len(order), disable=disable_tqdm), strict=True):
+            finished = threads.map(lambda number: work(requests[number]), order)
+            for number, result in zip(order, tqdm(finished, total=len(order), disable=disable_tqdm), strict=True):
                 results[number] = result
         return results
 

@@ -24,6 +24,7 @@ from polarlm.engine.loading.calibration import LayerStatistics, calibrate, load_
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.weights import load_weights
+from polarlm.engine.quantization.statistics import smoothing
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -254,7 +255,7 @@ def test_a_context_of_less_than_two_blocks_gives_a_warning_and_neutral_statistic
     statistics = short.load(said.append)
     assert len(statistics) == len(setting.config.layers)
     for one in statistics.values():
-        np.testing.assert_array_equal(calibration.smoothing(one), np.ones_like(one.key_variance))
+        np.testing.assert_array_equal(smoothing(one), np.ones_like(one.key_variance))
     assert len(said) == 1
     assert f"two blocks of {N}" in said[0]
     assert not runs
