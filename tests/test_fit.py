@@ -84,11 +84,11 @@ def cpu() -> Ops:
 def test_the_longest_context_is_what_an_engine_gets(tiny_path: Path, memory, cache_type: str, size: int) -> None:
     """With too little memory for the model's own context, and with plenty."""
     memory(size)
-    found = fits(tiny_path, cpu(), kept_sequences=0, parallel=1).weights[0]
+    result = fits(tiny_path, cpu(), kept_sequences=0, parallel=1).weights[0]
     with Engine.load(tiny_path, device="cpu", cache_type=cache_type, kept_sequences=0, parallel=1) as engine:
         stats, loaded = engine.cache_stats(), engine._model.weights.bytes
-        assert found.bytes == loaded
-        cache = found.cache(cache_type)
+        assert result.bytes == loaded
+        cache = result.cache(cache_type)
         assert cache.tokens == engine._store.plan.tokens
         assert cache.bits_per_value == stats.bits_per_value
 
@@ -171,10 +171,10 @@ def test_weights_that_are_too_large_say_by_how_much(tiny_path: Path, memory) -> 
 
 def test_a_gpu_says_which_types_it_lacks(tiny_path: Path) -> None:
     ops = CudaOps(EmulatedDevice())
-    found = fits(tiny_path, ops)
-    assert found.free == ops.free_memory() > 0
-    assert "q8_0" in found.weights[0].cache("q8_0").problem
-    assert found.weights[0].cache("balanced").tokens == 256
+    result = fits(tiny_path, ops)
+    assert result.free == ops.free_memory() > 0
+    assert "q8_0" in result.weights[0].cache("q8_0").problem
+    assert result.weights[0].cache("balanced").tokens == 256
 
 
 def test_a_size_in_bytes_is_enough_for_the_weights(tiny_path: Path, memory) -> None:
@@ -207,10 +207,10 @@ def weight_fit(weight_type: str, size: int, lacking: int = 0, **tokens: int) -> 
 
 
 def advice(*weights: WeightFit, ctx_size: int = 0, gpu: tuple[WeightFit, ...] = ()) -> Advice:
-    found = [DeviceFit("cpu", "cpu", MIB, weights)]
+    result = [DeviceFit("cpu", "cpu", MIB, weights)]
     if gpu:
-        found.insert(0, DeviceFit("cuda", "a GPU", MIB, gpu))
-    return advise(found, EngineConfig(ctx_size=ctx_size), MODEL)
+        result.insert(0, DeviceFit("cuda", "a GPU", MIB, gpu))
+    return advise(result, EngineConfig(ctx_size=ctx_size), MODEL)
 
 
 ALL = {"f16": 32_768, "quality": 32_768, "balanced": 32_768, "compact": 32_768}
@@ -240,17 +240,17 @@ Q4_0, Q8_0 = weight_fit("q4_0", 50, **ALL), weight_fit("q8_0", 90, **ALL)
     ],
 )
 def test_advice(weights: tuple[WeightFit, ...], more: Any, settings: dict[str, Any] | None, sentence: str) -> None:
-    given = advice(*weights, **more)
-    assert given.settings == settings
-    assert re.search(sentence, given.sentence)
+    result = advice(*weights, **more)
+    assert result.settings == settings
+    assert re.search(sentence, result.sentence)
 
 
 def test_a_store_of_windows_holds_fewer_sequences_than_its_longest_context_would() -> None:
     """The blocks of a window are for one sequence."""
     layers = (replace(LAYER, mixer=replace(LAYER.mixer, head_dim=64, window=window)) for window in (512, None))
     model = replace(MODEL, layers=tuple(layers))
-    found = fit_weights(Wanted(EngineConfig(), model, Sizes(0)), cpu(), ["balanced"], [4096])
-    assert found.caches[0].contexts[0].sequences == 1
+    result = fit_weights(Wanted(EngineConfig(), model, Sizes(0)), cpu(), ["balanced"], [4096])
+    assert result.caches[0].contexts[0].sequences == 1
 
 
 @pytest.fixture
@@ -291,12 +291,12 @@ def test_snapshots_leave_a_gpu_s_memory_to_the_context(hybrid: Path) -> None:
 
 def test_what_a_model_needs_is_what_it_takes_when_it_is_loaded(tiny_path: Path) -> None:
     config = settle(tiny_path, None, {"device": "cpu", "calibration": False, "cache_type": "f16", "parallel": 2})
-    found = need(config)
-    assert found.fits
+    result = need(config)
+    assert result.fits
     with Engine.load(config=config) as engine:
-        assert found.tokens == engine.context
-        assert found.bytes == PROCESS_BYTES + engine._model.weights.bytes + engine._parts.plan.bytes
-        assert found.store == engine._parts.plan.bytes
+        assert result.tokens == engine.context
+        assert result.bytes == PROCESS_BYTES + engine._model.weights.bytes + engine._parts.plan.bytes
+        assert result.store == engine._parts.plan.bytes
 
 
 def test_the_least_that_a_model_needs_is_the_least_that_it_fits_into(tiny_path: Path) -> None:

@@ -209,11 +209,11 @@ def test_saving_and_loading_does_not_change_running_requests(engine: Engine, sav
     alone = engine.generate(ids(7, 40), GREEDY).token_ids
     forget(engine)
     chunks = engine.stream(ids(7, 40), GREEDY)
-    given = [next(chunks).token_ids for _ in range(3)]
+    parts = [next(chunks).token_ids for _ in range(3)]
     past = engine.load_session(saved).token_ids
     assert engine.save_session(file, prompt=past) == LENGTH
-    given += [chunk.token_ids for chunk in chunks]
-    assert tuple(i for part in given for i in part) == alone
+    parts += [chunk.token_ids for chunk in chunks]
+    assert tuple(i for part in parts for i in part) == alone
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
@@ -463,9 +463,9 @@ def test_numbers_are_checked_without_the_engines_lock(engine: Engine, saved: Pat
     """It concerns the file only."""
     look, taken = Payloads.check_block, []
 
-    def watched(*given):
+    def watched(*arguments):
         taken.append(engine._lock.taken)
-        look(*given)
+        look(*arguments)
 
     monkeypatch.setattr(Payloads, "check_block", watched)
     engine.load_session(saved)

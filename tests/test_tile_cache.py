@@ -42,8 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def answer(path: Path, said: list[str] | None = None, **settings: Any) -> list[int]:
     """The answer of an engine that is loaded with compiled kernels. said: gets its sentences."""
-    given = {**CACHED, **settings}
-    parts = assembly.assemble(settle(path, None, given), None if said is None else said.append, ops=NativeOps(1))
+    options = {**CACHED, **settings}
+    parts = assembly.assemble(settle(path, None, options), None if said is None else said.append, ops=NativeOps(1))
     with Engine(parts) as engine:
         if said is not None:
             said.append(engine.fit_line())
@@ -220,19 +220,19 @@ def test_files_that_are_mapped_stay(folder: Path) -> None:
 
 
 def test_processes_may_write_the_same_file_at_once(folder: Path) -> None:
-    matrices, found = [bytes([number]) * 5000 for number in range(20)], list[Any]()
+    matrices, results = [bytes([number]) * 5000 for number in range(20)], list[Any]()
     together = threading.Barrier(4)
 
     def run() -> None:
         together.wait()
-        found.append(loaded(cache(folder, 1), matrices))
+        results.append(loaded(cache(folder, 1), matrices))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [matrices] * 4
+    assert results == [matrices] * 4
     assert names(folder) == [name(1)]
 
 

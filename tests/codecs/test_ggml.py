@@ -17,8 +17,8 @@ every_type = pytest.mark.parametrize(("name", "theirs"), TYPES.items())
 
 def blocks(codec, fields):
     """Our fields as ggml stores them: the scale, then the codes of its 32 values. (N, D/32 · bytes) uint8."""
-    own = streams(codec, fields)
-    scale, values = own["scale"][..., None].view(np.uint8), own["codes"]
+    parts = streams(codec, fields)
+    scale, values = parts["scale"][..., None].view(np.uint8), parts["codes"]
     values = values ^ np.uint8(128) if codec.bits == 8 else values[..., :16] | values[..., 16:] << 4
     joined = np.concatenate([scale, values], -1)
     return joined.reshape(len(joined), -1)

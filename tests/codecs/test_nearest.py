@@ -42,9 +42,9 @@ def test_it_agrees_with_a_comparison_with_every_point(bits: int) -> None:
     neighbours = [np.nextafter(edges, np.float32(towards)) for towards in (-np.inf, np.inf)]
     far = x[:5000] * np.logspace(0, 36, 5000, dtype=np.float32)[:, None]
     for pairs in (x, far, edges, *neighbours, points, (points[1:] + points[:-1]) / 2):
-        codes, found = search(bits)(pairs)
+        codes, nearest = search(bits)(pairs)
         assert np.array_equal(codes, by_comparison(points, pairs))
-        assert np.array_equal(found, points[codes])
+        assert np.array_equal(nearest, points[codes])
 
 
 def test_the_first_of_equally_near_points_wins():

@@ -39,15 +39,15 @@ def nearest(angles, level):
 
 def stored_angles(codes, levels):
     """The codes of every level from one block's fields, read bit by bit as the layout says."""
-    own = streams(CODEC, codes)
-    sixes = own["upper6"][..., None]
+    parts = streams(CODEC, codes)
+    sixes = parts["upper6"][..., None]
     if levels == 4:
-        sixes = np.concatenate([own["upper8"][..., None] & 63, sixes], -1)
-    level1 = np.stack([own["level1"] & 15, own["level1"] >> 4], -1)
+        sixes = np.concatenate([parts["upper8"][..., None] & 63, sixes], -1)
+    level1 = np.stack([parts["level1"] & 15, parts["level1"] >> 4], -1)
     level2 = np.stack([sixes & 3, sixes >> 2 & 3], -1)
     angles = [x.reshape(len(sixes), -1) for x in (level1, level2, sixes >> 4)]
     if levels == 4:
-        angles.append(own["upper8"] >> 6)
+        angles.append(parts["upper8"] >> 6)
     return angles
 
 

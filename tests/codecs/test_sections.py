@@ -55,17 +55,17 @@ def test_sections_round_trip_in_any_order(bits: int, halves: int, width: int, or
         alignment=4,
         line=32,
     )
-    given = {
+    stored = {
         "codes": values(stream, (3, 2), seed),
         "scale": values(scale, (3, 2), seed + 1),
         "one": np.full((3, 2), 7, np.uint8),
     }
-    raw = both.pack(given)
+    raw = both.pack(stored)
     assert raw.shape == (3, 2, both.nbytes)
     assert both.nbytes % 32 == 0
     assert all(offset % 4 == 0 for offset in both.offsets)
     back = both.unpack(raw)
-    assert back.keys() == given.keys()
-    for name, x in given.items():
+    assert back.keys() == stored.keys()
+    for name, x in stored.items():
         assert back[name].dtype == x.dtype
         assert np.array_equal(back[name], x)

@@ -58,8 +58,8 @@ def test_no_path_is_better_in_the_middle_of_cells(seed):
         costs = path_cost(x[0, :, None], search.points(paths), np.zeros((8, 8)), weights[0])
         codes, points = search(x, weights=None if (weights == 1).all() else weights)
         assert np.array_equal(points, search.points(codes))
-        found = costs[np.arange(20), codes[0].astype(int) @ [512, 64, 8, 1]]
-        assert found == pytest.approx(costs.min(1), rel=1e-5)
+        reached = costs[np.arange(20), codes[0].astype(int) @ [512, 64, 8, 1]]
+        assert reached == pytest.approx(costs.min(1), rel=1e-5)
 
 
 def strict_feedback(dim, scale, *heads, seed=2):
@@ -83,7 +83,7 @@ def by_survivors(points, x, feedback, weights):
                 after[pair] = x[pair] - point
                 extended.append((cost + weights[j] * np.square(aim - point).sum(), [*codes, code], after))
         into = [[one for one in extended if one[1][-1] % STATES == state] for state in range(STATES)]
-        survivors = [min(own, key=lambda survivor: survivor[0]) for own in into]
+        survivors = [min(group, key=lambda survivor: survivor[0]) for group in into]
     return min(survivors, key=lambda survivor: survivor[0])[1]
 
 

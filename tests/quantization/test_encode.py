@@ -203,8 +203,8 @@ def test_the_metrics_of_several_layers_are_those_of_each():
         keys = key_metric(second.reshape(*flat, dim), mean.reshape(flat), scale.reshape(flat), rotation, rounding)
         values = value_metric(second.reshape(*flat, dim), rotation, rounding, along)
         for layer, (k, v) in enumerate(zip(by_layer(keys, layers), by_layer(values, layers), strict=True)):
-            own = key_metric(second[layer], mean[layer], scale[layer], rotation, rounding)
-            assert_equal_metrics(k, own)
+            single = key_metric(second[layer], mean[layer], scale[layer], rotation, rounding)
+            assert_equal_metrics(k, single)
             assert_equal_metrics(v, value_metric(second[layer], rotation, rounding, along[layer]))
 
 

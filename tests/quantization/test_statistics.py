@@ -115,9 +115,9 @@ def test_caps_and_sink_scores_take_part(
     softcap: float | None, sink_scores: list[float] | None, rng: np.random.Generator
 ) -> None:
     q, k = drawn(rng, (40, 4, 2, 8))
-    own = {"softcap": softcap, "sink_scores": None if sink_scores is None else np.array(sink_scores, np.float32)}
-    found = measure(q, k, projection(q), 0.4, 21, N, serial, **own)
-    assert_close(found, reference(q, k, projection(q), 0.4, 21, **own))
+    options = {"softcap": softcap, "sink_scores": None if sink_scores is None else np.array(sink_scores, np.float32)}
+    measured = measure(q, k, projection(q), 0.4, 21, N, serial, **options)
+    assert_close(measured, reference(q, k, projection(q), 0.4, 21, **options))
 
 
 def test_a_head_that_attends_only_to_the_first_block_weighs_all_queries_equally(rng: np.random.Generator) -> None:

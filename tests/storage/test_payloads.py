@@ -86,15 +86,15 @@ def test_a_finer_block_is_checked_for_the_shape_of_its_kind() -> None:
     both = Payloads(CacheShape(8, (replace(layer, finer=FinerKind(ring5, ring5, is_by_age=False)),)))
     alike, finest = Payloads(CacheShape(8, (layer,))), both.finer
     blocks = [unpack(NAME, block(of, groups=1)) for of in (alike, finest)]
-    for kind, found in zip(("block", "finer"), blocks, strict=True):
-        own, others = Object({**found.header, "kind": kind}, found.payload), {"block", "finer"} - {kind}
-        both.check_block(own)
-        assert both.most_object_bytes > len(own.payload)
+    for kind, read in zip(("block", "finer"), blocks, strict=True):
+        right, others = Object({**read.header, "kind": kind}, read.payload), {"block", "finer"} - {kind}
+        both.check_block(right)
+        assert both.most_object_bytes > len(right.payload)
         with pytest.raises(DamagedObject):
-            both.check_block(Object({**found.header, "kind": others.pop()}, found.payload))
-    for of, found in ((alike, blocks[0]), (finest, blocks[1])):
+            both.check_block(Object({**read.header, "kind": others.pop()}, read.payload))
+    for of, read in ((alike, blocks[0]), (finest, blocks[1])):
         with pytest.raises(DamagedObject):
-            of.check_block(Object({**found.header, "kind": "finer"}, found.payload))
+            of.check_block(Object({**read.header, "kind": "finer"}, read.payload))
 
 
 def test_numbers_that_are_not_finite_are_damage() -> None:
@@ -129,18 +129,18 @@ HEADERS = [
 def test_a_header_of_another_block_is_damage() -> None:
     for change in HEADERS:
         made = payloads()
-        found = unpack(NAME, block(made))
-        made.check_block(found)
+        read = unpack(NAME, block(made))
+        made.check_block(read)
         with pytest.raises(DamagedObject):
-            made.check_block(Object({**found.header, **change}, found.payload))
+            made.check_block(Object({**read.header, **change}, read.payload))
 
 
 def test_ids_that_do_not_fit_the_block_are_damage() -> None:
     for ids in (None, 5, [], ["5"], [-1], [1 << 31], [True], [1.5], list(range(9)), [1, 2]):
         made = payloads()
-        found = unpack(NAME, full(made, [1, 2, 3]))
+        read = unpack(NAME, full(made, [1, 2, 3]))
         with pytest.raises(DamagedObject):
-            made.check_full(Object({**found.header, "ids": ids}, found.payload))
+            made.check_full(Object({**read.header, "ids": ids}, read.payload))
 
 
 @pytest.mark.parametrize("stored_as", [transfer.TILES, transfer.RECORDS])

@@ -52,8 +52,8 @@ class AtOnce(Writer):
 class Kept(CachedStore):
     """A store whose blocks are kept in memory."""
 
-    def __init__(self, *given, size: int = 1 << 24, **more):
-        super().__init__(*given, **more)
+    def __init__(self, *arguments, size: int = 1 << 24, **more):
+        super().__init__(*arguments, **more)
         names = Names(b"root", b"weights")
         self.place, payloads = Memory(size), Payloads(self.store.shape)
         self.names = names
@@ -66,8 +66,8 @@ class Kept(CachedStore):
 
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence of `ids` after what the store and the place have of it."""
-        found = self.find(ids[:-1])
-        while found is not None and found.put_back():
+        hit = self.find(ids[:-1])
+        while hit is not None and hit.put_back():
             pass
         return CachedSequence(self.store, self.prefixes, ids)
 
@@ -87,8 +87,8 @@ def test_only_what_the_store_lacks_is_read() -> None:
     assert kept.find(STEM) is None
     group = kept.store.groups[0].quantized
     group.allocate(group.size - 2)  # what was free longest, and all but the last two of the kept blocks
-    found = kept.find(STEM)
-    assert [span[:2] for span in found.spans] == [(24, 32), (32, 40)]
+    hit = kept.find(STEM)
+    assert [span[:2] for span in hit.spans] == [(24, 32), (32, 40)]
 
 
 @pytest.mark.parametrize("times", [0, 2, 5, 6])
@@ -102,11 +102,11 @@ def test_what_is_no_longer_wanted_is_not_read(times: int, monkeypatch: pytest.Mo
     read = kept.place.read
     monkeypatch.setattr(kept.place, "read", lambda name: [asked.append(name), read(name)][1])
     monkeypatch.setattr(kept.trip, "is_wanted", lambda: next(answers, False))
-    found = kept.find(STEM)
+    hit = kept.find(STEM)
     assert len(asked) == times
     complete = next((number for number in range(5) if kept.names.block(hashes[number]) not in asked), 5)
     with_tail = complete == 5 and kept.names.tail(hashes[-1]) in asked
-    assert (0 if found is None else found.spans[-1][1]) == (44 if with_tail else complete * N)
+    assert (0 if hit is None else hit.spans[-1][1]) == (44 if with_tail else complete * N)
 
 
 def test_blocks_are_read_while_the_block_after_them_is(monkeypatch: pytest.MonkeyPatch) -> None:

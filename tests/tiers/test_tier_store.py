@@ -162,9 +162,9 @@ def test_two_places_share_a_folder(tmp_path: Path) -> None:
     for number in range(60):
         put((here, there)[number % 2], number)
         for place in (here, there):
-            found = place.read(name(number))
-            assert found is not None
-            assert len(found) == 100
+            content = place.read(name(number))
+            assert content is not None
+            assert len(content) == 100
         assert 0 < bytes_in(tmp_path) <= 1000
 
 

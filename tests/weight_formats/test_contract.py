@@ -84,12 +84,12 @@ def test_dequantized_values_equal_the_definition(name: str, rng: np.random.Gener
         drawn = rng.integers(0, 1 << 32, 4096 - len(special), np.uint32).astype("<u4")
         raw = np.concatenate([special, drawn]).view(np.uint8).reshape(16, -1)
     with np.errstate(invalid="ignore", over="ignore"):
-        given = dequantized(name, raw).reshape(-1)
+        values = dequantized(name, raw).reshape(-1)
     wanted = np.concatenate([DEFINITIONS[name](block.tobytes()) for block in raw.reshape(-1, size)])
-    np.testing.assert_array_equal(np.isnan(given), np.isnan(wanted))
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(wanted))
     numbers = ~np.isnan(wanted)
-    np.testing.assert_array_equal(given[numbers], wanted[numbers].astype(np.float32))
-    np.testing.assert_array_equal(np.signbit(given[numbers]), np.signbit(wanted[numbers]))
+    np.testing.assert_array_equal(values[numbers], wanted[numbers].astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(values[numbers]), np.signbit(wanted[numbers]))
 
 
 # Format → the root mean square of the errors of normal values, relative to the values: a little above what is measured.
@@ -122,8 +122,8 @@ def test_plain_values_are_rounded_to_nearest_even(name: str, rng: np.random.Gene
 
 def test_numbers_beyond_half_precision_become_its_largest() -> None:
     quantize = get("f16").quantize
-    given = dequantized("f16", quantize(np.array([[1e6, -1e6, 65520, np.inf, np.nan]], np.float32)))
-    np.testing.assert_array_equal(given, [[65504, -65504, 65504, 65504, np.nan]])
+    values = dequantized("f16", quantize(np.array([[1e6, -1e6, 65520, np.inf, np.nan]], np.float32)))
+    np.testing.assert_array_equal(values, [[65504, -65504, 65504, 65504, np.nan]])
 
 
 @in_turn("name", weight_formats.writable())
