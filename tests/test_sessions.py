@@ -15,7 +15,7 @@ import pytest
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends import transfer
 from polarlm.engine.loading.encoding import Encoding
-from polarlm.engine.storage import files, identity, objects, sessions
+from polarlm.engine.storage import identity, objects, sessions
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 from tests.bare import feed
@@ -241,18 +241,6 @@ def test_a_file_that_is_no_session_is_not_replaced(engine: Engine, tmp_path: Pat
     (tmp_path / "empty").touch()
     engine.save_session(tmp_path / "empty")
     assert engine.load_session(tmp_path / "empty").token_ids
-
-
-def test_progress_grows_to_the_total(engine: Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, objects):
-        monkeypatch.setattr(module, "_PIECE", 1000)
-    talk(engine)
-    for move in (engine.save_session, engine.load_session):
-        seen: list[tuple[int, int]] = []
-        move(file, progress=lambda done, total, seen=seen: seen.append((done, total)))
-        assert len(seen) > 10
-        assert seen == sorted(seen)
-        assert seen[-1][0] == seen[-1][1]
 
 
 def assert_keeps_the_old_file(file: Path, save: Callable[[], object], error: type[BaseException]) -> EngineError:

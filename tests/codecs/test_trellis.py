@@ -110,17 +110,6 @@ def test_decode_reads_every_code_through_its_window(name, bits, option):
     assert np.array_equal(codec.decode(fields), expected)
 
 
-@every_trellis
-def test_encode_takes_the_best_path_and_the_rms(name, bits):
-    codec = codecs.get(name)
-    x = gaussian(8, 16) * 3
-    norms = np.sqrt(np.square(x).mean(-1))
-    codes, points = (part[0] for part in codec.rounding.best_path((x / norms[:, None])[None]))
-    encoded, fields = codec.encode(x), codec.rounding.assemble(codes, norms)
-    assert all(np.array_equal(encoded[key], fields[key]) for key in fields)
-    assert np.array_equal(codec.decode(encoded), points * stored_norms(codec, norms)[:, None])
-
-
 @pytest.mark.parametrize(("name", "ring"), [("trellis3", "ring3"), ("trellis3.5", "ring3.5"), ("trellis4", "ring4")])
 def test_a_fifth_less_error_than_rings_of_equal_size(name, ring):
     x = gaussian(8, 64, 128)

@@ -36,17 +36,6 @@ def test_a_snapshot_is_a_copy() -> None:
     assert_same(arrays_of(sequence.store, saved), before)
 
 
-def test_a_snapshot_has_only_what_the_sequence_holds() -> None:
-    """Layer 0 has all blocks; layer 1 has released its sink and all blocks outside a window of 12."""
-    saved = exported(fed(44))
-    assert saved.length == 44
-    assert {number: block.header["groups"] for number, block in saved.blocks.items()} == {
-        **{0: 1, 1: 1, 2: 1, 3: 1},
-        **{4: 3, 5: 3},
-    }
-    assert [len(saved.blocks[number].ids) for number in (0, 5)] == [N, 44 % N]
-
-
 def test_an_empty_sequence_has_an_empty_snapshot() -> None:
     store = make_store()
     saved = export(store, store.new_sequence(), [])
