@@ -38,7 +38,7 @@ def is_ours(frame):
 def importing(name, *rest, **more):
     if is_ours(sys._getframe(1)):
         if name in ABSENT:
-            raise ImportError(name)
+            raise ModuleNotFoundError(name)
         if name in shown and not (len(rest) > 2 and rest[2]):
             return shown[name]
     return imported(name, *rest, **more)
@@ -94,6 +94,7 @@ PROGRAM = """
 import pathlib, sys
 from polarlm import Engine, SamplingParams
 from polarlm.engine.jit.compile import images
+import polarlm.server.running.driver, polarlm.server.running.listening, polarlm.server.socket.socket_server
 folder, model = pathlib.Path(sys.argv[1]), sys.argv[2]
 settings = {"device": "cpu", "threads": 1, "cache_disk": "1G", "cache_disk_folder": str(folder / "kept blocks")}
 engine = Engine.load(model, tile_cache="1G", **settings)
