@@ -100,13 +100,11 @@ def write(
 
 def is_session(path: SessionPath) -> bool:
     """Whether `path` is a file that begins as a session does. False for some damaged sessions."""
-    try:
-        if not os.path.isfile(path):
-            return False
-        with open(path, "rb") as file:
-            return objects.name_of(file.read(objects.NAMED)) == _NAME
-    except OSError:
-        return False
+    with suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                return objects.name_of(file.read(objects.NAMED)) == _NAME
+    return False
 
 
 def read(

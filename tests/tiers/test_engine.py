@@ -332,6 +332,7 @@ SETTINGS = [
     ({"cache_disk_folder": "x"}, "cache_disk_folder=x: say how large"),
     ({"cache_disk": "100"}, "cache_disk=100: a block of this model takes "),
     ({"cache_remote": "ftp://host/x"}, "cache_remote=ftp://host/x: ftp:// is not supported; give http://HOST:PORT"),
+    *(({"cache_remote": url}, "cache_remote=") for url in ("http://", "http://user:word@host", "http://host/?a=b")),
     ({"cache_disk": "1G", "kept_sequences": 0}, "kept_sequences=0 turns that off"),
     ({"cache_ram": "1G"}, "the model runs on the CPU"),
     ({"cache_disk": "1G", "cache_disk_folder": os.devnull + "/folder"}, "Blocks cannot be kept in"),

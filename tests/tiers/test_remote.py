@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.engine import EngineError
 from polarlm.engine.storage.tiers import remote as remote_module
 from polarlm.engine.storage.tiers.remote import Remote
 from tests.tiers.test_engine import PARAMS, PROMPT, N, load, next_turn
@@ -196,12 +195,6 @@ def test_the_key_is_sent(store: Store) -> None:
     store.trouble = lambda handler: keys.append(handler.headers.get("Authorization")) is not None
     Remote(store.url, MOST, "secret").has(NAME)
     assert keys == ["Bearer secret"]
-
-
-def test_a_url_that_is_none_is_a_sentence(model: Path) -> None:
-    for where in ("http://", "http://user:word@host", "http://host/?a=b"):
-        with pytest.raises(EngineError, match="cache_remote="):
-            load(model, None, cache_remote=where)
 
 
 @pytest.mark.parametrize("shared", ["http", "file"])
