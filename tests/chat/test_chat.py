@@ -151,25 +151,14 @@ def test_a_looping_answer_goes_on_with_no_loop_check(chat, engine):
     assert engine.cancelled == 0
 
 
-def test_clear_keeps_only_the_system_prompt(chat, engine):
+def test_clear_and_system_leave_the_system_prompt_alone(chat, engine):
     chat("-sys", "Be brief.", lines="one\n/clear\ntwo\n/regen\n")
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "two"}
     assert engine.prompts[1] == engine.prompts[2] == [system, user]
-
-
-def test_system_shows_and_sets_the_system_prompt(chat, engine):
-    _, _, err = chat(lines="/system\none\n/system Answer in verse.\n/system\ntwo\n")
+    _, _, err = chat(lines="/system\none\n/system Answer in verse.\\\nRhyme.\n/system\ntwo\n")
     assert "There is no system prompt" in err
-    assert err.count("Answer in verse.") == 1
-    assert engine.prompts[-1] == [
-        {"role": "system", "content": "Answer in verse."},
-        {"role": "user", "content": "two"},
-    ]
-
-
-def test_a_system_prompt_may_have_several_lines(chat, engine):
-    chat(lines="/system Answer in verse.\\\nRhyme.\none\n")
-    assert engine.prompts[0][0] == {"role": "system", "content": "Answer in verse.\nRhyme."}
+    assert err.count("Answer in verse.\nRhyme.") == 1
+    assert engine.prompts[-1] == [{"role": "system", "content": "Answer in verse.\nRhyme."}, user]
 
 
 @pytest.fixture
