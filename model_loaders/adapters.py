@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,13 @@ import numpy as np
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import gguf_layouts, has_own_layout, table_name, tensors
-from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.row_order import row_order
 from polarlm.model_loaders.files.safetensors_source import read_header
 from polarlm.model_loaders.files.tensor_table import TensorSpec
-from polarlm.model_loaders.files.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from polarlm.model_loaders.hub.choice import ADAPTER_CONFIG as CONFIG
 from polarlm.model_loaders.hub.choice import ADAPTER_WEIGHTS as WEIGHTS
 
@@ -116,15 +116,15 @@ class _Target:
         """The change of the tensor, taken from the change of the file's matrix."""
         out, columns = self.spec.shape
         try:
-            own = b if self.rows is None else b[self.rows(len(b))]
+            rows = b if self.rows is None else b[self.rows(len(b))]
         except (ValueError, IndexError):
-            own = b[:0]
-        if a.shape[1] != columns or len(own) != out:
+            rows = b[:0]
+        if a.shape[1] != columns or len(rows) != out:
             raise LoadError(
                 f"{path}: the change of {module} is ({len(b)}, {len(a)}) times {a.shape}, but the model's matrix is "
                 f"{self.spec.shape}; the adapter belongs to another base model."
             )
-        return Factors(np.ascontiguousarray(a), np.ascontiguousarray(own))
+        return Factors(np.ascontiguousarray(a), np.ascontiguousarray(rows))
 
 
 class _Targets:
@@ -161,7 +161,7 @@ class _Targets:
                 if name in (entry[0].name, entry[0].copy_of, entry[0].taken and entry[0].taken.source)
             ]
             if entries:
-                return [self._target(module, *entry, None, from_gguf=False) for entry in entries]
+                return [self._target(module, *entry) for entry in entries]
         raise self._not_changed(module, names)
 
     def of_gguf(self, module: str, interleaved: bool) -> list[_Target]:
@@ -170,10 +170,7 @@ class _Targets:
         entries = [entry for entry in self._specs.values() if entry[0].gguf == name and not entry[0].copy_of]
         copies = [one for one in self._specs.values() if one[0].copy_of in {entry[0].name for entry in entries}]
         if entries:
-            is_whole = len(entries) == 1
-            return [
-                self._target(module, *one, interleaved, from_gguf=True, is_whole=is_whole) for one in entries + copies
-            ]
+            return [self._target(module, *one, interleaved, is_whole=len(entries) == 1) for one in entries + copies]
         raise self._not_changed(module, [name])
 
     def _target(
@@ -182,12 +179,10 @@ class _Targets:
         spec: TensorSpec,
         slot: str,
         layer: int,
-        interleaved: bool | None,
-        *,
-        from_gguf: bool,
+        interleaved: bool | None = None,  # for a tensor of a GGUF file
         is_whole: bool = False,
     ) -> _Target:
-        is_attention = isinstance(self._config.layers[layer].mixer, Attention)
+        is_attention, from_gguf = isinstance(self._config.layers[layer].mixer, Attention), interleaved is not None
         if from_gguf != self._is_gguf and not is_attention and slot not in _FFN_SLOTS:
             raise LoadError(
                 f"{self._path} changes {module}, whose rows GGUF files have in another order than folders of "
@@ -262,7 +257,7 @@ _ScaleOf = Callable[[str, int], float]
 
 
 def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleOf]:
-    fields = Fields(read_json(folder / CONFIG), folder / CONFIG)
+    fields = Fields.read(folder / CONFIG)
     _check_configuration(fields)
     if not (folder / WEIGHTS).is_file():
         pickled = (folder / "adapter_model.bin").is_file()
@@ -277,8 +272,8 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
     alpha, is_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)
 
     def scale_of(module: str, rank: int) -> float:
-        own = next((alphas[key] for key in alphas if f".{module}".endswith(f".{key}")), alpha)
-        return own / (math.sqrt(rank) if is_root else rank)
+        of_module = next((alphas[key] for key in alphas if f".{module}".endswith(f".{key}")), alpha)
+        return of_module / (math.sqrt(rank) if is_root else rank)
 
     return StoredWeights(folder, read_header(file), [file]), scale_of
 
@@ -328,10 +323,4 @@ def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[Store
     def scale_of(module: str, rank: int) -> float:
         return alpha / rank if alpha else 1.0
 
-    return StoredWeights(path, dict(_tensors_of(gguf)), gguf.files), scale_of, layout.interleaved
-
-
-def _tensors_of(gguf: GgufFile) -> Iterator[tuple[str, StoredTensor]]:
-    for label, entry in gguf.tensors.items():
-        assert entry.file is not None
-        yield label, StoredTensor(entry.file, label, entry.shape, entry.dtype, entry.offset)
+    return StoredWeights(path, gguf.tensors, gguf.files), scale_of, layout.interleaved

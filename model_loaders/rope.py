@@ -33,12 +33,11 @@ def rope_config(
     if section is None:
         section = fields.section("rope_parameters") or fields.section("rope_scaling")
     outer_theta = fields.number("rope_theta", theta, minimum=_MIN_THETA)
-    if not partial:
-        _whole_head_only(fields)
+    for holder in (fields, section or fields):
+        if not partial and holder.number("partial_rotary_factor", 1.0) != 1.0:
+            raise holder.refuse("partial_rotary_factor", "but RoPE on a part of the channels is not supported")
     if section is None:
         return RopeConfig(theta=outer_theta)
-    if not partial:
-        _whole_head_only(section)
     if nested := section.sections():
         raise section.refuse(nested[0], "but RoPE that differs between layers is not supported")
     kind_key = "rope_type" if section.has("rope_type") else "type"
@@ -78,11 +77,6 @@ def rotary_dim(fields: Fields, head_dim: int) -> int | None:
             "partial_rotary_factor", f"but RoPE needs an even number of channels per head, not {channels}"
         )
     return None if channels == head_dim else channels
-
-
-def _whole_head_only(fields: Fields) -> None:
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.refuse("partial_rotary_factor", "but RoPE on a part of the channels is not supported")
 
 
 def _longrope(section: Fields, theta: float, original: int, max_context: int) -> RopeConfig:
@@ -135,19 +129,15 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[np.ndarray, flo
     yarn is by Peng et al. 2023 (arXiv:2309.00071), longrope by Ding et al. 2024 (arXiv:2402.13753).
     """
     frequencies = rope.theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
-    factor_on_cos_sin = 1.0
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
         frequencies = _llama3_frequencies(rope, frequencies)
     elif rope.kind == "yarn":
         frequencies = _yarn_frequencies(rope, frequencies)
-        factor_on_cos_sin = _yarn_attention_factor(rope)
-    elif rope.kind == "longrope":
-        factor_on_cos_sin = _longrope_attention_factor(rope)
     if rope.divisors:
         frequencies = frequencies / np.array(rope.divisors, dtype=np.float64)
-    return frequencies, factor_on_cos_sin
+    return frequencies, _attention_factor(rope)
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
@@ -175,19 +165,15 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     return frequencies * (1 - blend + blend / rope.factor)
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
+def _attention_factor(rope: RopeConfig) -> float:
+    """The factor of cos and sin."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
+    if rope.kind not in ("yarn", "longrope") or rope.factor <= 1:
+        return 1.0
+    stretch = math.log(rope.factor)
+    if rope.kind == "longrope":
+        return math.sqrt(1 + stretch / math.log(rope.original_context))
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
-
-
-def _longrope_attention_factor(rope: RopeConfig) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context)) if rope.factor > 1 else 1.0
+        return (0.1 * rope.mscale * stretch + 1.0) / (0.1 * rope.mscale_all_dim * stretch + 1.0)
+    return 0.1 * stretch + 1.0

@@ -43,11 +43,11 @@ def prefixes(*bases: str, layers: str = "encoder.layer", norm: str = "embeddings
 
     layers: the list of layers. norm: the norm of the embeddings.
     """
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for base in (*bases, ""):
-        found |= {f"{base}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
-        found |= {f"{base}{norm}.": "model.embedding_norm.", f"{base}{layers}.": "model.layers."}
-    return found
+        renamed |= {f"{base}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
+        renamed |= {f"{base}{norm}.": "model.embedding_norm.", f"{base}{layers}.": "model.layers."}
+    return renamed
 
 
 def encoder(
@@ -104,7 +104,7 @@ def scores_pairs(fields: Fields) -> bool:
             f"{fields.where} holds a reranker without a part of its head (cls.weight), which llama.cpp's converter "
             "leaves out of BERT's, so that scores would not be the model's: use its safetensors folder."
         )
-    labels = fields.integer("num_labels", 2 if named is None else len(named.given()))
+    labels = fields.integer("num_labels", 2 if named is None else len(named.present()))
     if labels != 1:
         raise fields.refuse(
             "num_labels" if named is None else "id2label",

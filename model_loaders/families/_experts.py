@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
-from polarlm.model_loaders.config import Experts, Ffn, GatedMLP, ModelConfig
+from polarlm.model_loaders.config import Experts, Ffn, ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, gated_mlp, layer_count
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
@@ -31,40 +31,34 @@ SHARED: Names = {  # Qwen's shared network
     ),
     "shared_down": (("mlp.shared_expert.down_proj", "ffn_down_shexp"),),
 }
-SHARED_GGUF_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+SHARED_GGUF_KEYS = {**GGUF_KEYS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 _COUNT_KEYS = "num_experts", "num_local_experts", "n_routed_experts"  # which of them depends on who wrote the file
 _MOST_EXPERTS = 4096
 
 
-def experts(
-    fields: Fields,
-    *,
-    size_key: str = "moe_intermediate_size",
-    scoring: Literal["softmax", "sigmoid"] = "softmax",
-    renormalize: bool = False,
-    scale: float = 1.0,
-    choice_bias: bool = False,
-    shared: GatedMLP | None = None,
-    shared_gate: bool = False,
-) -> Experts:
-    """A layer of experts whose sizes are in `fields`. Raises LoadError if more are to be chosen than there are."""
+def experts(fields: Fields, *, size_key: str = "moe_intermediate_size", **settings: Any) -> Experts:
+    """A layer of experts whose sizes are in `fields`. settings: further fields of `Experts`.
+
+    Raises LoadError if more are to be chosen than there are.
+    """
     count = fields.integer(next(filter(fields.has, _COUNT_KEYS), _COUNT_KEYS[0]), maximum=_MOST_EXPERTS)
     top_k = fields.integer("num_experts_per_tok")
     if top_k > count:
         raise fields.refuse("num_experts_per_tok", f"but each layer has only {count} experts")
     one = gated_mlp(fields, size_key=size_key)
-    return Experts(
-        count,
-        top_k,
-        one.size,
-        one.activation,
-        scoring=scoring,
-        renormalize=renormalize,
-        scale=scale,
-        choice_bias=choice_bias,
-        shared=shared,
-        shared_gate=shared_gate,
-    )
+    return Experts(count, top_k, one.size, **{"activation": one.activation, **settings})
+
+
+def sigmoid_experts(fields: Fields, **settings: Any) -> Experts:
+    """Experts that are chosen by sigmoid scores. settings: further fields of `Experts`."""
+    renormalize, scale = fields.flag("norm_topk_prob", True), fields.positive("routed_scaling_factor", 1.0)
+    return experts(fields, scoring="sigmoid", renormalize=renormalize, scale=scale, **settings)
+
+
+def experts_with_shared(fields: Fields, *, renormalize: bool) -> Experts:
+    """Experts beside Qwen's shared network, which has a gate."""
+    shared = gated_mlp(fields, size_key="shared_expert_intermediate_size")
+    return experts(fields, renormalize=renormalize, shared=shared, shared_gate=True)
 
 
 def qwen_layers(fields: Fields, of_experts: Experts) -> Sequence[Ffn]:

@@ -37,12 +37,12 @@ class Keys(NamedTuple):
     def implied(self, values: Mapping[str, object]) -> dict[str, object]:
         """What GGUF files say in other words, and the KV heads of the layers that have attention."""
         inner, heads, kv_heads = values[_INNER], values[self.heads], values["num_key_value_heads"]
-        found: dict[str, object] = {}
+        implied: dict[str, object] = {}
         if isinstance(inner, int) and isinstance(heads, int) and heads:
-            found[self.head_dim] = inner // heads
+            implied[self.head_dim] = inner // heads
         if isinstance(kv_heads, list) and all(type(one) is int for one in kv_heads):
-            found["num_key_value_heads"] = max(kv_heads, default=0)
-        return found
+            implied["num_key_value_heads"] = max(kv_heads, default=0)
+        return implied
 
 
 def names(prefix: str, norm: tuple[str, str]) -> Names:

@@ -6,7 +6,6 @@ The safetensors have the matrices of a layer's experts in one tensor, of MXFP4 i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count, typed_windows
@@ -54,18 +53,10 @@ def configure(fields: Fields) -> ModelConfig:
             raise fields.refuse(key, f"but only {value:g} is supported")
     count, bias = layer_count(fields), fields.flag("attention_bias", True)
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(count)]
-    of_experts = experts(fields, size_key="intermediate_size", renormalize=True)
-    of_experts = replace(of_experts, activation="swiglu_clamped", bias=True, router_bias=True)
-    config = decoder(
-        fields,
-        "gpt_oss",
-        head_dim=64,
-        qkv_bias=bias,
-        out_bias=bias,
-        windows=typed_windows(fields, fields.texts("layer_types") or kinds),
-        ffns=[of_experts] * count,
-    )
-    return config.with_attention(lambda mixer: replace(mixer, sink_scores=True))
+    settings = {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}
+    ffns = [experts(fields, size_key="intermediate_size", **settings)] * count
+    windows = typed_windows(fields, fields.texts("layer_types") or kinds)
+    return decoder(fields, "gpt_oss", head_dim=64, bias=bias, windows=windows, ffns=ffns, sink_scores=True)
 
 
 def tensors(config: ModelConfig) -> TensorTable:
@@ -73,14 +64,14 @@ def tensors(config: ModelConfig) -> TensorTable:
 
 
 def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    found, ffn, size = dict(stored), config.ffn, config.hidden_size
+    tensors, ffn, size = dict(stored), config.ffn, config.hidden_size
     assert isinstance(ffn, Experts)
     parts = ("gate_up_proj", _GATE_UP, (ffn.size, size)), ("down_proj", _DOWN, (size, ffn.size))
     for layer in range(len(config.layers)):
         prefix = f"model.layers.{layer}."
         for name, names, shape in parts:
             whole, of_layer = f"{prefix}mlp.experts.{name}", tuple(prefix + each for each in names)
-            found |= taken_apart(stored, whole, of_layer, ffn.count, *shape)
+            tensors |= taken_apart(stored, whole, of_layer, ffn.count, *shape)
             for suffix in SUFFIXES:
-                found.pop(whole + suffix, None)
-    return found
+                tensors.pop(whole + suffix, None)
+    return tensors

@@ -12,8 +12,7 @@ from dataclasses import replace
 from polarlm.model_loaders.config import Ffn, GatedMLP, ModelConfig
 from polarlm.model_loaders.families._decoder import (
     PROJECTIONS,
-    check_attention,
-    check_kinds,
+    attending,
     decoder,
     gated_mlp,
     layer_count,
@@ -56,16 +55,16 @@ _NAMES = {
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files have the size of a dense model's network under the key of an expert's."""
     kv_heads, layers = values["num_key_value_heads"], values["num_hidden_layers"]
-    found = _KEYS.implied(values)
+    implied = _KEYS.implied(values)
     if isinstance(kv_heads, list):
-        found["layer_types"] = [_ATTENTION[0] if one else _MAMBA[0] for one in kv_heads]
+        implied["layer_types"] = [_ATTENTION[0] if one else _MAMBA[0] for one in kv_heads]
     elif isinstance(layers, int):
-        found["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
+        implied["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
     if not values["num_local_experts"]:
-        found |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
+        implied |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
     if values["uses_rope"] is not False:
-        found["position_embedding_type"] = "rope"
-    return found
+        implied["position_embedding_type"] = "rope"
+    return implied
 
 
 GGUF = GgufLayout(
@@ -88,10 +87,7 @@ GGUF = GgufLayout(
 
 def configure(fields: Fields) -> ModelConfig:
     count = layer_count(fields)
-    kinds = fields.texts("layer_types") or [_MAMBA[0]] * count
-    check_kinds(fields, kinds, (*_MAMBA, *_ATTENTION), count)
-    attends = [kind in _ATTENTION for kind in kinds]
-    check_attention(fields, attends)
+    attends = attending(fields, fields.texts("layer_types") or [_MAMBA[0]] * count, _MAMBA, _ATTENTION)
     shared = gated_mlp(fields, size_key="shared_intermediate_size")
     rope = None
     if fields.has("position_embedding_type") and fields.text("position_embedding_type") == "rope":
@@ -100,8 +96,7 @@ def configure(fields: Fields) -> ModelConfig:
     config = decoder(
         fields,
         "granitemoehybrid",
-        qkv_bias=fields.flag("attention_bias", False),
-        out_bias=fields.flag("attention_bias", False),
+        bias=None,
         scale=fields.positive("attention_multiplier", 1.0),
         ropes=[rope] * count,
         ffns=[_network(fields, shared)] * count,

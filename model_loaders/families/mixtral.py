@@ -1,7 +1,7 @@
 """Mixtral 8x7B and 8x22B: Mistral with a mixture of experts in every layer."""
 
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count, same_windows
 from polarlm.model_loaders.families._experts import experts
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
@@ -18,12 +18,8 @@ _EXPERTS = {
 
 
 def configure(fields: Fields) -> ModelConfig:
-    count = layer_count(fields)
-    windows: tuple[int | None, ...] = ()
-    if fields.has("sliding_window"):
-        windows = (fields.integer("sliding_window"),) * count
     of_experts = experts(fields, size_key="intermediate_size", renormalize=True)
-    return decoder(fields, "mixtral", windows=windows, ffns=[of_experts] * count)
+    return decoder(fields, "mixtral", windows=same_windows(fields), ffns=[of_experts] * layer_count(fields))
 
 
 def tensors(config: ModelConfig) -> TensorTable:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from polarlm.model_loaders.config import Ffn, Layer, ModelConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, check_attention, decoder, gated_mlp
-from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
+from polarlm.model_loaders.config import Activation, Ffn, Layer, ModelConfig
+from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, gated_mlp, without_attention
+from polarlm.model_loaders.families._experts import GGUF_KEYS, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._mamba2 import Keys, mamba2, names
 from polarlm.model_loaders.fields import Fields
@@ -23,7 +23,7 @@ ARCHITECTURES = ("NemotronHForCausalLM",)
 PREFIXES = {"backbone.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "model.norm.", "backbone.": "model."}
 _MAMBA, _ATTENTION, _DENSE, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _DENSE, "E": _EXPERTS}
-_OLDER = {"mamba": _MAMBA, "attention": _ATTENTION}
+_OLDER = {**_LETTERS, "mamba": _MAMBA, "attention": _ATTENTION}
 _KEYS = Keys("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel", "use_conv_bias")
 _NORM = ("norm", "attn_norm")
 _NAMES = {
@@ -42,12 +42,13 @@ _NAMES = {
     "shared_down": (("mixer.shared_experts.down_proj", "ffn_down_shexp"),),
 }
 _OF_NETWORK = tuple(list(_NAMES)[list(_NAMES).index("ffn_norm") :])
+_ACTIVATION: Activation = "relu_squared"
 _NUMBER = re.compile(r"(?<=^model\.layers\.)\d+|(?<=^blk\.)\d+")
 
 
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files list KV heads and sizes of networks, 0 where a layer has none. Experts have a bias of choice."""
-    kv_heads, sizes, found = values["num_key_value_heads"], values["intermediate_size"], _KEYS.implied(values)
+    kv_heads, sizes, implied = values["num_key_value_heads"], values["intermediate_size"], _KEYS.implied(values)
     network, after_last = _EXPERTS if values["n_routed_experts"] else _DENSE, values["layers_after_last"]
     if isinstance(kv_heads, list) and isinstance(sizes, list) and len(kv_heads) == len(sizes):
         if isinstance(after_last, int) and 0 < after_last <= len(sizes):
@@ -55,10 +56,10 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
         kinds = (
             network if size else _ATTENTION if heads else _MAMBA for heads, size in zip(kv_heads, sizes, strict=True)
         )
-        found["layers_block_type"] = list(kinds)
-        found["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
-    found["layer_norm_epsilon"] = values["rms_norm_eps"]
-    return found
+        implied["layers_block_type"] = list(kinds)
+        implied["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
+    implied["layer_norm_epsilon"] = values["rms_norm_eps"]
+    return implied
 
 
 _SHARED_SIZE = "moe_shared_expert_intermediate_size"
@@ -107,19 +108,18 @@ def configure(fields: Fields) -> ModelConfig:
 def _kinds(fields: Fields) -> Sequence[str]:
     """The kind of each mixer and network."""
     key = "layers_block_type" if fields.has("layers_block_type") else "hybrid_override_pattern"
-    if key == "layers_block_type":
-        given: Sequence[str] = [_OLDER.get(kind, kind) for kind in fields.texts(key)]
-    else:
-        given = [_LETTERS.get(letter, letter) for letter in fields.text(key)]
-    if not given or not set(given) <= set(_LETTERS.values()):
+    written = fields.texts(key) if key == "layers_block_type" else fields.text(key)
+    kinds = [_OLDER.get(kind, kind) for kind in written]
+    if not kinds or not set(kinds) <= set(_LETTERS.values()):
         raise fields.refuse(key, f"but must name {', '.join(_LETTERS.values())} in order")
-    networks = [kind in (_DENSE, _EXPERTS) for kind in given]
+    networks = [kind in (_DENSE, _EXPERTS) for kind in kinds]
     if networks[0] or any(one and following for one, following in pairwise(networks)):
         raise fields.refuse(key, "but a network that does not follow Mamba 2 or attention is not supported")
     if not any(networks):
         raise fields.refuse(key, "but a model without networks is not supported")
-    check_attention(fields, [kind == _ATTENTION for kind in given], key)
-    return given
+    if _ATTENTION not in kinds:
+        raise without_attention(fields, key)
+    return kinds
 
 
 def _network(fields: Fields, kind: str) -> Ffn:
@@ -128,23 +128,15 @@ def _network(fields: Fields, kind: str) -> Ffn:
         raise fields.refuse("mlp_hidden_act", "but only relu2 is supported")
     fields = fields.replaced({"hidden_act": "silu"})  # the key of other families
     if kind == _DENSE:
-        return replace(gated_mlp(fields), activation="relu_squared")
+        return replace(gated_mlp(fields), activation=_ACTIVATION)
     if fields.integer("n_group", 1) != 1:
         raise fields.refuse("n_group", "but experts that are chosen by groups are not supported")
     if fields.has("moe_latent_size"):
         raise fields.refuse("moe_latent_size", "but experts of another size than the layer's are not supported")
     shared = None
     if fields.integer("n_shared_experts", 1, minimum=0):
-        shared = replace(gated_mlp(fields, size_key=_SHARED_SIZE), activation="relu_squared")
-    of_experts = experts(
-        fields,
-        scoring="sigmoid",
-        renormalize=fields.flag("norm_topk_prob", True),
-        scale=fields.positive("routed_scaling_factor", 1.0),
-        choice_bias=True,
-        shared=shared,
-    )
-    return replace(of_experts, activation="relu_squared")
+        shared = replace(gated_mlp(fields, size_key=_SHARED_SIZE), activation=_ACTIVATION)
+    return sigmoid_experts(fields, activation=_ACTIVATION, choice_bias=True, shared=shared)
 
 
 def tensors(config: ModelConfig) -> TensorTable:

@@ -9,9 +9,8 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
-GGUF = GgufLayout(
-    "olmo2", keys={"sliding_window": "attention.sliding_window"}
-)  # the key of OLMo 3, whose files have the same architecture
+# The key is OLMo 3's, whose files have the same architecture.
+GGUF = GgufLayout("olmo2", keys={"sliding_window": "attention.sliding_window"})
 _NAMES = {
     "attention_post_norm": (("post_attention_layernorm", "post_attention_norm"),),
     "ffn_post_norm": (("post_feedforward_layernorm", "post_ffw_norm"),),
@@ -23,8 +22,7 @@ _NAMES = {
 def configure(fields: Fields) -> ModelConfig:
     if fields.number("sliding_window", 0.0):
         raise fields.refuse("sliding_window", "which makes it an OLMo 3, which is not supported: use an OLMo 2")
-    bias = fields.flag("attention_bias", False)
-    return decoder(fields, "olmo2", qkv_bias=bias, out_bias=bias, qk_norm="all", norms="after")
+    return decoder(fields, "olmo2", bias=None, qk_norm="all", norms="after")
 
 
 def tensors(config: ModelConfig) -> TensorTable:

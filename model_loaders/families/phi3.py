@@ -6,7 +6,7 @@ Phi-4-mini has RoPE on a part of the channels.
 from __future__ import annotations
 
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, same_windows
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
@@ -31,9 +31,7 @@ _NAMES = {
 
 def configure(fields: Fields) -> ModelConfig:
     rope = rope_config(fields, fields.integer("max_position_embeddings"), longrope=True, partial=True)
-    windows: tuple[int | None, ...] = ()
-    if fields.number("sliding_window", 0.0):
-        windows = (fields.integer("sliding_window"),) * layer_count(fields)
+    windows = same_windows(fields) if fields.number("sliding_window", 0.0) else ()
     config = decoder(fields, "phi3", rope=rope, partial_rope=True, windows=windows)
     pairs = config.attention.rotated // 2
     for key, factors in (("long_factor", rope.divisors), ("short_factor", rope.short_divisors)):

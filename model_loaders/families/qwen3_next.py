@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from polarlm.model_loaders.config import GatedDelta, ModelConfig
 from polarlm.model_loaders.families import _gated_delta
-from polarlm.model_loaders.families._decoder import gated_mlp
-from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts, qwen_layers
+from polarlm.model_loaders.families._experts import EXPERTS, SHARED, SHARED_GGUF_KEYS, experts_with_shared, qwen_layers
 from polarlm.model_loaders.families._gated_delta import taken
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
@@ -24,18 +23,11 @@ _NAMES = {
     **EXPERTS,
     **SHARED,
 }
-GGUF = GgufLayout(
-    "qwen3next", keys={**_gated_delta.GGUF_KEYS, **GGUF_KEYS, **SHARED_GGUF_KEYS}, implied=_gated_delta.implied
-)
+GGUF = GgufLayout("qwen3next", keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS}, implied=_gated_delta.implied)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    of_experts = experts(
-        fields,
-        renormalize=fields.flag("norm_topk_prob", True),
-        shared=gated_mlp(fields, size_key="shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
+    of_experts = experts_with_shared(fields, renormalize=fields.flag("norm_topk_prob", True))
     return _gated_delta.configure(fields, "qwen3_next", qwen_layers(fields, of_experts))
 
 

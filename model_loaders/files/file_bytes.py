@@ -108,7 +108,7 @@ class FileBytes:
 
     def _sampled(self) -> int:
         """A checksum of pieces all over the file, its first and its last bytes among them."""
-        found = 0
+        checksum = 0
         for number in range(_SAMPLES):
-            found = zlib.crc32(self.read(number * max(0, self.size - _SAMPLE) // (_SAMPLES - 1), _SAMPLE), found)
-        return found
+            checksum = zlib.crc32(self.read(number * max(0, self.size - _SAMPLE) // (_SAMPLES - 1), _SAMPLE), checksum)
+        return checksum

@@ -78,16 +78,16 @@ def taken_apart(
     Raises LoadError for a tensor of another shape or type, and if one of the two of MXFP4 is missing.
     """
     step, rows = len(names), size * len(names)
-    found: dict[str, StoredTensor] = {}
+    taken: dict[str, StoredTensor] = {}
     if whole := tensors.get(name):
         _check(whole, (count, columns, rows), PLAIN)
-        found |= _columns(whole, names, ".weight", (size, columns))
+        taken |= _columns(whole, names, ".weight", (size, columns))
     if whole := tensors.get(f"{name}_bias"):
         _check(whole, (count, rows), PLAIN)
-        found |= _columns(whole, names, ".bias", (size,))
+        taken |= _columns(whole, names, ".bias", (size,))
     codes, scales = tensors.get(f"{name}_blocks"), tensors.get(f"{name}_scales")
     if codes is None and scales is None:
-        return found
+        return taken
     if codes is None or scales is None:
         place = next(one for one in (codes, scales) if one is not None).source.path
         lacking = f"{name}_{'blocks' if codes is None else 'scales'}"
@@ -100,7 +100,7 @@ def taken_apart(
     for expert in range(count):
         at, scales_at = (t.offset + expert * rows * w for t, w in ((codes, blocks * _CODES), (scales, blocks)))
         for first, each in enumerate(names):
-            found[f"{each.format(expert)}.weight"] = _Blocks(
+            taken[f"{each.format(expert)}.weight"] = _Blocks(
                 codes.source,
                 codes.label,
                 (size, columns),
@@ -111,7 +111,7 @@ def taken_apart(
                 first=first,
                 step=step,
             )
-    return found
+    return taken
 
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
@@ -152,15 +152,15 @@ def split_layers(
 
 def _columns(whole: StoredTensor, names: tuple[str, ...], kind: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
     """The tensors of each expert in a tensor of all of them, whose columns are their rows."""
-    found: dict[str, StoredTensor] = {}
+    taken: dict[str, StoredTensor] = {}
     step = len(names)
     for expert in range(whole.shape[0]):
         at = whole.offset + expert * size_of(whole.dtype, step * int(np.prod(shape)))
         for first, name in enumerate(names):
-            found[f"{name.format(expert)}{kind}"] = _Columns(
+            taken[f"{name.format(expert)}{kind}"] = _Columns(
                 whole.source, whole.label, shape, whole.dtype, at, first=first, step=step
             )
-    return found
+    return taken
 
 
 def _check(tensor: StoredTensor, shape: tuple[int, ...], types: tuple[str, ...]) -> None:

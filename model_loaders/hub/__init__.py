@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.folder import read_configuration
 from polarlm.model_loaders.files.gguf_source import sizes_from_beginning
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
@@ -99,7 +99,7 @@ class _Fetching:
         try:
             return work(self)
         except (self._client.http_error, OSError) as error:
-            raise sentence(self._client, self._name, error) from error
+            raise LoadError(sentence(self._client, self._name, error)) from error
         except KeyboardInterrupt:
             if self._client.has_begun(self._name.repo):
                 self.say(RESUMES)
@@ -140,7 +140,7 @@ class _Fetching:
         models = quantizations(files.values())
         if self._name.quantization is not None:
             models = [choose_gguf(self._name, files.values(), lambda size: True)]
-        config = next((found for one in models if (found := self._configuration(one.files[0])) is not None), None)
+        config = next(filter(None, (self._configuration(model.files[0]) for model in models)), None)
         if config is None:
             raise LoadError(
                 self._no_model() if not models else f"The files of {self._name.repo} do not say their sizes."
@@ -194,7 +194,7 @@ class _Fetching:
             shards = [files[SINGLE]]
         else:
             (index,) = self._fetch([files[INDEX]])
-            named = Fields(read_json(index), index).section("weight_map")
+            named = Fields.read(index).section("weight_map")
             paths = sorted({named.text(tensor) for tensor in named.names()}) if named is not None else []
             if missing := [path for path in paths if path not in files]:
                 raise LoadError(

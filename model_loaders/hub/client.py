@@ -88,8 +88,8 @@ class Client:
         except (OSError, ValueError):
             commit = revision
         snapshot = self.repo_folder(name.repo) / "snapshots" / commit
-        found = [path for path in snapshot.rglob("*") if path.is_file()]
-        files = [HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in found]
+        paths = [path for path in snapshot.rglob("*") if path.is_file()]
+        files = [HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in paths]
         return Listing(name.repo, commit, {file.path: file for file in files}) if files else None
 
     def remember(self, name: HubName, commit: str) -> None:
@@ -115,8 +115,8 @@ class Client:
 
     def cached(self, repo: str, commit: str, path: str) -> Path | None:
         """A file's path in the cache; None if it is not there."""
-        found = self.repo_folder(repo) / "snapshots" / commit / path
-        return found if found.is_file() else None
+        file = self.repo_folder(repo) / "snapshots" / commit / path
+        return file if file.is_file() else None
 
     def placed(self, repo: str, commit: str, path: str) -> Path:
         """The path in the cache of a file whose blob is there."""

@@ -35,10 +35,10 @@ def parse(text: str) -> HubName:
     >>> parse("hf:user/repo@v1:Q4_K_M")
     HubName(repo='user/repo', revision='v1', quantization='Q4_K_M')
     """
-    found = _NAME.fullmatch(text.removeprefix(PREFIX))
-    if found is None:
+    match = _NAME.fullmatch(text.removeprefix(PREFIX))
+    if match is None:
         raise LoadError(
             f"{text!r} does not name a model on the hub: write user/repo, user/repo:Q4_K_M for one of its GGUF files, "
             "or user/repo@main for one of its revisions."
         )
-    return HubName(**found.groupdict())
+    return HubName(**match.groupdict())

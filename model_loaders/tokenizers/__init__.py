@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from polarlm.model_loaders.errors import LoadError, panics_told, stand_in
 from polarlm.model_loaders.fields import read_json
 from polarlm.model_loaders.tokenizers import gguf_vocab, hf_json
-from polarlm.model_loaders.tokenizers._protocol import Tokenizer
+from polarlm.model_loaders.tokenizers._base import Tokenizer
 from polarlm.model_loaders.tokenizers._special import FolderSettings
 
 if TYPE_CHECKING:

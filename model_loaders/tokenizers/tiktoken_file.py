@@ -11,7 +11,7 @@ from pathlib import Path
 import tiktoken
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
+from polarlm.model_loaders.tokenizers._base import LeadingSpace, SpecialIds, Tokenizer
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
 from polarlm.model_loaders.tokenizers.patterns import LLAMA3
 
@@ -35,7 +35,7 @@ _LONGEST_RUN = 25_000
 _RUN_TO_CUT = re.compile(rf"\s{{{_LONGEST_RUN}}}(?=\s)|\S{{{_LONGEST_RUN}}}(?=\S)")
 
 
-class TiktokenTokenizer(BaseTokenizer):
+class TiktokenTokenizer(Tokenizer):
     """A byte-level BPE that is given by ranks alone."""
 
     def __init__(self, ranks: dict[bytes, int], control: Mapping[str, int], special: SpecialIds) -> None:

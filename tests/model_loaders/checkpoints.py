@@ -13,7 +13,7 @@ import numpy as np
 from polarlm.model_loaders import ModelConfig, WeightSource, families, load_weights
 from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer
 from polarlm.model_loaders.files.gguf_file import GgufFile
-from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders.files.tensors import StoredWeights
 from scripts.make_random_model import add_value, metadata
 
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
@@ -179,6 +179,4 @@ def one_gguf_tensor(path: Path, dtype: str, raw: np.ndarray) -> StoredWeights:
     writer.add_tensor("x", raw, raw_dtype=gguf.GGMLQuantizationType[dtype])
     finish(writer)
     file = GgufFile(path)
-    place = file.tensors["x"]
-    tensor = StoredTensor(file.files[0], "x", place.shape, place.dtype, place.offset)
-    return StoredWeights(path, {"x": tensor}, file.files)
+    return StoredWeights(path, {"x": file.tensors["x"]}, file.files)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
 from tests import call_templates
@@ -91,7 +90,7 @@ SHORT: list[tuple[str, CallFormat, str]] = [
 
 def test_short_templates() -> None:
     for name, expected, marker in SHORT:
-        format = find_call_format(own(name))
+        format = own(name).calls
         assert format == expected, name
         assert format.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
         if format.native and not format.quote:
@@ -129,7 +128,7 @@ def test_templates_of_models(name: str, expected: CallFormat) -> None:
     else:
         source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
         template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
-    assert find_call_format(template) == expected
+    assert template.calls == expected
 
 
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "b"]}'}}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.model_loaders.chat.channels import Channels, find_channels
+from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -37,7 +37,7 @@ def test_channels_of_gpt_oss() -> None:
 
 
 def test_other_models_have_none() -> None:
-    assert find_channels(template("qwen3")) is None
+    assert template("qwen3").channels is None
 
 
 def test_the_effort_of_reasoning_is_a_variable() -> None:

@@ -18,7 +18,7 @@ from polarlm.model_loaders import LoadError, load_weights
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import read_header
-from polarlm.model_loaders.files.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read, read_all, safetensors_file
 
 
@@ -392,9 +392,7 @@ def parse(path: Path) -> StoredWeights:
     """The tensors of a file of either format, of any model."""
     if path.suffix == ".gguf":
         file = GgufFile(path)
-        places = file.tensors.values()
-        tensors = {p.name: StoredTensor(file.files[0], p.name, p.shape, p.dtype, p.offset) for p in places}
-        return StoredWeights(path, tensors, file.files)
+        return StoredWeights(path, file.tensors, file.files)
     source = FileBytes(path)
     try:
         return StoredWeights(path, read_header(source), [source])

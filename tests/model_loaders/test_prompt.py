@@ -239,8 +239,8 @@ class TestReasoningStaysBehind:
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tokenizer, template = reasoning_model(name)
-        render, asked = template._process.render, []
-        monkeypatch.setattr(template._process, "render", lambda each: asked.append(len(each)) or render(each))
+        ask, asked = template._process.ask, []
+        monkeypatch.setattr(template._process, "ask", lambda each: asked.append(len(each)) or ask(each))
 
         def renderings_of(turns: int, text: str) -> list[int]:
             asked.clear()
