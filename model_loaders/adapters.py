@@ -17,11 +17,10 @@ import numpy as np
 
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families import gguf_layouts, has_own_layout, table_name, tensors
+from polarlm.model_loaders.families import gguf_layouts, table_name, tensors
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
-from polarlm.model_loaders.files.row_order import row_order
 from polarlm.model_loaders.files.safetensors_source import read_header
 from polarlm.model_loaders.files.tensor_table import TensorSpec
 from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
@@ -128,8 +127,6 @@ class _Target:
 
 
 class _Targets:
-    """The tensors of a model that adapters can change."""
-
     def __init__(self, path: Path, config: ModelConfig, is_gguf: bool) -> None:
         self._path, self._config, self._is_gguf = path, config, is_gguf
         self._specs: dict[str, tuple[TensorSpec, str, int]] = {}  # name → spec, slot, layer
@@ -189,7 +186,7 @@ class _Targets:
                 f"safetensors; give the adapter {'as a folder of peft' if from_gguf else 'as a GGUF file'}, as the "
                 "model is."
             )
-        order = row_order(spec, bool(interleaved))
+        order = spec.row_order(bool(interleaved))
         if spec.taken is not None and not is_whole:
             return _Target(spec, spec.taken.rows)
         return _Target(spec, None if order is None else lambda count: np.argsort(order))
@@ -279,7 +276,6 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
 
 
 def _check_configuration(fields: Fields) -> None:
-    """Raises LoadError for another kind of adapter, and for what is not a low-rank change."""
     if (kind := fields.text("peft_type", "LORA")) != "LORA":
         raise fields.refuse("peft_type", f"but LORA adapters alone are supported, not {kind}")
     if fields.flag("use_dora", False):
@@ -310,8 +306,8 @@ def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[Store
         )
     arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
     family, layout = layouts.get(str(arch), ("", None))
-    theirs = {config.family} if has_own_layout(config.family) else {config.family, "llama"}
-    if layout is None or family not in theirs:
+    has_layout = any(config.family == name for name, _ in layouts.values())  # other families call themselves llama
+    if layout is None or family != (config.family if has_layout else "llama"):
         raise LoadError(
             f"{path} is an adapter of a model of architecture {arch!r}, and this is a {config.family} model; choose an "
             "adapter of this base model."

@@ -110,7 +110,6 @@ def _download(folder: Path) -> Path:
 
 
 def _advice(complaint: str) -> str:
-    """The reason in pip's error output, with advice."""
     if "No module named pip" in complaint:
         return f"this Python has no pip; run `{sys.executable} -m ensurepip`"
     lines = [

@@ -71,9 +71,6 @@ class Fields:
         """What the key has, of any type; None if it is absent."""
         return self._values.get(key)
 
-    def is_text(self, key: str) -> bool:
-        return isinstance(self._values.get(key), str)
-
     def refuse(self, key: str, problem: str) -> LoadError:
         """The error for a key whose value cannot be used; the caller raises it."""
         value = repr(self._values.get(key))

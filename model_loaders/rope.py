@@ -166,7 +166,6 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    """The factor of cos and sin."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind not in ("yarn", "longrope") or rope.factor <= 1:

@@ -48,14 +48,12 @@ def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
 
 
 def _are_texts(content: Any) -> bool:
-    """Whether a content is a list of parts, all of them texts."""
     return isinstance(content, (list, tuple)) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     )
 
 
 def _checked_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """The calls of an answer, with all the fields that templates read."""
     checked = []
     for number, call in enumerate(calls if isinstance(calls, (list, tuple)) else [calls]):
         function = call.get("function") if isinstance(call, Mapping) else None

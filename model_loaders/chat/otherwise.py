@@ -151,7 +151,6 @@ def _trial(messages: Sequence[Mapping[str, Any]], *, beside_calls: bool) -> tupl
 
 
 def _one_system(messages: Messages) -> Messages:
-    """One system message, the first; later ones become the user's."""
     leading = list(takewhile(_is_system, messages))
     later = [_without_number(m, role="user") if _is_system(m) else m for m in messages[len(leading) :]]
     if len(leading) > 1 or (leading and leading[0]["role"] != "system"):
@@ -176,7 +175,6 @@ def _neighbours_joined(messages: Messages) -> Messages:
 
 
 def _one_call(messages: Messages) -> Messages:
-    """A message for each call, before its result."""
     said: Messages = []
     at = 0
     while at < len(messages):
@@ -196,7 +194,6 @@ def _one_call(messages: Messages) -> Messages:
 
 
 def _calls_apart(messages: Messages) -> Messages:
-    """The text of a message that calls is a message of its own."""
     said: Messages = []
     for message in messages:
         if message["content"] and _calls(message):
@@ -221,12 +218,10 @@ def _turns(messages: Messages) -> Messages:
 
 
 def _no_empty(messages: Messages) -> Messages:
-    """Texts that are not empty."""
     return [one if one["content"] or _calls(one) else _without_number(one, content=" ") for one in messages]
 
 
 def _no_system(messages: Messages) -> Messages:
-    """The first system text is the beginning of the user's first message."""
     if not messages or not _is_system(messages[0]):
         return messages
     first, *rest = messages

@@ -210,7 +210,6 @@ class _Rendering:
         return text
 
     def _render(self, *wanted: tuple[tuple[int, ...], int | None]) -> None:
-        """Render each choice of frames and number of messages, in one request to the template's process."""
         conversations = [
             [self._framed[i][0] if i in framed else shown for i, shown in enumerate(self._shown[:length])]
             for framed, length in wanted
@@ -267,5 +266,4 @@ def _once(text: str, part: str) -> tuple[int, int] | None:
 
 
 def _dense(text: str) -> str:
-    """`text` without its white space."""
     return "".join(text.split())

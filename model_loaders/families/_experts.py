@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from polarlm.model_loaders.config import Experts, Ffn, ModelConfig
+from polarlm.model_loaders.config import Experts, Ffn
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, gated_mlp, layer_count
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import Names, tensor_table
 
 GGUF_KEYS = {  # for `GgufLayout`
     "num_experts": "expert_count",
@@ -32,6 +33,8 @@ SHARED: Names = {  # Qwen's shared network
     "shared_down": (("mlp.shared_expert.down_proj", "ffn_down_shexp"),),
 }
 SHARED_GGUF_KEYS = {**GGUF_KEYS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+expert_tensors = partial(tensor_table, names={**PRE_NORMS, **QK_NORMS, **PROJECTIONS, **EXPERTS})
+"""The tensors of a decoder with Llama's names, and Qwen's names for experts."""
 _COUNT_KEYS = "num_experts", "num_local_experts", "n_routed_experts"  # which of them depends on who wrote the file
 _MOST_EXPERTS = 4096
 
@@ -68,8 +71,3 @@ def qwen_layers(fields: Fields, of_experts: Experts) -> Sequence[Ffn]:
     has_experts = [(layer + 1) % step == 0 and layer not in dense for layer in range(layer_count(fields))]
     plain = of_experts if all(has_experts) else gated_mlp(fields)
     return [of_experts if one else plain for one in has_experts]
-
-
-def expert_tensors(config: ModelConfig) -> TensorTable:
-    """The tensors of a decoder with Llama's names, and Qwen's names for experts."""
-    return tensor_table(config, {**PRE_NORMS, **QK_NORMS, **PROJECTIONS, **EXPERTS})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, layer_count, typed_windows
 from polarlm.model_loaders.families._gemma import NORMS, gemma, scale_in_gguf
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 GGUF = GgufLayout(
@@ -22,6 +24,7 @@ GGUF = GgufLayout(
 _DEFAULTS = {"sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 # The caps where a configuration has no such key; null says that there is no cap.
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+tensors = partial(tensor_table, names={**NORMS, **PROJECTIONS}, norm_offset=1.0)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -45,7 +48,3 @@ def configure(fields: Fields) -> ModelConfig:
         softcap=of_scores,
         logit_softcap=of_logits,
     )
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**NORMS, **PROJECTIONS}, norm_offset=1.0)

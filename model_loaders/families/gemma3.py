@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, layer_count, typed_windows
@@ -23,7 +24,7 @@ from polarlm.model_loaders.families._gemma import (
 )
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 from polarlm.model_loaders.rope import rope_config
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
@@ -59,6 +60,7 @@ GGUF = GgufLayout(
     },
     implied=_implied,
 )
+tensors = partial(tensor_table, names={**NORMS, **QK_NORMS, **PROJECTIONS}, norm_offset=1.0)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -80,10 +82,6 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.flag("use_bidirectional_attention", False):
         return replace(config.with_attention(lambda attention: replace(attention, is_causal=False)), tied_head=True)
     return config
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**NORMS, **QK_NORMS, **PROJECTIONS}, norm_offset=1.0)
 
 
 def _windows(fields: Fields) -> tuple[int | None, ...]:

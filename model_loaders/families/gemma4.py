@@ -165,7 +165,6 @@ def tensors(config: ModelConfig) -> TensorTable:
 
 
 def _shared_layers(fields: Fields, windows: Sequence[int | None]) -> int:
-    """The number of last layers that share K/V of an earlier one."""
     shared = fields.integer("num_kv_shared_layers", 0, minimum=0)
     if shared and not set(windows[-shared:]) <= set(windows[:-shared]):
         raise fields.refuse("num_kv_shared_layers", "but no layer before these has K/V of each kind")
@@ -178,7 +177,6 @@ def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mappi
 
 
 def _experts(fields: Fields, dense: Ffn | None) -> Experts:
-    """The experts of a layer, beside its dense network."""
     assert isinstance(dense, GatedMLP)
     count = fields.integer("num_experts", maximum=_MAX_EXPERTS)
     top_k = fields.integer("top_k_experts")

@@ -5,12 +5,14 @@ RoPE rotates half of the channels. The layer that predicts several tokens, after
 
 from __future__ import annotations
 
+from functools import partial
+
 from polarlm.model_loaders.config import GatedMLP, ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, decoder, dense_first
 from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout, without_last
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 GGUF = GgufLayout(
@@ -39,6 +41,7 @@ _NAMES = {
     ),
     "shared_down": (("mlp.shared_experts.down_proj", "ffn_down_shexp"),),
 }
+tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -51,7 +54,3 @@ def configure(fields: Fields) -> ModelConfig:
     ffns = dense_first(fields, fields.integer("first_k_dense_replace", 1, minimum=0), of_experts)
     bias, norm = fields.flag("attention_bias", False), "head" if fields.flag("use_qk_norm", False) else None
     return decoder(fields, "glm4_moe", partial_rope=True, qkv_bias=bias, qk_norm=norm, ffns=ffns)
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, _NAMES)

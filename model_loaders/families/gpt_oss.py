@@ -6,6 +6,7 @@ The safetensors have the matrices of a layer's experts in one tensor, of MXFP4 i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count, typed_windows
@@ -13,7 +14,7 @@ from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import SUFFIXES, taken_apart
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -45,6 +46,7 @@ _NAMES = {
 _CONSTANTS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # constants of the activation
 _GATE_UP = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
 _DOWN = ("mlp.experts.{}.down_proj",)
+tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -57,10 +59,6 @@ def configure(fields: Fields) -> ModelConfig:
     ffns = [experts(fields, size_key="intermediate_size", **settings)] * count
     windows = typed_windows(fields, fields.texts("layer_types") or kinds)
     return decoder(fields, "gpt_oss", head_dim=64, bias=bias, windows=windows, ffns=ffns, sink_scores=True)
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, _NAMES)
 
 
 def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:

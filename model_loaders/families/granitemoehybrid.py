@@ -115,7 +115,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 def _with_head_dim(fields: Fields) -> Fields:
     """The fields with a head dim where they say "auto", or nothing."""
-    if fields.has(_KEYS.head_dim) and not fields.is_text(_KEYS.head_dim):
+    if fields.has(_KEYS.head_dim) and not isinstance(fields.value(_KEYS.head_dim), str):
         return fields
     inner, heads = fields.integer("mamba_expand", 2) * fields.integer("hidden_size"), fields.integer(_KEYS.heads)
     if inner % heads:

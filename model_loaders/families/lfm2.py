@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from polarlm.model_loaders.config import GatedMLP, ModelConfig, ShortConv
 from polarlm.model_loaders.families._decoder import PROJECTIONS, attending, decoder, layer_count, with_mixer
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Lfm2ForCausalLM",)
 _CONV, _ATTENTION = "conv", "full_attention"
@@ -41,6 +42,7 @@ def implied(values: Mapping[str, object]) -> Mapping[str, object]:
 
 
 GGUF = GgufLayout("lfm2", keys={"conv_L_cache": "shortconv.l_cache"}, implied=implied)
+tensors = partial(tensor_table, names=NAMES, last_norm=LAST_NORM)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -75,7 +77,3 @@ def _network(fields: Fields) -> GatedMLP:
         size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
         size = -(-size // unit) * unit
     return GatedMLP(size)
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, NAMES, last_norm=LAST_NORM)

@@ -1,10 +1,12 @@
 """Mixtral 8x7B and 8x22B: Mistral with a mixture of experts in every layer."""
 
+from functools import partial
+
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count, same_windows
 from polarlm.model_loaders.families._experts import experts
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("MixtralForCausalLM",)  # GGUF files call them llama
 _EXPERTS = {
@@ -15,12 +17,9 @@ _EXPERTS = {
     ),
     "experts_down": (("block_sparse_moe.experts.{}.w2", "ffn_down_exps"),),
 }
+tensors = partial(tensor_table, names={**PRE_NORMS, **PROJECTIONS, **_EXPERTS})
 
 
 def configure(fields: Fields) -> ModelConfig:
     of_experts = experts(fields, size_key="intermediate_size", renormalize=True)
     return decoder(fields, "mixtral", windows=same_windows(fields), ffns=[of_experts] * layer_count(fields))
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**PRE_NORMS, **PROJECTIONS, **_EXPERTS})

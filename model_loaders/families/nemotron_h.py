@@ -106,7 +106,6 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def _kinds(fields: Fields) -> Sequence[str]:
-    """The kind of each mixer and network."""
     key = "layers_block_type" if fields.has("layers_block_type") else "hybrid_override_pattern"
     written = fields.texts(key) if key == "layers_block_type" else fields.text(key)
     kinds = [_OLDER.get(kind, kind) for kind in written]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 # The key is OLMo 3's, whose files have the same architecture.
@@ -17,13 +19,10 @@ _NAMES = {
     **QK_NORMS,
     **PROJECTIONS,
 }
+tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
     if fields.number("sliding_window", 0.0):
         raise fields.refuse("sliding_window", "which makes it an OLMo 3, which is not supported: use an OLMo 2")
     return decoder(fields, "olmo2", bias=None, qk_norm="all", norms="after")
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, _NAMES)

@@ -82,7 +82,6 @@ class GgufFile:
         return number if isinstance(number, int) and isinstance(count, int) and count > 1 else None
 
     def _join(self, number: int) -> None:
-        """Add the tensors of the other parts, which are in the same folder."""
         count, name = self.metadata["split.count"], _PART_NAME.fullmatch(self.path.name)
         if name is None or int(name["count"]) != count or int(name["number"]) != number + 1:
             raise LoadError(
@@ -210,7 +209,6 @@ class _Cursor:
         self._buffer = bytearray()
 
     def _need(self, end: int) -> None:
-        """Read the bytes up to `end` into the buffer."""
         if end <= len(self._buffer):
             return
         if end <= self._size:

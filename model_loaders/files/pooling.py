@@ -105,7 +105,6 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _of_module(fields: Fields) -> str:
-    """The pooling in a module's configuration."""
     if fields.has("pooling_mode"):
         name = fields.text("pooling_mode")
         if name not in _NAMES:

@@ -123,7 +123,8 @@ def read_header(source: FileBytes) -> dict[str, StoredTensor]:
     entries = _parse(source, source.read(8, length))
     end = 0
     tensors = {}
-    for (start, stop), tensor in sorted((_entry(source, name, e, 8 + length) for name, e in entries), key=_by_place):
+    placed = (_entry(source, name, entry, 8 + length) for name, entry in entries)
+    for (start, stop), tensor in sorted(placed, key=lambda each: each[0]):
         if start != end:
             raise _damaged(source, f"the tensor {tensor.label!r} begins at byte {start:,} of the data, not at {end:,}")
         end = stop
@@ -136,10 +137,6 @@ def read_header(source: FileBytes) -> dict[str, StoredTensor]:
     if end < data_bytes:
         raise _damaged(source, f"{data_bytes - end:,} bytes follow the last tensor")
     return tensors
-
-
-def _by_place(item: tuple[tuple[int, int], StoredTensor]) -> tuple[int, int]:
-    return item[0]
 
 
 def _damaged(source: FileBytes, problem: str) -> LoadError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +19,10 @@ class Strings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        start = int(self._ends[numbers - 1]) if numbers else 0
-        return self._content[start + 8 : int(self._ends[numbers])].decode("utf-8", "replace")
+    def __getitem__(self, index: Any) -> Any:
+        number = range(len(self))[index]
+        start = int(self._ends[number - 1]) if number else 0
+        return self._content[start + 8 : int(self._ends[number])].decode("utf-8", "replace")
 
     def __iter__(self) -> Iterator[str]:
         start = 0

@@ -79,6 +79,36 @@ class TensorSpec:
     negated_exp: bool = False
     taken: RowParts | None = None
 
+    def row_order(self, interleaved: bool) -> np.ndarray | None:
+        """For each row of the tensor in a file, its row in memory, (rows,) int64; None if the order is the same.
+
+        In memory, RoPE's pairs are channels D/2 apart. In a file they are rotary_dim/2 apart, or neighbours if
+        `interleaved`; channels that RoPE does not rotate follow in the file, and are paired with each other in memory.
+        """
+        attention = self.attention
+        if attention is None or not (interleaved or attention.rotary_dim):
+            return None
+        head = head_order(attention.head_dim, attention.rotated, interleaved)
+        order = np.arange(self.shape[0])
+        rotated = self.rotated_heads * attention.head_dim
+        order[:rotated] = (order[:rotated].reshape(-1, attention.head_dim)[:, :1] + head).ravel()
+        return order
+
+
+def head_order(head_dim: int, rotary_dim: int, interleaved: bool) -> np.ndarray:
+    """`TensorSpec.row_order` of one head, (D,) int64.
+
+    >>> head_order(6, 6, interleaved=True).tolist()
+    [0, 3, 1, 4, 2, 5]
+    >>> head_order(8, 4, interleaved=False).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    rotated, passed = np.arange(rotary_dim), np.arange(head_dim - rotary_dim)
+    pairs, left = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    pair, half = (rotated // 2, rotated % 2) if interleaved else (rotated % pairs, rotated // pairs)
+    after = pairs + passed % max(1, left) + passed // max(1, left) * (head_dim // 2)
+    return np.concatenate([pair + half * (head_dim // 2), after])
+
 
 Slots = Mapping[str, tuple[TensorSpec, ...]]
 
@@ -222,7 +252,6 @@ def _layer_shapes(config: ModelConfig, layer: int) -> tuple[_Shapes, set[str]]:
 
 
 def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
-    """As `_layer_shapes`."""
     if isinstance(mixer, ShortConv):
         shapes = {"conv_in": _one(3 * e, e), "conv": _one(e * mixer.width), "conv_out": _one(e, e)}
         return {"conv_norm": _one(e), **shapes}, set(shapes) if mixer.bias else set()
@@ -252,13 +281,11 @@ def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
 
 
 def _channels(mixer: Mixer) -> int:
-    """The channels of a mixer's convolution."""
     assert isinstance(mixer, Recurrent | ShortConv)
     return mixer.channels
 
 
 def _attention_shapes(e: int, mixer: Attention) -> tuple[_Shapes, set[str]]:
-    """As `_layer_shapes`."""
     d, h, k = mixer.head_dim, mixer.heads, mixer.kv_heads
     separate: list[_Shape] = [((h * d, e), h), ((k * d, e), k), ((k * d, e), 0)]
     shapes: _Shapes = {
@@ -281,7 +308,6 @@ def _attention_shapes(e: int, mixer: Attention) -> tuple[_Shapes, set[str]]:
 
 
 def _ffn_shapes(e: int, ffn: Ffn) -> tuple[_Shapes, set[str]]:
-    """As `_layer_shapes`."""
     up = _one(ffn.size, e) * (2 if is_gated(ffn.activation) else 1)  # after the gate
     if isinstance(ffn, GatedMLP):
         return {"gate_up": up, "down": _one(e, ffn.size)}, {"gate_up", "down"} if ffn.bias else set()

@@ -16,7 +16,6 @@ import numpy as np
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.files.row_order import row_order
 from polarlm.model_loaders.files.tensor_table import TensorSpec, unused
 from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredTensor, StoredWeights, can_dequantize
 
@@ -108,7 +107,7 @@ def _made(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> StoredTensor 
 
 def _arranged(tensor: StoredTensor, spec: TensorSpec, interleaved: bool, is_gguf: bool) -> StoredTensor:
     """The tensor with its rows in the order of memory, and with the values that the spec asks for."""
-    order = row_order(spec, interleaved)
+    order = spec.row_order(interleaved)
     if order is not None:
         tensor = tensor.taking(np.argsort(order))
     added, negated_exp = (0.0, False) if is_gguf else (spec.offset, spec.negated_exp)
@@ -118,7 +117,6 @@ def _arranged(tensor: StoredTensor, spec: TensorSpec, interleaved: bool, is_gguf
 
 
 def _called(spec: TensorSpec, is_gguf: bool) -> str:
-    """The name in a file of a tensor that is missing."""
     return spec.gguf if is_gguf else spec.name if spec.taken is None else spec.taken.source
 
 

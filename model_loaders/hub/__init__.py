@@ -74,8 +74,6 @@ def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
 
 
 class _Fetching:
-    """The download of one model into the cache."""
-
     def __init__(
         self,
         name: HubName,

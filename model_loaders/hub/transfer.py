@@ -121,7 +121,6 @@ def _fill(client: Client, url: str, content: _Content) -> None:
 
 
 def _receive(client: Client, url: str, content: _Content) -> None:
-    """Fetch the missing bytes in one attempt."""
     begin = content.size
     with client.stream(url, f"bytes={begin}-" if begin else None) as response:
         if begin and response.status_code != 206:

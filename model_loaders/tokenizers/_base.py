@@ -154,7 +154,6 @@ class Tokenizer(ABC):
 
     @cached_property
     def _longest(self) -> int:
-        """The bytes of the longest token, or of the longest name of a control token."""
         pieces = max(len(self._piece_bytes(token_id)) for token_id in range(self.vocab_size))
         return max(pieces, *(len(string.encode()) for string in self._control), 1)
 

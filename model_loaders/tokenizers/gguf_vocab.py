@@ -277,7 +277,6 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
 
 
 def _specify(model: Any, vocabulary: _Vocabulary) -> None:
-    """Fill in the settings of SentencePiece's own file."""
     model.trainer_spec.byte_fallback = vocabulary.types.count(_Type.BYTE) == 256
     if _Type.UNKNOWN not in vocabulary.types and model.pieces:
         model.pieces[vocabulary.named.get("unknown", 0)].type = _Type.UNKNOWN

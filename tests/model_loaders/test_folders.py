@@ -87,6 +87,22 @@ CASES: dict[str, Case] = {
     },
     "a link to no GGUF": (ONE, {"a.gguf": "@ blobs/gone"}, "a.gguf", "a.gguf is a link to a file that does not exist"),
     "a blob of the hub's cache": (ONE, {WHOLE: "> blobs/a1b2"}, "blobs/a1b2", "give one, or the folder of a model"),
+    "a pickle": (ONE, {WHOLE: "> pytorch_model.bin"}, ".", "pickle (pytorch_model.bin)"),
+    "a pickle's file": (ONE, {WHOLE: "> pytorch_model.bin"}, "pytorch_model.bin", "pytorch_model.bin is a pickle"),
+    "a pickle alone": (ONE, {WHOLE: "> pytorch_model.bin", CONFIG: None}, ".", "pickle (pytorch_model.bin)"),
+    "weights without their folder": (ONE, {}, WHOLE, "give its folder, {root}"),
+    "an empty folder": (ONE, {CONFIG: None, WHOLE: None}, ".", "no config.json"),
+    "no weights": (ONE, {WHOLE: None}, ".", "no weights"),
+    "an index without a map": (SHARDED, {INDEX: "{}"}, ".", "weight_map"),
+    **{
+        f"a configuration that is no JSON {number}": (ONE, {CONFIG: text}, ".", f"{CONFIG} is not valid JSON")
+        for number, text in enumerate(("", "{", "[" * 100_000, '{"a": 1}}', "\xff", '{"a": ' + "9" * 5000 + "}"))
+    },
+    "a list as configuration": (ONE, {CONFIG: "[1]"}, ".", "holds a list"),
+    **{
+        f"nothing at {path[:9]!r}": (ONE, {}, path, "does not exist")
+        for path in ("nothing", "model.gguf", "x" * 5000, "a\0b")
+    },
     "a path in quotation marks": (ONE, {}, "'{root}'", "does not exist; give {root}."),
     "a path without its end": (ONE, {"a.gguf": "x"}, "a", "does not exist; give {root}/a.gguf."),
 }
@@ -105,7 +121,7 @@ def changed(folder: Path, changes: dict[str, str | None]) -> None:
             file.unlink(missing_ok=True)
             file.symlink_to(folder / change[2:])
         else:
-            file.write_text(change)
+            file.write_text(change, encoding="latin-1")
 
 
 def test_a_folder_loads_or_the_advice_helps(tmp_path: Path) -> None:
