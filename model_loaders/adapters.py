@@ -35,11 +35,14 @@ _GGUF = re.compile(r"(?P<module>.+)\.weight\.lora_(?P<factor>a|b)")
 _OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA, which is not supported",
     "lora_embedding": "a change of embeddings, which is not supported",
-    "lora_bias": "a bias, and biases are not supported",
-    "lora_B.bias": "a bias, and biases are not supported",
-    ".bias": "a bias, and biases are not supported",
+    **dict.fromkeys(("lora_bias", ".bias"), "a bias, and biases are not supported"),
 }
-_EXPERT_SLOTS = ("experts_gate_up", "experts_down")
+_OF_VOCABULARY = "and adapters of embeddings and of the output head are not supported"
+_OF_EXPERTS = "which is of an expert, and adapters of experts are not supported"
+_REFUSED = {  # slots whose tensors cannot be changed
+    **dict.fromkeys(("experts_gate_up", "experts_down"), _OF_EXPERTS),
+    "router": "which is a router of experts, and adapters of these are not supported",
+}
 _FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")
 
 
@@ -129,24 +132,16 @@ class _Target:
 class _Targets:
     def __init__(self, path: Path, config: ModelConfig, is_gguf: bool) -> None:
         self._path, self._config, self._is_gguf = path, config, is_gguf
-        self._specs: dict[str, tuple[TensorSpec, str, int]] = {}  # name → spec, slot, layer
-        self._refused: dict[str, str] = {}  # name of a tensor in either format → why it cannot be changed
+        self._specs: list[tuple[TensorSpec, str, int]] = []  # with their slots and layers
+        self._refused = dict.fromkeys(("lm_head.weight", "output.weight"), _OF_VOCABULARY)  # name in a file → why
         table = tensors(config)
-        for layer, slots in enumerate(table.layers):
-            for slot, specs in slots.items():
-                for spec in specs:
-                    if slot in _EXPERT_SLOTS:
-                        of_experts = "which is of an expert, and adapters of experts are not supported"
-                        self._refused |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0]), of_experts)
-                    elif slot == "router":
-                        of_router = "which is a router of experts, and adapters of these are not supported"
-                        self._refused |= dict.fromkeys((spec.name, spec.gguf), of_router)
-                    elif len(spec.shape) == 2 and not spec.flat:
-                        self._specs[spec.name] = spec, slot, layer
-        of_vocabulary = "and adapters of embeddings and of the output head are not supported"
-        for spec in (spec for specs in table.top.values() for spec in specs):
-            self._refused |= dict.fromkeys((spec.name, spec.gguf), of_vocabulary)
-        self._refused |= dict.fromkeys(("lm_head.weight", "output.weight"), of_vocabulary)
+        for layer, slots in enumerate((*table.layers, table.top)):
+            for slot, spec in ((slot, spec) for slot, specs in slots.items() for spec in specs):
+                why = _OF_VOCABULARY if slots is table.top else _REFUSED.get(slot)
+                if why is not None:
+                    self._refused |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0]), why)
+                elif len(spec.shape) == 2 and not spec.flat:
+                    self._specs.append((spec, slot, layer))
 
     def of_module(self, module: str) -> list[_Target]:
         """The tensors that a module of peft stands for. Raises LoadError if there is none."""
@@ -154,7 +149,7 @@ class _Targets:
         for name in names:
             entries = [
                 entry
-                for entry in self._specs.values()
+                for entry in self._specs
                 if name in (entry[0].name, entry[0].copy_of, entry[0].taken and entry[0].taken.source)
             ]
             if entries:
@@ -164,8 +159,8 @@ class _Targets:
     def of_gguf(self, module: str, interleaved: bool) -> list[_Target]:
         """The tensors that a tensor of a GGUF file stands for, without ".weight". Raises LoadError if there is none."""
         name = f"{module}.weight"
-        entries = [entry for entry in self._specs.values() if entry[0].gguf == name and not entry[0].copy_of]
-        copies = [one for one in self._specs.values() if one[0].copy_of in {entry[0].name for entry in entries}]
+        entries = [entry for entry in self._specs if entry[0].gguf == name and not entry[0].copy_of]
+        copies = [one for one in self._specs if one[0].copy_of in {entry[0].name for entry in entries}]
         if entries:
             return [self._target(module, *one, interleaved, is_whole=len(entries) == 1) for one in entries + copies]
         raise self._not_changed(module, [name])
@@ -194,7 +189,7 @@ class _Targets:
     def _not_changed(self, module: str, names: Sequence[str]) -> LoadError:
         why = next((self._refused[name] for name in names if name in self._refused), None)
         if why is None and ".experts." in module:
-            why = "which is of an expert, and adapters of experts are not supported"
+            why = _OF_EXPERTS
         if why is None:
             why = f"which a {self._config.family} model with {len(self._config.layers)} layers does not have"
             why += ", or does not have as a matrix of its own; choose an adapter of this base model"
@@ -285,11 +280,8 @@ def _check_configuration(fields: Fields) -> None:
         raise fields.refuse(key, "but adapters with biases are not supported; use one without")
     if fields.flag("fan_in_fan_out", False):
         raise fields.refuse("fan_in_fan_out", "which no supported model has")
-    for key in ("modules_to_save", "trainable_token_indices", "layer_replication"):
-        if fields.has(key):
-            raise fields.refuse(
-                key, "but whole matrices, embeddings and copies of layers in adapters are not supported"
-            )
+    for key in filter(fields.has, ("modules_to_save", "trainable_token_indices", "layer_replication")):
+        raise fields.refuse(key, "but whole matrices, embeddings and copies of layers in adapters are not supported")
 
 
 # -- GGUF ----------------------------------------------------------------------------------------------------------

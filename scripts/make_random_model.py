@@ -30,7 +30,7 @@ from polarlm.model_loaders.files.tensor_table import TensorSpec
 
 _TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 _FILE_TYPES = {"q4_k": "MOSTLY_Q4_K_M", "mxfp4": "MOSTLY_MXFP4_MOE", "f32": "ALL_F32"}
-_UNK, _CLS, _SEP = 100, 101, 102  # of BERT
+_UNK, _CLS, _SEP = 100, 101, 102  # BERT's ids
 
 
 def main() -> int:
@@ -214,7 +214,7 @@ def _tensors(config: ModelConfig, types: Mapping[str, str]) -> list[_Tensor]:
     for name, (spec, *more) in by_name.items():
         rows, *columns = spec.shape
         shape: tuple[int, ...] = rows * (1 + len(more)), *columns
-        if spec.gguf.endswith("]"):  # of all experts
+        if spec.gguf.endswith("]"):  # all experts
             shape = 1 + len(more), *spec.shape
         if spec.flat and "conv" in name:
             mixer = config.layers[int(name.split(".")[1])].mixer

@@ -18,8 +18,8 @@ WHOLE, INDEX, CONFIG, TOKENIZER = "model.safetensors", "model.safetensors.index.
 FIRST, SECOND = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2))
 SNAPSHOT = f"hub/models--x--y/snapshots/{'a' * 40}"
 
-# The model, what happens to its files (text is written, "> …" moves, None deletes), the path that is given, and a part
-# of the message; None if the model loads.
+# The model, what happens to its files (text is written, "> …" moves, "@ …" links, None deletes), the path that is
+# given, and words in the message; None if the model loads.
 Case = tuple[str, dict[str, str | None], str, str | None]
 CASES: dict[str, Case] = {
     "other layouts beside": (
