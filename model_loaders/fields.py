@@ -154,6 +154,11 @@ class Fields:
         """These fields with other `values` for some keys."""
         return Fields({**self._values, **values}, self.where, self._names)
 
+    def translated(self, keys: Mapping[str, str]) -> Fields:
+        """These fields, whose file spells some keys in another way: ours → the file's."""
+        values = {ours: self._values.get(theirs) for ours, theirs in keys.items()}
+        return Fields({**self._values, **values}, self.where, {**self._names, **keys})
+
     def names(self) -> list[str]:
         """All keys, in the file's order."""
         return list(self._values)

@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.fields import Fields, usable
-
-if TYPE_CHECKING:
-    from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _LOG = logging.getLogger(__name__)
 # Field of SamplingParams → its key in generation_config.json, its key in a GGUF file, least and largest value.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -57,9 +58,7 @@ def rope_config(
     )
     if kind == "longrope" and original == 1:  # the attention factor divides by its logarithm
         raise fields.refuse("original_max_position_embeddings", "but longrope needs an original context of 2 tokens")
-    if kind == "llama3":
-        return _llama3(section, theta, original)
-    return (_longrope if kind == "longrope" else _yarn)(section, theta, original, max_context)
+    return _scaled(section, kind, theta, original, max_context)
 
 
 def rotary_dim(fields: Fields, head_dim: int) -> int | None:
@@ -79,43 +78,25 @@ def rotary_dim(fields: Fields, head_dim: int) -> int | None:
     return None if channels == head_dim else channels
 
 
-def _longrope(section: Fields, theta: float, original: int, max_context: int) -> RopeConfig:
-    """Longrope for `max_context`; `RopeConfig.for_context` chooses the divisors of a shorter context."""
+def _scaled(section: Fields, kind: str, theta: float, original: int, max_context: int) -> RopeConfig:
+    """RoPE of llama3, yarn and longrope, which is for `max_context`: see `RopeConfig.for_context`."""
+    common: dict[str, Any] = {"theta": theta, "kind": kind, "original_context": original}
+    if kind == "llama3":
+        low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
+        if high <= low:
+            raise section.refuse("high_freq_factor", f"but must be greater than low_freq_factor, {low:g}")
+        return RopeConfig(**common, factor=section.positive("factor"), low_freq_factor=low, high_freq_factor=high)
+    common["factor"] = section.positive("factor", max_context / original)
+    common["attention_factor"] = section.number("attention_factor") if section.has("attention_factor") else None
+    if kind == "longrope":
+        short = section.numbers("short_factor")
+        divisors = short if max_context <= original else section.numbers("long_factor")
+        return RopeConfig(**common, divisors=divisors, short_divisors=short)
     return RopeConfig(
-        theta=theta,
-        kind="longrope",
-        factor=section.positive("factor", max_context / original),
-        original_context=original,
-        attention_factor=section.number("attention_factor") if section.has("attention_factor") else None,
-        divisors=section.numbers("short_factor" if max_context <= original else "long_factor"),
-        short_divisors=section.numbers("short_factor"),
-    )
-
-
-def _llama3(section: Fields, theta: float, original: int) -> RopeConfig:
-    low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
-    if high <= low:
-        raise section.refuse("high_freq_factor", f"but must be greater than low_freq_factor, {low:g}")
-    return RopeConfig(
-        theta=theta,
-        kind="llama3",
-        factor=section.positive("factor"),
-        original_context=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn(section: Fields, theta: float, original: int, max_context: int) -> RopeConfig:
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=section.positive("factor", max_context / original),
-        original_context=original,
+        **common,
         # Zero counts as absent, as in transformers.
         beta_fast=section.number("beta_fast", 0.0) or 32.0,
         beta_slow=section.number("beta_slow", 0.0) or 1.0,
-        attention_factor=section.number("attention_factor") if section.has("attention_factor") else None,
         mscale=section.number("mscale", 0.0),
         mscale_all_dim=section.number("mscale_all_dim", 0.0),
         truncate=section.flag("truncate", True),

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any, Protocol
 
 from polarlm.model_loaders.chat.call_format import CallFormat
@@ -280,21 +280,18 @@ def _calls_as_text(
     shown: `CallFormat.shown`.
     """
     said: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if said and said[-1].pop("results", False):
-                text = f"{said.pop()['content']}\n{text}"
-            said.append({"role": "user", "content": text, "results": True})
-        elif calls := message.get("tool_calls"):
-            functions = [call["function"] for call in calls]
-            written = shown((function["name"], function["arguments"], "") for function in functions)
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
+            said.append({"role": "user", "content": "\n".join(results)})
+            continue
+        for message in group:
             plain = {name: value for name, value in message.items() if name != "tool_calls"}
-            said.append({**plain, "content": "\n".join(filter(None, (message["content"], written)))})
-        else:
-            said.append(dict(message))
-    for message in said:
-        message.pop("results", None)
+            if calls := _calls(message):
+                functions = [call["function"] for call in calls]
+                written = shown((function["name"], function["arguments"], "") for function in functions)
+                plain["content"] = "\n".join(filter(None, (message["content"], written)))
+            said.append(plain)
     if not tools:
         return said
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels, find_channels
@@ -15,13 +15,10 @@ from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json, usable
-from polarlm.model_loaders.files.strings import Strings
+from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
 from polarlm.model_loaders.tokenizers._special import token_string
-
-if TYPE_CHECKING:
-    from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _LOG = logging.getLogger(__name__)
 _WORKER = Path(__file__).with_name("template_worker.py")

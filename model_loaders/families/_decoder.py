@@ -40,6 +40,7 @@ PRE_NORMS: Names = {
 MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
 _MAX_LAYERS = 4096
 MAX_HEADS = 65536
+MAX_DIM, MAX_WIDTH = 4096, 16  # recurrent heads have such dims, and convolutions such widths
 
 
 def decoder(
@@ -130,8 +131,8 @@ def plain_tensors(config: ModelConfig) -> TensorTable:
     return tensor_table(config, {**PRE_NORMS, **(QK_NORMS if config.attention.qk_norm else {}), **PROJECTIONS})
 
 
-def layer_count(fields: Fields, key: str = "num_hidden_layers") -> int:
-    return fields.integer(key, maximum=_MAX_LAYERS)
+def layer_count(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
 
 
 def dense_first(fields: Fields, dense: int, of_experts: Ffn) -> Sequence[Ffn]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
@@ -55,7 +54,6 @@ def encoder(
     family: str,
     ffn: GatedMLP,
     *,
-    names: Mapping[str, str] | None = None,
     rope: RopeConfig | None = None,
     has_biases: bool = True,
     has_positions: bool = True,
@@ -63,30 +61,23 @@ def encoder(
 ) -> ModelConfig:
     """The ModelConfig of an encoder whose layers have the network `ffn`.
 
-    names: BERT's keys → the file's. rope: None for a table of positions, unless `has_positions` is false.
-    first_position: see `ModelConfig`.
+    rope: None for a table of positions, unless `has_positions` is false. first_position: see `ModelConfig`.
     """
-    names = names or {}
-    hidden, heads, eps, context = (
-        names.get(key, key)
-        for key in ("hidden_size", "num_attention_heads", "layer_norm_eps", "max_position_embeddings")
-    )
-    hidden_size = fields.integer(hidden, maximum=MAX_SIZE)
-    count = fields.integer(heads, maximum=MAX_HEADS)
+    hidden_size = fields.integer("hidden_size", maximum=MAX_SIZE)
+    count = fields.integer("num_attention_heads", maximum=MAX_HEADS)
     if hidden_size % (2 * count):
-        raise fields.refuse(hidden, f"but must be a multiple of {2 * count}, for {count} heads of an even size")
-    positions = fields.integer(context, minimum=first_position + 2)
+        raise fields.refuse("hidden_size", f"but must be a multiple of {2 * count}, for {count} heads of an even size")
+    positions = fields.integer("max_position_embeddings", minimum=first_position + 2)
     attention = Attention(
         count, count, hidden_size // count, rope, qkv_bias=has_biases, out_bias=has_biases, is_causal=False
     )
-    layers = layer_count(fields, names.get("num_hidden_layers", "num_hidden_layers"))
     return ModelConfig(
         family=family,
-        layers=(Layer(attention, replace(ffn, bias=has_biases), "sums"),) * layers,
+        layers=(Layer(attention, replace(ffn, bias=has_biases), "sums"),) * layer_count(fields),
         hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size", maximum=MAX_SIZE),
         max_context=positions - first_position,
-        norm_eps=fields.positive(eps),
+        norm_eps=fields.positive("layer_norm_eps"),
         tied_head=True,
         positions=positions if has_positions else 0,
         first_position=first_position,

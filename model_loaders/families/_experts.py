@@ -36,7 +36,7 @@ SHARED_GGUF_KEYS = {**GGUF_KEYS, "shared_expert_intermediate_size": "expert_shar
 expert_tensors = partial(tensor_table, names={**PRE_NORMS, **QK_NORMS, **PROJECTIONS, **EXPERTS})
 """The tensors of a decoder with Llama's names, and Qwen's names for experts."""
 _COUNT_KEYS = "num_experts", "num_local_experts", "n_routed_experts"  # which of them depends on who wrote the file
-_MOST_EXPERTS = 4096
+MOST_EXPERTS = 4096
 
 
 def experts(fields: Fields, *, size_key: str = "moe_intermediate_size", **settings: Any) -> Experts:
@@ -44,7 +44,7 @@ def experts(fields: Fields, *, size_key: str = "moe_intermediate_size", **settin
 
     Raises LoadError if more are to be chosen than there are.
     """
-    count = fields.integer(next(filter(fields.has, _COUNT_KEYS), _COUNT_KEYS[0]), maximum=_MOST_EXPERTS)
+    count = fields.integer(next(filter(fields.has, _COUNT_KEYS), _COUNT_KEYS[0]), maximum=MOST_EXPERTS)
     top_k = fields.integer("num_experts_per_tok")
     if top_k > count:
         raise fields.refuse("num_experts_per_tok", f"but each layer has only {count} experts")

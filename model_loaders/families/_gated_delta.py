@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, Ffn, GatedDelta, ModelConfig
 from polarlm.model_loaders.families._decoder import (
+    MAX_DIM,
+    MAX_HEADS,
+    MAX_WIDTH,
     PROJECTIONS,
     QK_NORMS,
     attending,
@@ -19,7 +22,6 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names, RowParts, TensorSpec, TensorTable, tensor_table
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
-_MAX_HEADS, _MAX_DIM, _MAX_WIDTH = 65536, 4096, 16
 GGUF_KEYS = {  # for `GgufLayout`
     "full_attention_interval": "full_attention_interval",
     "rotary_dim": "rope.dimension_count",
@@ -76,16 +78,16 @@ def configure(fields: Fields, family: str, ffns: Sequence[Ffn] = (), *, tiled: b
 
 
 def _delta(fields: Fields, tiled: bool) -> GatedDelta:
-    keys = fields.integer("linear_num_key_heads", 16, maximum=_MAX_HEADS)
-    values = fields.integer("linear_num_value_heads", 32, maximum=_MAX_HEADS)
+    keys = fields.integer("linear_num_key_heads", 16, maximum=MAX_HEADS)
+    values = fields.integer("linear_num_value_heads", 32, maximum=MAX_HEADS)
     if values % keys:
         raise fields.refuse("linear_num_value_heads", f"which is not a multiple of the {keys} key heads")
     return GatedDelta(
         keys,
         values,
-        fields.integer("linear_key_head_dim", 128, maximum=_MAX_DIM),
-        fields.integer("linear_value_head_dim", 128, maximum=_MAX_DIM),
-        fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=_MAX_WIDTH),
+        fields.integer("linear_key_head_dim", 128, maximum=MAX_DIM),
+        fields.integer("linear_value_head_dim", 128, maximum=MAX_DIM),
+        fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_WIDTH),
         tiled and values > keys,
     )
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from polarlm.model_loaders.config import Mamba2
+from polarlm.model_loaders.families._decoder import MAX_DIM, MAX_HEADS, MAX_WIDTH
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names
 
-_MAX_HEADS, _MAX_DIM, _MAX_WIDTH = 65536, 4096, 16
 _BIASES = "mamba_proj_bias", "mlp_bias", "use_bias"
 _INNER = "mamba_inner_size"  # GGUF files have it instead of the head dim
 
@@ -64,15 +64,15 @@ def mamba2(fields: Fields, keys: Keys, norm_eps: float) -> Mamba2:
     for key in _BIASES:
         if fields.flag(key, False):
             raise fields.refuse(key, "but biases of projections are not supported")
-    heads, groups = (fields.integer(key, maximum=_MAX_HEADS) for key in (keys.heads, keys.groups))
+    heads, groups = (fields.integer(key, maximum=MAX_HEADS) for key in (keys.heads, keys.groups))
     if heads % groups:
         raise fields.refuse(keys.heads, f"which is not a multiple of the {groups} groups")
     return Mamba2(
         groups,
         heads,
-        fields.integer(keys.state, maximum=_MAX_DIM),
-        fields.integer(keys.head_dim, maximum=_MAX_DIM),
-        fields.integer(keys.width, minimum=2, maximum=_MAX_WIDTH),
+        fields.integer(keys.state, maximum=MAX_DIM),
+        fields.integer(keys.head_dim, maximum=MAX_DIM),
+        fields.integer(keys.width, minimum=2, maximum=MAX_WIDTH),
         norm_eps=norm_eps,
         conv_bias=fields.flag(keys.conv_bias, True),
     )

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, layer_count, typed_windows
+from polarlm.model_loaders.families._decoder import (
+    MAX_HEADS,
+    MAX_SIZE,
+    PROJECTIONS,
+    QK_NORMS,
+    layer_count,
+    typed_windows,
+)
+from polarlm.model_loaders.families._experts import MOST_EXPERTS
 from polarlm.model_loaders.families._gemma import (
     DEFAULTS,
     IMAGE_PREFIXES,
@@ -41,7 +49,6 @@ _DEFAULTS = {
     "hidden_size_per_layer_input": 256,
 }
 _UNROTATED = 2.0**100  # the divisor of pairs that RoPE leaves as they are; files of llama.cpp have about as much
-_MAX_HEADS, _MAX_SIZE, _MAX_EXPERTS = 65536, 2**24, 4096
 _EMBEDDING: Names = {
     "layer_gate": (("per_layer_input_gate", "inp_gate"),),
     "layer_out": (("per_layer_projection", "proj"),),
@@ -178,14 +185,14 @@ def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mappi
 
 def _experts(fields: Fields, dense: Ffn | None) -> Experts:
     assert isinstance(dense, GatedMLP)
-    count = fields.integer("num_experts", maximum=_MAX_EXPERTS)
+    count = fields.integer("num_experts", maximum=MOST_EXPERTS)
     top_k = fields.integer("top_k_experts")
     if top_k > count:
         raise fields.refuse("top_k_experts", f"but each layer has only {count} experts")
     return Experts(
         count,
         top_k,
-        fields.integer("moe_intermediate_size", maximum=_MAX_SIZE),
+        fields.integer("moe_intermediate_size", maximum=MAX_SIZE),
         dense.activation,
         renormalize=True,
         shared=dense,
@@ -200,13 +207,13 @@ def _without_window(fields: Fields, number: int, mixer: Attention) -> Attention:
     if fields.has("per_layer_config"):  # it has the layers that differ from the others
         by_layer = fields.section("per_layer_config")
         settings = (by_layer and by_layer.section(str(number))) or Fields({}, fields.where)
-        head_dim = settings.integer("head_dim", mixer.head_dim, maximum=_MAX_SIZE)
-        kv_heads = settings.integer("num_key_value_heads", mixer.kv_heads, maximum=_MAX_HEADS)
+        head_dim = settings.integer("head_dim", mixer.head_dim, maximum=MAX_SIZE)
+        kv_heads = settings.integer("num_key_value_heads", mixer.kv_heads, maximum=MAX_HEADS)
     else:
-        head_dim = fields.integer("global_head_dim", maximum=_MAX_SIZE)
+        head_dim = fields.integer("global_head_dim", maximum=MAX_SIZE)
         kv_heads = mixer.kv_heads
         if fields.has("num_global_key_value_heads") and shared:
-            kv_heads = fields.integer("num_global_key_value_heads", maximum=_MAX_HEADS)
+            kv_heads = fields.integer("num_global_key_value_heads", maximum=MAX_HEADS)
     if head_dim % 2:
         raise fields.refuse("global_head_dim", f"but RoPE needs an even number of channels per head, not {head_dim}")
     if mixer.heads % kv_heads:

@@ -45,14 +45,13 @@ tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    names = _KEYS if fields.has("n_embd") else {}
-    if names:
+    if fields.has("n_embd"):
         for key, value in _ALLOWED.items():
             fields.require(key, value)
-    ffn = GatedMLP(fields.integer(names.get("intermediate_size", "intermediate_size"), maximum=MAX_SIZE), "silu")
-    rope = RopeConfig(fields.number("rotary_emb_base", 1000.0, minimum=2.0))
-    if not names:
+        fields, rope = fields.translated(_KEYS), RopeConfig(fields.number("rotary_emb_base", 1000.0, minimum=2.0))
+    else:
         rope = rope_config(fields, fields.integer("max_position_embeddings"), theta=1000.0)
-    config = encoder(fields, "nomic_bert", ffn, names=names, rope=rope, has_biases=False, has_positions=False)
+    ffn = GatedMLP(fields.integer("intermediate_size", maximum=MAX_SIZE), "silu")
+    config = encoder(fields, "nomic_bert", ffn, rope=rope, has_biases=False, has_positions=False)
     # Beyond the trained positions RoPE would have to be stretched.
     return replace(config, max_context=min(config.max_context, fields.integer("max_trained_positions", 2048)))

@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.ggml_types import TYPES
-from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.files.tensors import StoredTensor
 
 _READ_AHEAD = 1 << 20  # bytes fetched at a time while the header is parsed
@@ -33,19 +33,30 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 _ALIGNMENT = 32  # bytes; the alignment of tensors in files that do not name another
 # The types of metadata values, by their numbers: two that are not numbers, and the dtypes of the others.
 _STRING, _ARRAY = 8, 9
-_NUMBERS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_NUMBERS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))) | {10: "<u8", 11: "<i8", 12: "<f8"}
+
+
+class Strings(Sequence[str]):
+    """An array of strings that are decoded when they are read. As Python objects, the strings of a vocabulary take
+    several times their bytes and fragment the memory."""
+
+    def __init__(self, content: bytes, ends: np.ndarray) -> None:
+        """content: the strings as the file has them, each after 8 bytes with its length; ends: where each ends."""
+        self._content, self._ends = content, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        number = range(len(self))[index]
+        start = int(self._ends[number - 1]) if number else 0
+        return self._content[start + 8 : int(self._ends[number])].decode("utf-8", "replace")
+
+    def __iter__(self) -> Iterator[str]:
+        start = 0
+        for end in self._ends.tolist():
+            yield self._content[start + 8 : end].decode("utf-8", "replace")
+            start = end
 
 
 class GgufFile:

@@ -132,11 +132,22 @@ def _fields(
         names |= _LONGROPE
     if len(shapes.get(_EMBEDDING, ())) != 2:
         raise LoadError(f"{where} holds no token embedding, so it is not a whole model; use another file.")
+    values |= {"model_type": family, "gguf_architecture": arch, **_said_by_tensors(shapes)}
+    values["rope_parameters"] = _rope_parameters(metadata, arch) if longrope is None else longrope
+    if family == "llama":  # the architecture of other families, too
+        names |= {key: f"{arch}.{theirs}" for key, theirs in _MISTRAL.items()}
+        values |= {key: metadata.get(names[key]) or None for key in _MISTRAL}
+        if values["num_local_experts"] is not None:
+            values["model_type"] = "mixtral"
+        elif values["sliding_window"] is not None:
+            values["model_type"] = "mistral"
+    return Fields({**values, **layout.implied(values)}, where, names)
+
+
+def _said_by_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Values that files say by the tensors that they have. shapes: by the tensors' names."""
     keys_alone = (name for name in shapes if name.endswith(".attn_k.weight"))
-    values |= {
-        "model_type": family,
-        "gguf_architecture": arch,
-        "rope_parameters": _rope_parameters(metadata, arch) if longrope is None else longrope,
+    return {
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
@@ -147,14 +158,6 @@ def _fields(
         "num_labels": next(iter(shapes.get("cls.output.weight", ())), None),
         "has_score_dense": "cls.weight" in shapes,
     }
-    if family == "llama":  # the architecture of other families, too
-        names |= {key: f"{arch}.{theirs}" for key, theirs in _MISTRAL.items()}
-        values |= {key: metadata.get(names[key]) or None for key in _MISTRAL}
-        if values["num_local_experts"] is not None:
-            values["model_type"] = "mixtral"
-        elif values["sliding_window"] is not None:
-            values["model_type"] = "mistral"
-    return Fields({**values, **layout.implied(values)}, where, names)
 
 
 def _rope_parameters(metadata: Mapping[str, object], arch: str) -> dict[str, object]:

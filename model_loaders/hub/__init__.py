@@ -19,15 +19,17 @@ from polarlm.model_loaders.hub.choice import (
     ADAPTER_WEIGHTS,
     BESIDE_WEIGHTS,
     CONFIG,
+    PREFIX,
     HubFile,
+    HubName,
     choose_gguf,
     has_safetensors,
+    parse,
     quantization_of,
     quantizations,
     size_text,
 )
 from polarlm.model_loaders.hub.client import Client, Listing
-from polarlm.model_loaders.hub.names import PREFIX, HubName, parse
 from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 
@@ -84,13 +86,10 @@ class _Fetching:
         of_adapter: bool = False,
     ) -> None:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
-        self._verbose, self._progress, self._of_adapter = verbose, progress, of_adapter
+        self._say, self._is_silent = verbose or (lambda text: None), verbose is None
+        self._progress, self._of_adapter = progress, of_adapter
         self._listing = Listing(name.repo, "", {})
         self._is_cut_off = False  # whether the hub cannot be reached and the listing comes from the cache
-
-    def say(self, text: str) -> None:
-        if self._verbose is not None:
-            self._verbose(text)
 
     def told(self, work: Callable[[_Fetching], T]) -> T:
         """What `work` returns, with errors of the hub and of its cache as LoadErrors."""
@@ -100,7 +99,7 @@ class _Fetching:
             raise LoadError(sentence(self._client, self._name, error)) from error
         except KeyboardInterrupt:
             if self._client.has_begun(self._name.repo):
-                self.say(RESUMES)
+                self._say(RESUMES)
             raise
 
     def run(self) -> Path:
@@ -113,7 +112,7 @@ class _Fetching:
                 raise
             self._listing = kept
             why = "HF_HUB_OFFLINE is set" if self._client.is_offline else "The hub cannot be reached"
-            self.say(f"{why}: using {self._name.repo} as it is in the cache (commit {kept.commit[:8]}).")
+            self._say(f"{why}: using {self._name.repo} as it is in the cache (commit {kept.commit[:8]}).")
             self._is_cut_off = True
             try:
                 return self._model()
@@ -122,7 +121,7 @@ class _Fetching:
                     f"{problem} This is about what the cache has; with a connection to the hub there may be more."
                 ) from error
         if self._listing.repo.lower() != self._name.repo.lower():
-            self.say(f"{self._name.repo} is called {self._listing.repo} today.")
+            self._say(f"{self._name.repo} is called {self._listing.repo} today.")
         path = self._model()
         self._client.remember(self._name, self._listing.commit)
         return path
@@ -202,7 +201,7 @@ class _Fetching:
             shards = [files[path] for path in paths]
         size = sum(file.size for file in shards)
         if not self._fits(model, size) and not all(map(self._is_here, shards)):
-            self.say(
+            self._say(
                 f"warning: the weights of {self._name} take {size_text(size)}, which leaves too little memory here for "
                 "its KV store; choose a smaller model, a GGUF file of it, or another type of weights (--weight-type)"
             )
@@ -221,7 +220,7 @@ class _Fetching:
                 if all(map(self._is_here, chosen.files))
                 else "the best that fits in memory here"
             )
-            self.say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
+            self._say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
         return self._fetch(chosen.files)[0]
 
     def _configuration(self, file: HubFile) -> ModelConfig | None:
@@ -261,7 +260,7 @@ class _Fetching:
                 self._progress(done, total)
 
         with self._bar(files, total, begun) as bar:
-            return [fetch_file(client, repo, commit, file, moved, self.say) for file in files]
+            return [fetch_file(client, repo, commit, file, moved, self._say) for file in files]
 
     def _check_disk(self, size: int) -> None:
         cache = self._client.cache
@@ -278,7 +277,7 @@ class _Fetching:
 
         if total > _WORTH_SAYING:
             rest = f", {size_text(begun)} of them already there" if begun else ""
-            self.say(
+            self._say(
                 f"Downloading {self._name} ({size_text(total)}{rest}) to {self._client.repo_folder(self._name.repo)}"
             )
         return tqdm(
@@ -290,5 +289,5 @@ class _Fetching:
             unit_divisor=1024,
             leave=False,
             delay=0.3,
-            disable=None if self._verbose is not None else True,
+            disable=self._is_silent or None,
         )

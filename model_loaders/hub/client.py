@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.hub.choice import HubFile
-from polarlm.model_loaders.hub.names import HubName
+from polarlm.model_loaders.hub.choice import HubFile, HubName
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LEAST_VERSION = 1

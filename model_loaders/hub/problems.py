@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import re
 
+from polarlm.model_loaders.hub.choice import HubName
 from polarlm.model_loaders.hub.client import Client
-from polarlm.model_loaders.hub.names import HubName
 
 RESUMES = "The next attempt continues from what has been downloaded."
 _TOKENS = "https://huggingface.co/settings/tokens"

@@ -18,7 +18,7 @@ from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.files.strings import Strings
+from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names, patterns
 from polarlm.model_loaders.tokenizers._base import NO_ID, Pair, SpecialIds, Takes, Tokenizer
@@ -26,7 +26,6 @@ from polarlm.model_loaders.tokenizers._pieces import byte_of
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer, WordPieceTokenizer
 
 if TYPE_CHECKING:
-    from polarlm.model_loaders.files.gguf_file import GgufFile
     from polarlm.model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer
 
 

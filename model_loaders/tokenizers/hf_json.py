@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import tokenizers
 
-from polarlm.model_loaders.errors import LoadError, stand_in
+from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names
 from polarlm.model_loaders.tokenizers._base import LeadingSpace, Pair, SpecialIds, Takes, Tokenizer
@@ -84,20 +84,14 @@ class WordPieceTokenizer(LibraryTokenizer):
         return piece[2:].encode() if piece.startswith("##") else b" " + piece.encode() if piece else b""
 
 
-def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
+def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokenizer:
     """Reads a tokenizer.json. Raises LoadError if it is damaged or of an unknown kind."""
     try:
-        text = file.read_text(encoding="utf-8")
-        if (problem := stand_in(file, text[:64].encode())) is not None:
-            raise problem
+        text = content.decode()
         description = json.loads(text)
         library = tokenizers.Tokenizer.from_str(text)
         steps = list(_steps(description))
         control = {entry["content"]: entry["id"] for entry in description["added_tokens"] if entry["special"]}
-    except OSError as error:
-        raise LoadError(f"{file} cannot be read: {error.strerror}.") from error
-    except LoadError:
-        raise
     except Exception as error:  # the library raises bare Exception
         raise LoadError(f"{file} is not a valid tokenizer.json ({error}): download it again.") from error
     kinds = {step["type"] for step in steps}

@@ -57,11 +57,11 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     spelt = re.sub("layer_scalar$", "layer_scalar.weight", spelt)
     if spelt.endswith(("router.scale", "per_expert_scale")):
         of = "router.proj" if spelt.endswith("router.scale") else "experts.down_proj"
-        found = official.get_name(re.sub(r"router\.\w+$", of, spelt))
-        return f"{found}.scale"
-    found = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return found if expert is None else f"{found}[{expert[1]}]"
+        label = official.get_name(re.sub(r"router\.\w+$", of, spelt))
+        return f"{label}.scale"
+    label = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
+    assert label is not None, name
+    return label if expert is None else f"{label}[{expert[1]}]"
 
 
 def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -33,7 +33,7 @@ GEMMA = CallFormat(
 )
 
 
-def own(name: str) -> ChatTemplate:
+def template_of(name: str) -> ChatTemplate:
     """The template of a model, or a short one of `call_templates`."""
     if name == "qwen2.5":
         folder = shared("tokenizers", "qwen2_5")
@@ -96,11 +96,11 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_is_found(name: str) -> None:
-    (expected, marker), format = FORMATS[name], own(name).calls
+    (expected, marker), format = FORMATS[name], template_of(name).calls
     assert format == expected
     assert format.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
     if format.native and not format.quote:
-        text = rendered(own(name), format.as_messages(MESSAGES), tools=TOOLS)
+        text = rendered(template_of(name), format.as_messages(MESSAGES), tools=TOOLS)
         assert format.shown([("f", '{"a": [1, "b"]}', "abcdefgh1")]) in text
 
 
@@ -114,7 +114,7 @@ MESSAGES = [
 
 
 def test_without_tools_in_the_template_calls_are_text() -> None:
-    template = own("NO_TOOLS")
+    template = template_of("NO_TOOLS")
 
     def put(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return put_otherwise(template, messages, tools, {}).messages

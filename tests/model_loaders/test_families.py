@@ -432,11 +432,11 @@ def check_gguf(name: str, tmp_path: Path) -> None:
     got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, of_file, **changes))
     assert dtype == "F32"
     assert got.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # GGUF keeps it in float32
-    found, wanted = rope_of(got), rope_of(expected)
-    assert found.divisors == pytest.approx(wanted.divisors)
-    assert found.short_divisors == pytest.approx(wanted.short_divisors)
-    if found.divisors and config.family != "gemma4":  # whose layers with a window have another RoPE
-        expected = with_rope(expected, replace(wanted, divisors=found.divisors, short_divisors=found.short_divisors))
+    rope, wanted = rope_of(got), rope_of(expected)
+    assert rope.divisors == pytest.approx(wanted.divisors)
+    assert rope.short_divisors == pytest.approx(wanted.short_divisors)
+    if rope.divisors and config.family != "gemma4":  # whose layers with a window have another RoPE
+        expected = with_rope(expected, replace(wanted, divisors=rope.divisors, short_divisors=rope.short_divisors))
     assert got == replace(expected, norm_eps=got.norm_eps)
     for key, tensor in read_all(copy).items():
         np.testing.assert_array_equal(tensor, written[key], err_msg=key)

@@ -77,13 +77,13 @@ CASES: dict[str, Case] = {
     "a file of a folder": (ONE, {}, CONFIG, "give its folder, {root},"),
     "a link to nothing": (ONE, {WHOLE: "@ blobs/gone"}, ".", f"{WHOLE} is a link to a file that does not exist"),
     **{
-        f"the hub's cache at {given}": (
+        f"the hub's cache at {place}": (
             ONE,
             {CONFIG: f"> {SNAPSHOT}/{CONFIG}", WHOLE: f"> {SNAPSHOT}/{WHOLE}", "hub/models--x--y/blobs/a": "x"},
-            given,
+            place,
             "such as {root}/" + SNAPSHOT,
         )
-        for given in ("hub", "hub/models--x--y/blobs")
+        for place in ("hub", "hub/models--x--y/blobs")
     },
     "a link to no GGUF": (ONE, {"a.gguf": "@ blobs/gone"}, "a.gguf", "a.gguf is a link to a file that does not exist"),
     "a blob of the hub's cache": (ONE, {WHOLE: "> blobs/a1b2"}, "blobs/a1b2", "give one, or the folder of a model"),
@@ -125,11 +125,11 @@ def changed(folder: Path, changes: dict[str, str | None]) -> None:
 
 
 def test_a_folder_loads_or_the_advice_helps(tmp_path: Path) -> None:
-    for number, (name, changes, given, message) in enumerate(CASES.values()):
+    for number, (name, changes, place, message) in enumerate(CASES.values()):
         root = Path(shutil.copytree(MODELS / name, tmp_path / str(number) / "root"))
         (root / TOKENIZER).write_text(tokenizer_json(), encoding="utf-8")
         changed(root, changes)
-        path = given.format(root=root) if "{root}" in given else root / given
+        path = place.format(root=root) if "{root}" in place else root / place
         if message is None:
             model = load(path)
             assert model.tokenizer.vocab_size > 0

@@ -35,9 +35,9 @@ def test_parts_are_the_same_model_as_a_whole_file(whole: Path, tmp_path: Path) -
     expected_config, expected, _ = load_weights(whole)
     config, weights, dtype = load_weights(parts[0])
     assert (config, dtype, weights.names()) == (expected_config, "Q8_0", expected.names())
-    found = read_all(weights)
+    joined = read_all(weights)
     for name, values in read_all(expected).items():
-        np.testing.assert_array_equal(found[name], values)
+        np.testing.assert_array_equal(joined[name], values)
 
 
 def cut_off(parts: Parts, whole: Path, more: list[Parts]) -> Path:

@@ -89,8 +89,8 @@ def test_it_lies_in_the_cache_as_the_hubs_own_client_puts_it_and_stays(
     assert where == Path(constants.HF_HUB_CACHE, "models--user--tiny", "snapshots", f"{COMMIT}1")
     assert (where / "config.json").resolve().name == git_hash(small_folder["config.json"])
     assert (where / "model.safetensors").resolve().name == sha256(small_folder["model.safetensors"])
-    found = huggingface_hub.try_to_load_from_cache("user/tiny", "model.safetensors")
-    assert found == str(where / "model.safetensors")
+    cached = huggingface_hub.try_to_load_from_cache("user/tiny", "model.safetensors")
+    assert cached == str(where / "model.safetensors")
 
     def times() -> dict[Path, int]:
         return {path: path.lstat().st_mtime_ns for path in Path(constants.HF_HUB_CACHE).rglob("*")}
@@ -206,10 +206,10 @@ def test_quantizations_come_in_the_order_of_preference() -> None:
     files = [HubFile(f"{name}.gguf", 100 + len(name)) for name in [*names, "mmproj-m-F16", "m-imatrix", "odd"]]
     parts = [HubFile(f"big/m-BF16-0000{part}-of-00002.gguf", 1000) for part in (2, 1)]
     parts.append(HubFile("big/m-Q8_0-00001-of-00002.gguf", 1000))  # without its second part
-    found = quantizations([*files, *parts, HubFile("config.json", 1), HubFile("m.imatrix", 1)])
+    models = quantizations([*files, *parts, HubFile("config.json", 1), HubFile("m.imatrix", 1)])
     labels = ["q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q2_K", "UD-Q4_K_XL", "Q4_1", "odd", "BF16", "F16"]
-    assert [model.label for model in found] == labels
-    assert [file.path[-19:-5] for model in found if model.label == "BF16" for file in model.files] == [
+    assert [model.label for model in models] == labels
+    assert [file.path[-19:-5] for model in models if model.label == "BF16" for file in model.files] == [
         "00001-of-00002",
         "00002-of-00002",
     ]

@@ -40,11 +40,11 @@ def joined(path: Path, **tensors: np.ndarray) -> dict:
 def test_rows_of_gate_and_up_projection_are_columns(tmp_path: Path) -> None:
     whole = np.arange(COUNT * COLUMNS * 2 * SIZE, dtype=np.float32).reshape(COUNT, COLUMNS, 2 * SIZE)
     bias = np.arange(COUNT * 2 * SIZE, dtype=np.float32).reshape(COUNT, 2 * SIZE)
-    found = joined(tmp_path / "x.safetensors", x=whole, x_bias=bias)
-    assert len(found) == 4 * COUNT
+    parts = joined(tmp_path / "x.safetensors", x=whole, x_bias=bias)
+    assert len(parts) == 4 * COUNT
     for expert in range(COUNT):
         for first, name in enumerate(("gate", "up")):
-            matrix, vector = found[f"{expert}.{name}.weight"], found[f"{expert}.{name}.bias"]
+            matrix, vector = parts[f"{expert}.{name}.weight"], parts[f"{expert}.{name}.bias"]
             assert (matrix.shape, vector.shape) == ((SIZE, COLUMNS), (SIZE,))
             np.testing.assert_array_equal(matrix.raw(slice(1, 4)).view("<f4"), whole[expert, :, first::2].T[1:4])
             np.testing.assert_array_equal(vector.raw(slice(1, 4)).view("<f4")[:, 0], bias[expert, first::2][1:4])
@@ -56,10 +56,10 @@ def test_blocks_are_those_of_gguf(tmp_path: Path) -> None:
     scales = random.integers(120, 135, (COUNT, 2 * SIZE, COLUMNS // 32), dtype=np.uint8)
     values = FP4[np.stack([codes & 15, codes >> 4], -1)].reshape(*scales.shape, 32)
     values = np.ldexp(values, scales[..., None].astype(np.int32) - 127).reshape(COUNT, 2 * SIZE, COLUMNS)
-    found = joined(tmp_path / "x.safetensors", x_blocks=codes, x_scales=scales)
+    parts = joined(tmp_path / "x.safetensors", x_blocks=codes, x_scales=scales)
     for expert in range(COUNT):
         for first, name in enumerate(("gate", "up")):
-            tensor = found[f"{expert}.{name}.weight"]
+            tensor = parts[f"{expert}.{name}.weight"]
             assert (tensor.dtype, tensor.shape) == ("MXFP4", (SIZE, COLUMNS))
             rows = gguf.dequantize(tensor.raw(slice(1, 4)), gguf.GGMLQuantizationType.MXFP4)
             np.testing.assert_array_equal(rows, values[expert, first::2][1:4])

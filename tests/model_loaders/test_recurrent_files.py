@@ -203,11 +203,11 @@ def test_experts_in_two_tensors_are_taken_apart(tmp_path: Path) -> None:
         tensors[f"{prefix}.gate_up_proj"], tensors[f"{prefix}.down_proj"] = np.concatenate([gates, ups], axis=1), downs
     # A head that predicts several tokens has names of its own, and is left out.
     tensors["mtp.layers.0.input_layernorm.weight"] = np.ones(32, np.float32)
-    found, wanted = (
+    got, wanted = (
         read_all(load_weights(path)[1]) for path in (copied(name, tmp_path / "model", tensors), FIXTURES / name)
     )
-    assert found.keys() == wanted.keys()
-    for key, value in found.items():
+    assert got.keys() == wanted.keys()
+    for key, value in got.items():
         np.testing.assert_array_equal(value, wanted[key], err_msg=key)
 
 

@@ -37,10 +37,10 @@ def gguf(**metadata: object) -> SimpleNamespace:
 
 class TestWhereItComesFrom:
     def test_tokenizer_config(self, tmp_path: Path) -> None:
-        found = for_folder(tmp_path, {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<s>",
+        made = for_folder(tmp_path, {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<s>",
                                       "eos_token": {"content": "</s>"}})  # fmt: skip
-        assert (rendered(found, HELLO), found.is_default) == ("<s></s>", False)
-        assert found.missing("its own") is None
+        assert (rendered(made, HELLO), made.is_default) == ("<s></s>", False)
+        assert made.missing("its own") is None
 
     @pytest.mark.parametrize(
         ("files", "settings", "used"),
@@ -59,24 +59,24 @@ class TestWhereItComesFrom:
 
     def test_gguf(self) -> None:
         metadata = {"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}", "tokenizer.ggml.bos_token_id": 256}
-        found = for_gguf(gguf(**metadata))
-        assert (rendered(found, HELLO), found.is_default) == ("he|", False)
+        made = for_gguf(gguf(**metadata))
+        assert (rendered(made, HELLO), made.is_default) == ("he|", False)
 
     def test_chatml_where_the_vocabulary_has_it(self, tmp_path: Path) -> None:
         chatml = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
         inside = for_gguf(vocab.tiny_bpe(("<|im_start|>", vocab.CONTROL)))
         beside = for_folder(tmp_path, {"additional_special_tokens": ["<|im_start|>"]})
         (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|im_start|>"}]}))
-        for found in (inside, beside, for_folder(tmp_path, {})):
-            assert (rendered(found, HELLO), found.is_default) == (chatml, True)
-            assert "note: base has no chat template: " in found.missing("base")
-            assert "in ChatML" in found.missing("base")
+        for made in (inside, beside, for_folder(tmp_path, {})):
+            assert (rendered(made, HELLO), made.is_default) == (chatml, True)
+            assert "note: base has no chat template: " in made.missing("base")
+            assert "in ChatML" in made.missing("base")
 
     def test_plain_words_where_it_has_not(self, tmp_path: Path) -> None:
-        for found in (for_gguf(gguf()), for_folder(tmp_path, {})):
-            assert (rendered(found, HELLO), found.is_default) == ("User: Hello\nAssistant:", True)
-            assert rendered(found, HELLO, add_generation_prompt=False) == "User: Hello\n"
-            assert 'as lines of "User:" and "Assistant:"' in found.missing("base")
+        for made in (for_gguf(gguf()), for_folder(tmp_path, {})):
+            assert (rendered(made, HELLO), made.is_default) == ("User: Hello\nAssistant:", True)
+            assert rendered(made, HELLO, add_generation_prompt=False) == "User: Hello\n"
+            assert 'as lines of "User:" and "Assistant:"' in made.missing("base")
 
     def test_a_chat_template_that_is_not_text_is_left_out_with_a_warning(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -107,8 +107,8 @@ SPACED = st.lists(
 def spaced(kind: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     """A tokenizer.json, of bytes or of pieces, whose control tokens take white space, and the library's reading."""
     if kind == "bytes":
-        spelling = vocab.byte_spelling()
-        library = tokenizers.Tokenizer(BPE({token: i for i, token in enumerate([*spelling, "he"])}, [("h", "e")]))
+        tokens = [*pre_tokenizers.ByteLevel.alphabet(), "he"]
+        library = tokenizers.Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [("h", "e")]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         library = tokenizers.Tokenizer.from_file(str(shared("tokenizers", "llama2", "tokenizer.json")))

@@ -17,9 +17,8 @@ from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.ggml_types import BY_NAME, TYPES
-from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.files.safetensors_source import read_header
-from polarlm.model_loaders.files.strings import Strings
 from polarlm.model_loaders.files.tensor_table import RowParts, head_order
 from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from tests.compiled import end_of_compilation
@@ -67,10 +66,10 @@ def test_values_agree_with_the_safetensors_package(name: str) -> None:
     files = sorted((MODELS / name).glob("*.safetensors"))
     assert len(files) == (4 if name.endswith("sharded") else 1)
     expected = {key: tensor for file in files for key, tensor in load_file(file).items()}
-    found = read_all(weights)
-    assert found.keys() == expected.keys()
+    got = read_all(weights)
+    assert got.keys() == expected.keys()
     for key, tensor in expected.items():
-        np.testing.assert_array_equal(found[key], tensor.astype(np.float32), err_msg=key)
+        np.testing.assert_array_equal(got[key], tensor.astype(np.float32), err_msg=key)
 
 
 def test_random_blocks_against_the_gguf_package(tmp_path: Path) -> None:
@@ -102,10 +101,10 @@ def test_a_model_of_blocks_loads(dtype: str, tmp_path: Path) -> None:
     tensors = quantized_model(tmp_path / "model.gguf", dtype)
     config, weights, stored = load_weights(tmp_path / "model.gguf")
     assert (config.hidden_size, stored) == (256, dtype)
-    found = read_all(weights)
-    assert found.keys() == tensors.keys()
+    got = read_all(weights)
+    assert got.keys() == tensors.keys()
     for name, expected in tensors.items():
-        np.testing.assert_array_equal(found[name], expected, err_msg=name)
+        np.testing.assert_array_equal(got[name], expected, err_msg=name)
 
 
 def test_nvfp4_is_multiplied_by_the_scale_of_its_tensor(tmp_path: Path) -> None:
@@ -243,13 +242,13 @@ def test_gguf_metadata(tmp_path: Path) -> None:
     writer.add_tensor("t", np.zeros((2, 3), np.float32))
     finish(writer)
     file = GgufFile(path)
-    found = {key: list(value) if key == "tokens" else value for key, value in file.metadata.items()}
+    entries = {key: list(value) if key == "tokens" else value for key, value in file.metadata.items()}
     for key, (_, value) in writers.items():
-        assert found[key] == value, key
-        assert type(found[key]) is type(value), key
+        assert entries[key] == value, key
+        assert type(entries[key]) is type(value), key
     reader = gguf.GGUFReader(path)
     assert {key: field.contents() for key, field in reader.fields.items() if "." not in key} == {
-        key: value for key, value in found.items() if "." not in key
+        key: value for key, value in entries.items() if "." not in key
     }
     read = file.metadata["tokens"]
     assert isinstance(read, Strings)
