@@ -155,9 +155,9 @@ class Fields:
         return Fields({**self._values, **values}, self.where, self._names)
 
     def translated(self, keys: Mapping[str, str]) -> Fields:
-        """These fields, whose file spells some keys in another way: ours → the file's."""
-        values = {ours: self._values.get(theirs) for ours, theirs in keys.items()}
-        return Fields({**self._values, **values}, self.where, {**self._names, **keys})
+        """These fields, whose file may spell some keys in another way: ours → the file's."""
+        values = {ours: self._values[theirs] for ours, theirs in keys.items() if theirs in self._values}
+        return Fields({**self._values, **values}, self.where, {**keys, **self._names})
 
     def names(self) -> list[str]:
         """All keys, in the file's order."""

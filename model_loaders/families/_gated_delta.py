@@ -19,7 +19,7 @@ from polarlm.model_loaders.families._decoder import (
 )
 from polarlm.model_loaders.families._gguf import without_last
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import Names, RowParts, TensorSpec, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
 GGUF_KEYS = {  # for `GgufLayout`
@@ -100,14 +100,7 @@ def tensors(config: ModelConfig, names: Names) -> TensorTable:
         if isinstance(mixer, Attention):
             sizes = mixer.head_dim, mixer.head_dim
             queries, *others = slots["qkv"]
-            slots = {**slots, "qkv": (taken(queries, sizes, 0), *others)}
-            slots["output_gate"] = (taken(slots["output_gate"][0], sizes, 1),)
+            slots = {**slots, "qkv": (queries.as_parts(sizes, 0), *others)}
+            slots["output_gate"] = (slots["output_gate"][0].as_parts(sizes, 1),)
         layers.append(slots)
     return replace(table, layers=tuple(layers))
-
-
-def taken(spec: TensorSpec, sizes: tuple[int, ...], *parts: int, source: str = "") -> TensorSpec:
-    """The spec of a tensor that consists of parts of another; see `RowParts`. source: a name for the other tensor, if
-    that is not the spec's."""
-    whole = spec.name if not source else f"{spec.name.rpartition('.linear_attn.')[0]}.linear_attn.{source}.weight"
-    return replace(spec, name=f"{whole}[{','.join(map(str, parts))}]", taken=RowParts(whole, sizes, parts))

@@ -15,7 +15,8 @@ from polarlm.model_loaders.config import Activation, Ffn, Layer, ModelConfig
 from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, gated_mlp, without_attention
 from polarlm.model_loaders.families._experts import GGUF_KEYS, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout
-from polarlm.model_loaders.families._mamba2 import Keys, mamba2, names
+from polarlm.model_loaders.families._mamba2 import GGUF_KEYS as MAMBA_KEYS
+from polarlm.model_loaders.families._mamba2 import implied, mamba2, names
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
 
@@ -24,7 +25,14 @@ PREFIXES = {"backbone.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "
 _MAMBA, _ATTENTION, _DENSE, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _DENSE, "E": _EXPERTS}
 _OLDER = {**_LETTERS, "mamba": _MAMBA, "attention": _ATTENTION}
-_KEYS = Keys("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel", "use_conv_bias")
+_KEYS = {  # Granite's → these files'
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_d_head": "mamba_head_dim",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+}
 _NORM = ("norm", "attn_norm")
 _NAMES = {
     "attention_norm": (_NORM,),
@@ -48,7 +56,7 @@ _NUMBER = re.compile(r"(?<=^model\.layers\.)\d+|(?<=^blk\.)\d+")
 
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files list KV heads and sizes of networks, 0 where a layer has none. Experts have a bias of choice."""
-    kv_heads, sizes, implied = values["num_key_value_heads"], values["intermediate_size"], _KEYS.implied(values)
+    kv_heads, sizes, more = values["num_key_value_heads"], values["intermediate_size"], implied(values)
     network, after_last = _EXPERTS if values["n_routed_experts"] else _DENSE, values["layers_after_last"]
     if isinstance(kv_heads, list) and isinstance(sizes, list) and len(kv_heads) == len(sizes):
         if isinstance(after_last, int) and 0 < after_last <= len(sizes):
@@ -56,15 +64,15 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
         kinds = (
             network if size else _ATTENTION if heads else _MAMBA for heads, size in zip(kv_heads, sizes, strict=True)
         )
-        implied["layers_block_type"] = list(kinds)
-        implied["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
-    implied["layer_norm_epsilon"] = values["rms_norm_eps"]
-    return implied
+        more["layers_block_type"] = list(kinds)
+        more["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
+    more["layer_norm_epsilon"] = values["rms_norm_eps"]
+    return more
 
 
 _SHARED_SIZE = "moe_shared_expert_intermediate_size"
 _GGUF_KEYS = {
-    **_KEYS.of_gguf(),
+    **MAMBA_KEYS,
     "n_routed_experts": GGUF_KEYS["num_experts"],
     "num_experts_per_tok": GGUF_KEYS["num_experts_per_tok"],
     "moe_intermediate_size": GGUF_KEYS["moe_intermediate_size"],
@@ -80,7 +88,7 @@ GGUF = GgufLayout("nemotron_h", also=("nemotron_h_moe",), interleaved=True, keys
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.completed({"rms_norm_eps": fields.positive("layer_norm_epsilon", 1e-5)})
+    fields = fields.translated(_KEYS).completed({"rms_norm_eps": fields.positive("layer_norm_epsilon", 1e-5)})
     if fields.flag("attention_bias", False):
         raise fields.refuse("attention_bias", "but biases of projections are not supported")
     kinds = _kinds(fields)
@@ -97,7 +105,7 @@ def configure(fields: Fields) -> ModelConfig:
         ropes=[None] * count,
         ffns=[*made.values()][:1] * count,
     )
-    mixer = mamba2(fields, _KEYS, config.norm_eps) if _MAMBA in kinds else None
+    mixer = mamba2(fields, config.norm_eps) if _MAMBA in kinds else None
     layers = (
         Layer(layer.mixer if attends or mixer is None else mixer, made.get(network))
         for layer, (attends, network) in zip(config.layers, with_networks, strict=True)

@@ -6,7 +6,7 @@ The table says which tensors a file must have, their names in GGUF, and the weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -78,6 +78,12 @@ class TensorSpec:
     flat: bool = False
     negated_exp: bool = False
     taken: RowParts | None = None
+
+    def as_parts(self, sizes: tuple[int, ...], *parts: int, source: str = "") -> TensorSpec:
+        """The spec of a tensor that consists of parts of another; see `RowParts`. source: the other one's name, if that
+        is not this spec's."""
+        whole = source or self.name
+        return replace(self, name=f"{whole}[{','.join(map(str, parts))}]", taken=RowParts(whole, sizes, parts))
 
     def row_order(self, interleaved: bool) -> np.ndarray | None:
         """For each row of the tensor in a file, its row in memory, (rows,) int64; None if the order is the same.
