@@ -40,11 +40,8 @@ def pooling_of_folder(folder: Path) -> str | None:
 
     Raises LoadError for modules that change vectors in another way, and for another pooling.
     """
-    pooling = None
-    for kind, where in _modules(folder):
-        if kind == "Pooling":
-            pooling = _of_module(Fields.read(where / "config.json"))
-    return pooling
+    poolings = [_of_module(Fields.read(where / "config.json")) for where in _modules(folder, "Pooling")]
+    return poolings[-1] if poolings else None
 
 
 def prompts_of_folder(folder: Path) -> Prompts:
@@ -55,19 +52,15 @@ def prompts_of_folder(folder: Path) -> Prompts:
     default = fields.text("default_prompt_name") if fields.has("default_prompt_name") else None
     if default is not None and default not in texts:
         raise fields.refuse("default_prompt_name", "which is not among the prompts")
-    if any(texts.values()):
-        for kind, where in _modules(folder):
-            if kind == "Pooling":
-                Fields.read(where / "config.json").require("include_prompt", wanted=True)
+    for where in _modules(folder, "Pooling") if any(texts.values()) else ():
+        Fields.read(where / "config.json").require("include_prompt", wanted=True)
     return Prompts(texts, default)
 
 
 def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
     """The products after pooling, and the folders that hold their weights. Raises LoadError."""
-    products, folders = [], []
-    for kind, where in _modules(folder):
-        if kind != "Dense":
-            continue
+    products, folders = [], _modules(folder, "Dense")
+    for where in folders:
         fields = Fields.read(where / "config.json")
         for key in ("module_input_name", "module_output_name"):  # others are of a vector for each token
             fields.require(key, "sentence_embedding")
@@ -76,14 +69,13 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
             raise fields.refuse("activation_function", "but only Identity and Tanh are supported")
         inputs, outputs = (fields.integer(key, maximum=_MOST_NUMBERS) for key in ("in_features", "out_features"))
         products.append(Dense(inputs, outputs, bias=fields.flag("bias", True), tanh=activation == "Tanh"))
-        folders.append(where)
         if not (where / SINGLE).is_file():
             raise LoadError(f"{where} has no {SINGLE}, the weights of its module; download the model completely.")
     return tuple(products), folders
 
 
-def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """The kind and the folder of each module in modules.json, in order; none without that file. Raises LoadError."""
+def _modules(folder: Path, wanted: str) -> list[Path]:
+    """The folders of the modules of a kind in modules.json, in order; none without that file. Raises LoadError."""
     path = folder / "modules.json"
     try:
         modules = json.loads(path.read_bytes())
@@ -93,15 +85,16 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         raise LoadError(f"{path} cannot be read ({error}); download it again.") from None
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise LoadError(f"{path} should hold a list of objects; download it again.")
-    named = []
+    folders = []
     for module in modules:
         kind, where = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind not in _ARITHMETIC:
             raise LoadError(f"{path} has a module {kind!r}, which is not supported; use another embedding model.")
         if Path(where).name != where.rstrip("/"):  # a file of somebody else may name a folder outside of this one
             raise LoadError(f"{path} has a module in {where!r}, which is not a folder next to it; download it again.")
-        named.append((kind, folder / where))
-    return named
+        if kind == wanted:
+            folders.append(folder / where)
+    return folders
 
 
 def _of_module(fields: Fields) -> str:

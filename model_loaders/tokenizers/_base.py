@@ -43,14 +43,6 @@ class SpecialIds:
 
 
 @dataclass(frozen=True)
-class LeadingSpace:
-    """Where a SentencePiece-style vocabulary puts a space in front of text."""
-
-    at_start: bool = False
-    after_control: bool = False
-
-
-@dataclass(frozen=True)
 class Takes:
     """Whether a control token removes the white space around it."""
 
@@ -75,20 +67,21 @@ class Tokenizer(ABC):
         vocab_size: int,
         control: Mapping[str, int],
         special: SpecialIds,
-        space: LeadingSpace,
+        space: tuple[bool, bool] = (False, False),
         *,
         shrinks: int | None,
         lacks: bytes = b"",
         takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
-        """shrinks: the most bytes of text that normalization turns into one; None if it may drop text.
+        """space: whether tokenizing adds a space at the start of a text, and after control tokens.
 
-        lacks: bytes without an id in the vocabulary. takes: the added tokens that remove white space.
+        shrinks: the most bytes of text that normalization turns into one; None if it may drop text. lacks: bytes
+        without an id in the vocabulary. takes: the added tokens that remove white space.
         """
         self.vocab_size = vocab_size
         self.bos_id, self.eos_ids = special.bos_id, special.eos_ids
         self.closing_id, self.pair = special.closing_id, special.pair
-        self.strips_leading_space, self.adds_space_after_control = space.at_start, space.after_control
+        self.strips_leading_space, self.adds_space_after_control = space
         self._shrinks, self._lacks = shrinks, lacks + _SPACE.encode() if takes else lacks
         self._takes = takes
         self.left_out: tuple[range, frozenset[int]] = range(0), frozenset()

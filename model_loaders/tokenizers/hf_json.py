@@ -12,7 +12,7 @@ import tokenizers
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names
-from polarlm.model_loaders.tokenizers._base import LeadingSpace, Pair, SpecialIds, Takes, Tokenizer
+from polarlm.model_loaders.tokenizers._base import Pair, SpecialIds, Takes, Tokenizer
 from polarlm.model_loaders.tokenizers._pieces import SPELLING, spelt_bytes, text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
 
@@ -27,7 +27,7 @@ class LibraryTokenizer(Tokenizer):
         special: SpecialIds,
         *,
         byte_level: bool,
-        space: LeadingSpace = LeadingSpace(),  # noqa: B008 - frozen
+        space: tuple[bool, bool] = (False, False),
         vocab_size: int | None = None,
         takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
@@ -155,15 +155,16 @@ def _steps(description: Mapping[str, object]) -> Iterator[dict]:
                 waiting += step.get(inner, [])
 
 
-def _leading_space(steps: list[dict]) -> LeadingSpace:
+def _leading_space(steps: list[dict]) -> tuple[bool, bool]:
+    """Whether a space is added at the start of a text, and after control tokens."""
     for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == "▁":
-            return LeadingSpace(at_start=True, after_control=True)
+            return True, True
         if step["type"] == "Metaspace":
             older = "always" if step.get("add_prefix_space", True) else "never"
             scheme = step.get("prepend_scheme", older)
-            return LeadingSpace(at_start=scheme != "never", after_control=scheme == "always")
-    return LeadingSpace()
+            return scheme != "never", scheme == "always"
+    return False, False
 
 
 def _outer_control_tokens(steps: list[dict]) -> tuple[str | None, str | None]:

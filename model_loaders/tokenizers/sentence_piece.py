@@ -12,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.tokenizers._base import LeadingSpace, SpecialIds, Takes, Tokenizer
+from polarlm.model_loaders.tokenizers._base import SpecialIds, Takes, Tokenizer
 from polarlm.model_loaders.tokenizers._pieces import text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
 
@@ -33,7 +33,7 @@ class SentencePieceTokenizer(Tokenizer):
             len(model.pieces),
             control_pieces(model),
             special,
-            LeadingSpace(at_start=adds_space, after_control=adds_space and space_after_control),
+            (adds_space, adds_space and space_after_control),
             shrinks=_shrinks(model),
             takes=takes,
         )
