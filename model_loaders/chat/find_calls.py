@@ -101,7 +101,7 @@ def _format(
     first = None if calls is None else _CallSpan.find(calls, 0)
     if calls is None or first is None or calls.count(_NAMES[0]) != 1:
         return None
-    before, after = calls[: first.name], _split_once(calls[first.end :], _IDS[0])
+    before, after = calls[: first.name], tuple(calls[first.end :].split(_IDS[0], 1))
     common: dict[str, Any] = {
         "middle": first.middle,
         "separators": first.separators,
@@ -119,8 +119,8 @@ def _format(
     place = None if both is None else _CallSpan.find(both, 0)
     if both is None or second is None or place is None or not both.startswith(before):
         return alone
-    gap = _split_once(both[place.end : second.name], _IDS[0])
-    last = _split_once(both[second.end :], _IDS[1])
+    gap = tuple(both[place.end : second.name].split(_IDS[0], 1))
+    last = tuple(both[second.end :].split(_IDS[1], 1))
     if len(gap) != len(last):
         return alone
     joint = gap[-1]
@@ -187,7 +187,7 @@ class _CallSpan:
         written = _WRITTEN.match(text, start) or _QUOTED.match(text, start) if 0 <= name <= start else None
         if written is None or key < 0:
             return None
-        middle = _split_once(text[name + len(_NAMES[index]) : start], _IDS[index])
+        middle = tuple(text[name + len(_NAMES[index]) : start].split(_IDS[index], 1))
         separators = written["item"], written["key"]
         return cls(name, middle, start, written.end(), separators, written.groupdict().get("quote", ""))
 
@@ -198,10 +198,6 @@ def _between(text: str, head: str, tail: str) -> str | None:
         head = head.rstrip()
     inside = text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail)
     return text[len(head) : len(text) - len(tail)] if inside else None
-
-
-def _split_once(text: str, id: str) -> tuple[str, ...]:
-    return tuple(text.split(id, 1))
 
 
 def _without_id(parts: tuple[str, ...]) -> str:

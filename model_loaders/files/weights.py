@@ -74,7 +74,8 @@ def fit(
         if (tensor := _made(spec, stored)) is not None:
             stored[spec.name] = tensor
     if missing := [spec for name, spec in expected.items() if name not in stored]:
-        listed = ", ".join(_called(spec, is_gguf) for spec in missing[:_LISTED])
+        in_folder = (spec.taken.source if spec.taken else spec.name for spec in missing[:_LISTED])
+        listed = ", ".join((spec.gguf for spec in missing[:_LISTED]) if is_gguf else in_folder)
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise LoadError(
             f"{weights.where} lacks the tensor {listed}{more}, which a {config.family} model with {len(config.layers)} "
@@ -114,10 +115,6 @@ def _arranged(tensor: StoredTensor, spec: TensorSpec, interleaved: bool, is_gguf
     if spec.factor == 1 and not added and not negated_exp:  # as all tensors of thousands of experts
         return tensor
     return replace(tensor, factor=spec.factor * tensor.factor, added=added, negated_exp=negated_exp)
-
-
-def _called(spec: TensorSpec, is_gguf: bool) -> str:
-    return spec.gguf if is_gguf else spec.name if spec.taken is None else spec.taken.source
 
 
 def as_stored(number: float, dtype: str) -> float:

@@ -215,11 +215,8 @@ class _Fetching:
         config = None if self._is_cut_off else self._configuration(models[0].files[0])
         chosen = choose_gguf(self._name, files, lambda size: self._fits(config, size), self._is_here)
         if self._name.quantization is None and len(models) > 1:
-            why = (
-                "which is in the cache"
-                if all(map(self._is_here, chosen.files))
-                else "the best that fits in memory here"
-            )
+            is_here = all(map(self._is_here, chosen.files))
+            why = "which is in the cache" if is_here else "the best that fits in memory here"
             self._say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
         return self._fetch(chosen.files)[0]
 
