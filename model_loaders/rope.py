@@ -12,7 +12,7 @@ from polarlm.model_loaders.fields import Fields
 
 _DEFAULT_THETA = 10_000.0
 _MIN_THETA = 2.0  # with 1 all channels would have the same frequency, and yarn would divide by zero
-KINDS = ("default", "linear", "llama3", "yarn")  # supported by every family
+_KINDS = ("default", "linear", "llama3", "yarn")  # supported by every family
 _LONGROPE = ("longrope", "su", "yarn")  # names of one kind, in files of Phi-3 only
 
 
@@ -45,7 +45,7 @@ def rope_config(
     kind = section.text(kind_key, "default")
     if longrope and kind in _LONGROPE:
         kind = "longrope"
-    kinds = (*KINDS, "longrope") if longrope else KINDS
+    kinds = (*_KINDS, "longrope") if longrope else _KINDS
     if kind not in kinds:
         raise section.refuse(kind_key, f"a kind of RoPE that is not supported (supported: {', '.join(kinds)})")
     theta = section.number("rope_theta", outer_theta, minimum=_MIN_THETA)

@@ -167,10 +167,10 @@ class _Rendering:
 
     def _find(self, text: str, index: int) -> tuple[int, int] | None:
         """(start, end) of an answer's frame in `text`; None unless it occurs once, with all of its parts in order."""
-        places = [place for part in self._framed[index][1] if (place := _once(text, part)) is not None]
-        is_reasoned = index in self._reasoned
-        if len(places) < max(len(self._framed[index][1]), 1 + is_reasoned):
+        parts, is_reasoned = self._framed[index][1], index in self._reasoned
+        if len(parts) < 1 + is_reasoned or any(text.count(part) != 1 for part in parts):
             return None
+        places = [(at, at + len(part)) for part, at in zip(parts, map(text.index, parts), strict=True)]
         gaps = [text[end:start] for (_, end), (start, _) in pairwise(places)]
         if places != sorted(places) or any(self._edge in gap or len(gap) > _MOST_BETWEEN for gap in gaps):
             return None
@@ -257,12 +257,6 @@ class _Rendering:
             return before
         asked = prompt[-1] if prompt else None
         return asked if isinstance(asked, str) and asked.startswith(before.rstrip()) else before
-
-
-def _once(text: str, part: str) -> tuple[int, int] | None:
-    """(start, end) of `part` in `text`; None unless it occurs exactly once."""
-    start = text.find(part)
-    return None if start < 0 or text.find(part, start + 1) >= 0 else (start, start + len(part))
 
 
 def _dense(text: str) -> str:

@@ -32,20 +32,20 @@ _EMBEDDINGS = {
 }
 
 
-def layout(architecture: str, **more: str) -> GgufLayout:
-    """The layout of an encoder's GGUF files. more: as `GgufLayout.keys`."""
-    return GgufLayout(architecture, keys={"layer_norm_eps": "attention.layer_norm_epsilon", **more})
+def layout(architecture: str) -> GgufLayout:
+    """The layout of an encoder's GGUF files."""
+    return GgufLayout(architecture, keys={"layer_norm_eps": "attention.layer_norm_epsilon"})
 
 
-def prefixes(*bases: str, layers: str = "encoder.layer", norm: str = "embeddings.LayerNorm") -> dict[str, str]:
-    """`PREFIXES` of a family whose files put one of `bases` in front of names, such as "bert.", or nothing.
+def prefixes(base: str, *, layers: str = "encoder.layer", norm: str = "embeddings.LayerNorm") -> dict[str, str]:
+    """`PREFIXES` of a family whose files put `base` in front of names, such as "bert.", or nothing.
 
     layers: the list of layers. norm: the norm of the embeddings.
     """
     renamed: dict[str, str] = {}
-    for base in (*bases, ""):
-        renamed |= {f"{base}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
-        renamed |= {f"{base}{norm}.": "model.embedding_norm.", f"{base}{layers}.": "model.layers."}
+    for before in (base, ""):
+        renamed |= {f"{before}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
+        renamed |= {f"{before}{norm}.": "model.embedding_norm.", f"{before}{layers}.": "model.layers."}
     return renamed
 
 

@@ -35,16 +35,13 @@ def configure(fields: Fields) -> ModelConfig:
     fields = fields.completed(_DEFAULTS)
     if fields.flag("use_bidirectional_attention", False):
         raise fields.refuse("use_bidirectional_attention", "but only causal attention is supported")
-    window = fields.integer("sliding_window")
-    windows = tuple(None if layer % 2 else window for layer in range(layer_count(fields)))
-    if fields.has("layer_types"):
-        windows = typed_windows(fields, fields.texts("layer_types"))
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layer_count(fields))]
     return gemma(
         fields,
         "gemma2",
         head_dim=256,
         scale=fields.positive("query_pre_attn_scalar") ** -0.5,
-        windows=windows,
+        windows=typed_windows(fields, fields.texts("layer_types") or kinds),
         softcap=of_scores,
         logit_softcap=of_logits,
     )

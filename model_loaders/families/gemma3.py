@@ -85,11 +85,9 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def _windows(fields: Fields) -> tuple[int | None, ...]:
-    if fields.has("layer_types"):
-        return typed_windows(fields, fields.texts("layer_types"))
-    pattern = fields.integer("sliding_window_pattern", PATTERN)
-    layers, window = layer_count(fields), fields.integer("sliding_window")
-    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+    pattern, layers = fields.integer("sliding_window_pattern", PATTERN), layer_count(fields)
+    kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+    return typed_windows(fields, fields.texts("layer_types") or kinds)
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:

@@ -60,7 +60,12 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     whole = next((one for one in config.attentions.values() if one.window is None), config.attention)
     _check_head_channels(gguf, arch, whole)
     if _ROPE_DIVISORS in gguf.tensors:
-        divisors = _checked_divisors(gguf, whole)
+        divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), whole.rotated // 2
+        if len(divisors) != pairs:
+            raise LoadError(
+                f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {gguf.tensors[_ROPE_DIVISORS].dtype} "
+                f"({len(divisors)},), but RoPE needs F32 ({pairs},); use another file of the model."
+            )
 
         def divided(one: Attention) -> Attention:
             has_others = one.rope is None or (one.rope, one.rotated) != (whole.rope, whole.rotated)
@@ -198,18 +203,8 @@ def _longrope(gguf: GgufFile, arch: str) -> dict[str, object]:
     return {**rope, "rope_type": "longrope", "attention_factor": factor, "original_max_position_embeddings": context}
 
 
-def _checked_divisors(gguf: GgufFile, attention: Attention) -> tuple[float, ...]:
-    """Llama 3.1's RoPE as one divisor per channel pair, which the converter computed."""
-    divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), attention.rotated // 2
-    if len(divisors) != pairs:
-        raise LoadError(
-            f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {gguf.tensors[_ROPE_DIVISORS].dtype} ({len(divisors)},), "
-            f"but RoPE needs F32 ({pairs},); use another file of the model."
-        )
-    return divisors
-
-
 def _divisors(gguf: GgufFile, label: str) -> tuple[float, ...]:
+    """RoPE as one divisor per channel pair, which the converter computed."""
     entry = gguf.tensors[label]
     if len(entry.shape) != 1 or entry.dtype != "F32":
         raise LoadError(

@@ -57,16 +57,12 @@ def for_folder(
     wants = known_names.begins_with_bos(family, control, settings.tokenizer.get("add_bos_token"), adds_bos)
     ends = {control[name] for name in known_names.ends(control)}
     for source in (settings.config, settings.generation):
-        ends |= ids_in(source.get("eos_token_id"))
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        ends |= {one for one in ids if isinstance(one, int) and not isinstance(one, bool) and one >= 0}
     named = token_string(settings.tokenizer.get("eos_token"))
     end = lookup(named) if named else None
     return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}), closing_id, pair)
-
-
-def ids_in(value: object) -> set[int]:
-    """The ids in a setting that is one id, a list of ids or nothing."""
-    values = value if isinstance(value, list) else [value]
-    return {item for item in values if isinstance(item, int) and not isinstance(item, bool) and item >= 0}
 
 
 def token_string(value: object) -> str | None:
