@@ -38,7 +38,7 @@ def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
     shown: dict[str, Any] = {name: message[name] for name in _FIELDS if message.get(name) is not None}
     parts: Any = shown.get("content")
     if isinstance(parts, (list, tuple)):
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
         if all(isinstance(text, str) for text in texts):
             shown["content"] = "".join(texts)
     if calls := shown.pop("tool_calls", None):
