@@ -18,9 +18,7 @@ from polarlm.bench.speed.tables import (
     place,
     rates_table,
     source,
-    starts_in_parts,
     starts_of_models,
-    starts_table,
 )
 from scripts.quality_tables import RESULTS, ROOT, newest
 
@@ -31,17 +29,17 @@ MISSING_STARTS = "Starts have not been measured yet; `polarlm speed --only start
 
 
 def published(kind: str = "speed") -> dict[Path, Measured]:
-    """The newest complete measurement of each model on each CPU, and on one whose kernels are restricted to a level;
-    also one that has all but starts, which come last.
+    """The newest complete measurement of each model on each CPU and level of instructions; also one that lacks starts
+    alone, which come last. The demonstration model comes first, then by name.
 
-    The demonstration model comes first, then by name. kind: "speed", or "starts" for measurements of starts alone.
+    kind: "speed", or "starts" for measurements of starts alone.
     """
-    found: dict[tuple[str, str], tuple[Path, Measured]] = {}
+    newest_of: dict[tuple[str, str], tuple[Path, Measured]] = {}
     measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]
     for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
         if (measured["complete"] or measured["memory"]) and measured["device"] == "cpu":
-            found[_title(measured), place(measured)] = path, measured
-    return dict(sorted(found.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
+            newest_of[_title(measured), place(measured)] = path, measured
+    return dict(sorted(newest_of.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
 
 
 def all_tables() -> str:
@@ -57,10 +55,9 @@ def all_tables() -> str:
         if measured["memory"]:  # else rates alone were measured
             parts += ["Memory of the process:", memory_table(measured)]
             parts += ["Steps of several sequences together:", batches_table(measured)]
-        if measured["starts"]:
-            parts += ["Starts:", starts_table(measured), starts_in_parts(measured)]
-        parts += [*(f"{sentence}." for sentence in measured["left_out"]), source(measured)]
-    return "\n\n".join(parts) or MISSING
+        parts.append(source(measured))
+    notes = dict.fromkeys(f"{sentence}." for measured in everything.values() for sentence in measured["left_out"])
+    return "\n\n".join([*parts, *notes]) or MISSING
 
 
 def starts() -> str:
@@ -79,12 +76,13 @@ def starts() -> str:
 
 
 def _starts_by_machine() -> dict[str, list[Measured]]:
-    """A description of the machine → its measurements of starts."""
-    found: dict[str, list[Measured]] = {}
-    for measured in published("starts").values():
-        level = _restricted_to(measured)
-        found.setdefault(place(measured) + (f" with {level} alone" if level else ""), []).append(measured)
-    return found
+    """A description of the machine → its measurements of starts, alone and with rates."""
+    groups: dict[str, list[Measured]] = {}
+    for measured in [*published("starts").values(), *published().values()]:
+        if measured["starts"]:
+            level = _restricted_to(measured)
+            groups.setdefault(place(measured) + (f" with {level} alone" if level else ""), []).append(measured)
+    return groups
 
 
 def conversations() -> str:

@@ -6,6 +6,7 @@ down slows all of them. A context is computed once; every run continues from it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -68,13 +69,13 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
         note(sentence)
     plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
 
-    def keep(speed: Speed, complete: bool = False) -> None:
+    def keep(complete: bool = False) -> None:
         report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete, program=PROGRAM)
 
     note(f"Figures are kept in {output} as they come")
     with closing(Children(subject)) as children:
         Measurement(plan, subject, speed, children, keep).run()
-    keep(speed, complete=True)
+    keep(complete=True)
     note(f"Written to {output}")
     if plan.only != STARTS:
         note(draw(speed.as_json(), output))
@@ -99,11 +100,9 @@ def peer_paths(text: str) -> dict[str, str]:
     paths = {}
     for part in text.split(","):
         name, _, path = (each.strip() for each in part.partition("="))
-        peer = peers.find(name)
-        if peer is None or peer.name != name:
-            known = ", ".join(peer.name for peer in peers.every())
-            raise FlagError(f"--peer {text}: {name!r} is not among {known}")
-        paths[name] = path or peer.default_path()
+        if name not in peers.every():
+            raise FlagError(f"--peer {text}: {name!r} is not among {', '.join(peers.every())}")
+        paths[name] = path or peers.every()[name].program or sys.executable
     return paths
 
 
@@ -112,15 +111,15 @@ def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]
 
     Raises FlagError for one that no peer has.
     """
-    of_peers = {peer.name: list(peer.caches) for peer in peers.every() if peer.name in names}
+    caches_of = {name: list(peers.every()[name].caches) for name in names}
     if text is None:
-        return of_peers
+        return caches_of
     wanted = [] if text == _NONE else [name.strip() for name in text.split(",")]
-    known = list(dict.fromkeys(cache for caches in of_peers.values() for cache in caches))
+    known = list(dict.fromkeys(cache for caches in caches_of.values() for cache in caches))
     for name in wanted:
         if name not in known:
             raise FlagError(f"--peer-types {text}: {name!r} is not among {', '.join(known)}; {_NONE} leaves all out")
-    return {name: [cache for cache in caches if cache in wanted] for name, caches in of_peers.items()}
+    return {name: [cache for cache in caches if cache in wanted] for name, caches in caches_of.items()}
 
 
 def _ask_peer(name: str, speed: Speed, subject: Subject, caches: Sequence[str]) -> None:

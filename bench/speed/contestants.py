@@ -35,9 +35,7 @@ class Contestant:
     @property
     def peer(self) -> peers.Peer:
         """What the peer says about itself, for a contestant that is not ours."""
-        found = peers.find(self.engine)
-        assert found is not None
-        return found
+        return peers.every()[self.engine]
 
     @property
     def is_program(self) -> bool:

@@ -14,7 +14,7 @@ FAR_BEHIND = 1.5  # times as fast as with fewer threads a contestant is with mor
 MARGIN = 0.1  # share of the fastest run by which a peer's second fastest may be slower, or its figure does not count
 
 
-@dataclass
+@dataclass(eq=False)
 class Cell:
     """The runs of one contestant in one row, in tokens per second, or the reason why there are none."""
 

@@ -49,7 +49,7 @@ class Options:
         peers.DEFAULT,
         "--peer",
         metavar="NAME[=PATH],…",
-        help=f"engines to compare with: {', '.join(_described(peer) for peer in peers.every())}",
+        help=f"engines to compare with: {', '.join(_described(peer) for peer in peers.every().values())}",
     )
     peer_types: str | None = setting(
         None, "--peer-types", metavar="TYPES", help="caches of the peers, or none; else all that each has"

@@ -17,7 +17,7 @@ from typing import Any
 from polarlm.bench.speed.child import Failed, memory
 from polarlm.bench.speed.contestants import Contestant, Subject, new_child, start
 from polarlm.bench.speed.figures import Cell, Speed
-from polarlm.bench.speed.referee import Referee, Runs
+from polarlm.bench.speed.referee import Referee
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.cli.commands import note
 
@@ -26,7 +26,7 @@ _TILE_CACHE = {"tile_cache": "1000G"}
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
 _WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
 _MIB, _GIB = 1 << 20, 1 << 30
-WITH_EMPTY_FOLDER = 14  # `Starter.first_ever` takes as long as this number of other starts, roughly
+WITH_EMPTY_FOLDER = 14  # `Starter.first_ever` takes about as long as this number of other starts
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,16 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
     cells = [Cell(leader, speed.most_threads) for leader in reversed(leaders.values())]
     measured: dict[Contestant, list[dict[str, Any]]] = {cell.contestant: [] for cell in cells}
 
-    def runs(cell: Cell) -> Runs:
-        def run(number: int) -> float:
-            result = starter.run(cell.contestant)
-            if number >= 0:
-                measured[cell.contestant].append(result)
-            return float(result["seconds"])
-
-        return Runs(cell, run)
+    def run(cell: Cell, number: int) -> float:
+        result = starter.run(cell.contestant)
+        if number >= 0:
+            measured[cell.contestant].append(result)
+        return float(result["seconds"])
 
     note("Starting new processes")
     alternating = (1 + referee.repeat) * len(cells)
     share = alternating / (alternating + WITH_EMPTY_FOLDER)
-    referee.measure("starts", [runs(cell) for cell in cells], share=share)
+    referee.measure("starts", cells, run, share=share)
     for cell in cells:
         row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
         row |= {"threads": cell.threads, "context": context}

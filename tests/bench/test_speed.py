@@ -14,10 +14,10 @@ import pytest
 
 from polarlm.bench.speed import __main__ as speed
 from polarlm.bench.speed import compare, contestants, measure, plot, referee, starts
-from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import Contestant
 from polarlm.bench.speed.figures import Cell
+from polarlm.bench.speed.measure import Memory
 from polarlm.bench.speed.ours import Ours
 from polarlm.bench.speed.peers import NoPeer
 from polarlm.bench.speed.starts import START_TOKENS
