@@ -60,7 +60,7 @@ class Output:
         return path
 
     def _folder(self) -> Path:
-        """The folder for results without --output. Raises FlagError."""
+        """Raises FlagError."""
         if RESULTS.is_dir():
             folder = RESULTS if self.publish else LOCAL
             folder.mkdir(exist_ok=True)
@@ -71,8 +71,7 @@ class Output:
 
 
 def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A description of the machine: CPU, the CPU level that kernels are restricted to, cores that this process may use,
-    versions of numerical libraries, and the GPU."""
+    """The CPU, the level that kernels are restricted to, usable cores, versions of numerical libraries, and the GPU."""
     level = os.environ.get(LEVEL_VARIABLE)
     blas = [
         f"{library['internal_api']} {library['version']} ({library.get('architecture', 'unknown kernels')})"
@@ -160,7 +159,6 @@ def write(
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command line, with the variable that restricts the CPU level if it is set."""
     command = shlex.join(words)
     level = os.environ.get(LEVEL_VARIABLE)
     return f"{LEVEL_VARIABLE}={shlex.quote(level)} {command}" if level else command

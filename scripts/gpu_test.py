@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(
     file: Path, launches: str, arguments: Sequence[str], results: Path, limit: float, environment: Mapping[str, str]
 ) -> int:
-    """Run a file of tests for `limit` seconds at most; returns 0 if no test failed, else 1."""
+    """Return 0 if no test of the file failed, else 1."""
     began = time.monotonic()
     command = [*_python(), "-m", "pytest", str(file), *arguments]
     running = subprocess.Popen(
@@ -143,7 +143,6 @@ def _processes(count: int) -> list[str]:
 
 
 def _results(gpu: str) -> Path:
-    """A new file in the folder of local results."""
     folder = ROOT / "bench" / "results" / "local"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"gpu-tests-{report.slug(gpu)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"

@@ -178,7 +178,6 @@ def passes(
 
 
 def _copy(product: Path, copy: Path) -> None:
-    """The tracked files, and links as links."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=product, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)

@@ -29,8 +29,7 @@ def newest(name: str) -> Measured:
 
 
 def quality_table() -> str:
-    """A Markdown table with a line per cache type, fewest bits first, and the commands that measured them: of each type
-    the newest measurement on the same text."""
+    """A line per cache type, fewest bits first, of its newest measurement on the same text, and the commands."""
     lines: list[tuple[float, str]] = []
     sources: list[tuple[Measured, list[str]]] = []
     for measured, rows in newest_of_each(f"quality-{DEMO}"):
@@ -47,8 +46,7 @@ def quality_table() -> str:
 
 
 def newest_of_each(name: str) -> list[tuple[Measured, dict[str, dict[str, dict]]]]:
-    """The measurements whose file names match the pattern `name` and which have the windows of the newest, newest
-    first, each with the rows of those types that no newer one has."""
+    """The measurements with the windows of the newest, newest first, each with the types that no newer one has."""
     files = sorted(RESULTS.glob(f"{name}.json"), reverse=True)
     latest, *older = (json.loads(file.read_text(encoding="utf-8")) for file in files)
     found: list[tuple[Measured, dict[str, dict[str, dict]]]] = []
@@ -77,8 +75,7 @@ def positions_table() -> str:
 
 
 def snapshots_table() -> str:
-    """KL after snapshots by the way in which they keep a recurrent state, and by the tokens since; and what coded keys
-    and values cost the same model at these positions."""
+    """KL after snapshots by state type and tokens since, and the cost of coded keys and values at these positions."""
     measured, presets = (newest(f"{kind}-trained-hybrid-????-??-??") for kind in ("state", "quality"))
     distances = [one["tokens"] for one in measured["rows"][0]["distances"]]
     header = ["State type", "one snapshot", *(f"KL, first {n}" if n > 1 else "KL, first token" for n in distances)]

@@ -76,7 +76,6 @@ def starts() -> str:
 
 
 def _starts_by_machine() -> dict[str, list[Measured]]:
-    """A description of the machine → its measurements of starts, alone and with rates."""
     groups: dict[str, list[Measured]] = {}
     for measured in [*published("starts").values(), *published().values()]:
         if measured["starts"]:
@@ -112,13 +111,11 @@ def _title(measured: Measured) -> str:
 
 
 def _restricted_to(measured: Measured) -> str | None:
-    """The level of instructions that kernels were restricted to; None for all that the CPU has."""
     level: str | None = measured["machine"].get("restricted_to")
     return level
 
 
 def _picture(path: Path, document: Path) -> list[str]:
-    """The link from `document` to the picture next to a measurement, if there is one."""
     picture = path.with_suffix(".png")
     up = "../" * (len(document.relative_to(ROOT).parts) - 1)
     link = f"![Generated tokens/s against the context]({up}{picture.relative_to(ROOT).as_posix()})"

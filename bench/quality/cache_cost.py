@@ -14,14 +14,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality import answers, kld_base, page
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.budget import MOST, Windows, choose, of_length, window_seconds
-from polarlm.bench.quality.inputs import (
-    LEAST_TOKENS,
-    TOO_SHORT,
-    QualityConfig,
-    model_files,
-    page_file,
-    read_text,
-)
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, model_files, page_file, read_text
 from polarlm.bench.quality.scores import SERVED, windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
@@ -92,10 +85,25 @@ class _Measurement:
         }
         self._answers: dict[str, answers.Answer] = {}
         self._rates: dict[str, Rates] = {}
+        self._end = self._started + self._seconds
+        self._until_speed = self._end - _SPEED_SHARE * self._seconds  # when measuring quality must end
+        self._until_answers = self._until_speed - _ANSWERS_SHARE * self._seconds  # when scoring the text must end
         self._written = -math.inf  # time of the last write
 
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
+        try:
+            self._measure()
+        except BaseException:
+            if self._about.get("windows"):
+                self._write(complete=False)
+                note(f"What was measured is in {self._file}")
+            raise
+        self._write(complete=True)
+        print(page.terminal(self._result))
+        note(f"The page: {self._file}, its figures: {self._file.with_suffix('.json')}")
+
+    def _measure(self) -> None:
         note(f"Loading {self._about['model']} with {len(self._types)} cache types")
         length = self._options.window or MOST
         if self._base is not None:
@@ -127,14 +135,10 @@ class _Measurement:
         del survey  # frees its weights before the engine loads its own
         if not self._is_counted:
             self._measure_speed(ids)
-        self._write(complete=True)
-        print(page.terminal(self._result))
-        note(f"The page: {self._file}, its figures: {self._file.with_suffix('.json')}")
 
     # -- quality -----------------------------------------------------------------------------------------------
 
     def _quality(self, survey: Survey, ids: Sequence[int]) -> None:
-        """Score windows until their share of the time is over."""
         plan = self._plan(survey, ids)
         base = self._base
         cut = windows(ids, plan.length, survey.bos_id) if base is None else kld_base.windows(base.ids, survey.bos_id)
@@ -152,13 +156,12 @@ class _Measurement:
                     for _ in survey.score(window) if base is None else survey.score_against(base, number, window):
                         count("")
                     each = self._clock() - started
-                    self._keep(survey)
-        except BaseException:
+                    if self._clock() - self._written >= _WRITTEN_EVERY:  # errors and drawing take a second
+                        self._take(survey)
+                        self._write(complete=False)
+        finally:
             if survey.windows:
                 self._take(survey)
-                self._stopped()
-            raise
-        self._take(survey)
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
@@ -193,31 +196,10 @@ class _Measurement:
         scoring = f"{windows} of {plan.length:,} tokens{text}: about {report.duration(plan.seconds)}"
         if not self._is_counted:
             late = "" if plan.seconds <= seconds else f" (--minutes leaves {report.duration(seconds)})"
-            own, speed = self._until_speed - self._until_answers, _SPEED_SHARE * self._seconds
-            scoring += (
-                f"{late}, and {report.duration(own)} for texts of their own, {report.duration(speed)} at most for speed"
-            )
+            texts = report.duration(self._until_speed - self._until_answers)
+            speed = report.duration(self._end - self._until_speed)
+            scoring += f"{late}, and {texts} for texts of their own, {speed} at most for speed"
         note(f"{scoring}. Ctrl-C keeps what was measured, in {self._file}")
-
-    @property
-    def _until_answers(self) -> float:
-        """The time at which scoring the text must end."""
-        return self._until_speed - _ANSWERS_SHARE * self._seconds
-
-    @property
-    def _end(self) -> float:
-        return self._started + self._seconds
-
-    @property
-    def _until_speed(self) -> float:
-        """The time at which measuring quality must end."""
-        return self._started + (1 - _SPEED_SHARE) * self._seconds
-
-    def _keep(self, survey: Survey) -> None:
-        """Write what was scored so far from time to time, since errors and drawing take a second."""
-        if self._clock() - self._written >= _WRITTEN_EVERY:
-            self._take(survey)
-            self._write(complete=False)
 
     def _take(self, survey: Survey) -> None:
         self._quality_so_far, self._about["windows"] = survey.quality(), survey.windows
@@ -232,22 +214,17 @@ class _Measurement:
         if most < 1:
             return
         texts = survey.answers(prompt)
-        try:
-            with counting("Continuing", "token", most) as count:
-                for number, _ in enumerate(texts.write(most), 1):
-                    count("")
-                    if self._clock() > (self._until_speed if number >= _LEAST_ANSWER else self._end):
-                        break
-        except BaseException:
-            self._stopped()
-            raise
+        with counting("Continuing", "token", most) as count:
+            for number, _ in enumerate(texts.write(most), 1):
+                count("")
+                if self._clock() > (self._until_speed if number >= _LEAST_ANSWER else self._end):
+                    break
         labels = [cache_type.label for cache_type in self._types]
         self._answers = dict(zip(labels, texts.judged(), strict=True))
 
     # -- speed -------------------------------------------------------------------------------------------------
 
     def _measure_speed(self, ids: Sequence[int]) -> None:
-        """Measure the speed of each type, in rounds while there is time."""
         options = self._options
         settings = {"device": self._device, "threads": options.threads, "weight_type": options.weight_type}
         whole = [cache_type for cache_type in self._types if cache_type.encoding == WHOLE]
@@ -258,20 +235,12 @@ class _Measurement:
             with counting("Speed", "run") as count:
                 for _ in speeds.measure(self._end):
                     count(f"{report.duration(max(0.0, self._end - self._clock()))} left")
-        except BaseException:
+        finally:
             self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
-            self._stopped()
-            raise
-        self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def _stopped(self) -> None:
-        self._write(complete=False)
-        note(f"What was measured is in {self._file}")
-
     def _write(self, *, complete: bool) -> None:
-        """Write the page and its JSON. Raises EngineError."""
         quality = asdict(self._quality_so_far)
         types = {cache_type.label: cache_type for cache_type in self._types}
         for row in quality["rows"]:

@@ -49,10 +49,7 @@ def windows(ids: np.ndarray, bos_id: int | None) -> list[list[int]]:
 
 
 def write(options: QualityConfig, clock: Callable[[], float]) -> None:
-    """Write the text's log-probabilities in full precision to --kld-base, as many windows as there is time for.
-
-    Raises FlagError, LoadError or EngineError.
-    """
+    """Write full precision's log-probabilities to --kld-base. Raises FlagError, LoadError or EngineError."""
     started = clock()
     file = Path(str(options.kld_base))
     if file.exists():
@@ -100,7 +97,6 @@ def _seconds_of_a_token(survey: Survey, ids: Sequence[int], clock: Callable[[], 
 
 
 def _check_room(file: Path, size: int) -> None:
-    """Raises FlagError if the file would not fit on its disk."""
     try:
         free = shutil.disk_usage(file.parent).free
     except OSError as error:

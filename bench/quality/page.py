@@ -190,7 +190,6 @@ def _partial(result: Result) -> str:
 
 
 def _missing(result: Result) -> list[str]:
-    """A sentence for each figure that is missing from the table."""
     sentences = []
     if any(row["kl_999th_percentile"] is None for row in result["rows"]):
         sentences.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")

@@ -97,7 +97,6 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
 
 
 def _check(config: ModelConfig, name: str) -> None:
-    """Raises FlagError for a model that `--state` cannot measure."""
     if not any(isinstance(layer.mixer, Recurrent) for layer in config.layers):
         raise FlagError(
             f"--state: {name} has no recurrent layers whose snapshots could be coded; without --state, its cache types "

@@ -49,7 +49,7 @@ def continuations(
 ) -> Iterator[dict[str, Divergence]]:
     """Yield, for each snapshot of a text `ids` (T,), the divergence of LENGTH tokens after it by coding.
 
-    model: of an engine with SETTINGS. T is at least twice LENGTH.
+    model: made with SETTINGS. T is at least twice LENGTH.
     """
     store, prefixes = model.store, PrefixCache(model.store)
     prompt = store.new_sequence()
@@ -69,8 +69,7 @@ def continuations(
 
 
 def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], codes: SnapshotCodes) -> np.ndarray:
-    """Return hidden states (T, E) of `ids` (T,) after a sequence that ends with a snapshot, which is coded before it
-    is read. Releases the sequence."""
+    """Hidden states (T, E) of `ids` (T,) after a sequence whose last block is a snapshot, coded before it is read."""
     last = sequence.length // model.store.shape.block_size - 1
     kept = []
     for group, table in zip(model.store.groups, sequence.tables, strict=True):

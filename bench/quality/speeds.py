@@ -84,7 +84,6 @@ class Speeds:
             first.close()
 
     def _longest(self, rate: float, seconds: float) -> int:
-        """The tokens of the longest prompt of which two runs take at most two thirds of a type's `seconds`; at most
-        those of the text."""
+        """The tokens of the longest prompt whose two runs take at most two thirds of a type's `seconds`."""
         most = int(rate * seconds / 3)
         return min(next((tokens for tokens in _PROMPTS if tokens <= most), _PROMPTS[-1]), len(self._ids))

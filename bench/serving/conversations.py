@@ -153,7 +153,6 @@ def _disk(folder: str) -> list[str]:
 
 
 def _multiples(text: str) -> list[float]:
-    """The numbers of --times. Raises FlagError."""
     try:
         multiples = [float(part) for part in text.split(",")]
     except ValueError:
@@ -181,8 +180,7 @@ def _returning_table(turns_by_visit: Mapping[str, Sequence[Mapping[str, Any]]]) 
 
 
 def _crowded_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The median time to the first token in the last round, and how much of its prompts was found, of each type and
-    number of conversations."""
+    """The last round's median time to the first token, and the tiers of its prompts, by type and conversations."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         turns = row["rounds"][-1]

@@ -253,7 +253,6 @@ def _gaps(answer: Answer) -> list[float]:
 
 
 def _distribution(values: Sequence[float]) -> dict[str, Any]:
-    """Percentiles 0 to 100 of the values; an empty list without values."""
     percentiles = np.percentile(values, np.arange(101)).tolist() if values else []
     return {"count": len(values), "percentiles": percentiles}
 

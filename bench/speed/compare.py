@@ -34,8 +34,8 @@ _NONE = "none"  # --peer-types without any
 
 
 def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
-    """Measures, writes the JSON as figures come and a picture at the end, prints the tables. Raises FlagError,
-    EngineError or LoadError."""
+    """Measure, write the JSON as figures come and a picture at the end, print tables. Raises FlagError, EngineError or
+    LoadError."""
     types, threads = cache_types(options.types), options.thread_counts()
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
@@ -107,10 +107,7 @@ def peer_paths(text: str) -> dict[str, str]:
 
 
 def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]:
-    """Name of each peer → its caches that are in a list separated by commas; all its caches without a list.
-
-    Raises FlagError for one that no peer has.
-    """
+    """Name of each peer → its caches, or those in a list separated by commas. Raises FlagError for an unknown cache."""
     caches_of = {name: list(peers.every()[name].caches) for name in names}
     if text is None:
         return caches_of
@@ -153,8 +150,7 @@ def _that_fit(
 ) -> tuple[list[int], list[int]]:
     """The lengths of prompts and contexts that fit into `most` tokens; sentences about others are added to `left_out`.
 
-    A context that leaves no room for the steps after it is shortened to whole blocks. Raises FlagError if no prompt
-    fits.
+    A context without room for the steps is shortened to whole blocks. Raises FlagError if no prompt fits.
     """
     room, block = most - DEEP_STEPS - 1, EngineConfig.block_size
     lengths = [tokens for tokens in prompts if tokens <= room]

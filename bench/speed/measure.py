@@ -121,7 +121,7 @@ class Measurement:
             self._referee.close()
 
     def _parts(self) -> list[tuple[float, Callable[[], None]]]:
-        """What is measured, in order, each with its work for the progress bar."""
+        """(work, what measures it) in order."""
         plan, contestants, runs = self._plan, len(self._speed.contestants), 1 + self._plan.repeat
         parts: list[tuple[float, Callable[[], None]]] = []
         if plan.only != STARTS:
@@ -151,10 +151,9 @@ class Measurement:
                 self._speed.bandwidth.setdefault(threads, []).append(memory.read_rate(threads))
 
     def _choose_threads(self) -> None:
-        """Find the number of threads with which our engine generates fastest after a short context.
+        """Find the number of threads with which our first contestant generates fastest after a short context.
 
-        Its first contestant decides. Prompts use the most threads, since they have work for all. A peer's best number
-        is found in each row.
+        Prompts use the most threads. A peer's best number is found in each row.
         """
         plan, speed, leader = self._plan, self._speed, self._leader
         cells = {threads: Cell(leader, threads) for threads in plan.threads}
@@ -195,7 +194,6 @@ class Measurement:
         ]
 
     def _best(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cell that counts of each contestant."""
         counting = []
         for contestant in self._speed.contestants:
             candidates = [cell for cell in cells if cell.contestant == contestant]
@@ -226,7 +224,6 @@ class Measurement:
         self._add(row)
 
     def _measure_batches(self) -> None:
-        """Measure steps of several sequences together, and of one alone, with our first cache."""
         self._children.end_part()
         leader, prompts = self._leader, [self._ids(_BATCH_DEPTH) for _ in range(max(SEQUENCES))]
         sequences = {Cell(leader, self._speed.chosen[OURS]): count for count in SEQUENCES}
@@ -242,12 +239,10 @@ class Measurement:
 
     @property
     def _leader(self) -> Contestant:
-        """The first of our contestants."""
         return next(contestant for contestant in self._speed.contestants if contestant.is_ours)
 
     def _measure_memory(self) -> None:
-        """Measure the memory of fresh processes after the longest prompt and some steps, with a cache for little more
-        than these."""
+        """Measure fresh processes after the longest prompt and some steps, with a cache for little more than these."""
         self._children.end_part()
         tokens = self._plan.memory_tokens
         ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
@@ -268,7 +263,6 @@ class Measurement:
         self._on_progress()
 
     def _measure_starts(self) -> None:
-        """Measure starts of each engine with its first contestant, and the first start ever of ours."""
         self._children.end_part()
         context, ids = self._plan.memory_context, self._ids(START_TOKENS)
         measure_starts(self._speed, self._subject, self._referee, context, ids)

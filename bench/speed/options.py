@@ -19,7 +19,6 @@ _TOKENS = {DRAFTS: 200, EMBEDDINGS: 8192, EXPERTS: 64, TIERS: 4096}
 
 
 def _described(peer: peers.Peer) -> str:
-    """A peer and what its PATH is."""
     return f"{peer.name} ({f'PATH is its {peer.program}' if peer.program else 'PATH is a Python that has it'})"
 
 

@@ -44,8 +44,7 @@ class Ours:
         self._streams: Streams | None = None
 
     def with_settings(self, settings: dict[str, Any]) -> Ours:
-        """An engine with the same weights and its own cache. settings: fields of EngineConfig about the cache.
-        Closing either of the two is enough. Raises EngineError."""
+        """An engine with the same weights and its own cache. Closing one of the two is enough. Raises EngineError."""
         other = copy(self)
         other._use(with_cache(self._parts, settle(None, self._parts.config, settings), self._said.append))
         return other
@@ -101,10 +100,7 @@ class Ours:
         return len(ids) / (first - started), steps / (last - first)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
-        """Steps per second after `ids` and one more token: len(following) − 1 steps.
-
-        The prefix of `ids` in the store is not computed again. The tokens are sampled and turned into text.
-        """
+        """Steps per second after `ids` and one more token; the prefix of `ids` in the store is not computed again."""
         first, *_, last = self._arrivals([*ids, following[0]], len(following), PromptOptions())
         return (len(following) - 1) / (last - first)
 
@@ -117,10 +113,7 @@ class Ours:
         return found
 
     def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
-        """Tokens per second of the first `batch` of `prompts` together, over `steps` steps.
-
-        The first call sets the prompts, and makes a KV store for them.
-        """
+        """Tokens per second of the first `batch` of `prompts` together. The first call makes their KV store."""
         if self._streams is None:
             # Each sequence takes the room of two: its prompt, which is kept, and its continuation.
             tokens, count = max(map(len, prompts)) + steps, 2 * len(prompts)
@@ -131,10 +124,7 @@ class Ours:
 
 
 class Streams:
-    """Sequences with different prompts that take steps together, like an engine's requests.
-
-    Prompts are whole blocks, so that every run continues from the same blocks.
-    """
+    """Sequences that take steps together, as requests do. Prompts are whole blocks, which every run shares."""
 
     def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
         self._model, self._store = model, model.store

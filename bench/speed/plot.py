@@ -51,7 +51,6 @@ def draw(measured: Mapping[str, Any], output: Path) -> str:
 
 
 def _lines(measured: Mapping[str, Any]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """(engine, cache) → (tokens of context, tokens/s) for each row."""
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in measured["rows"]:
         for cell in row["cells"]:

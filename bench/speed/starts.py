@@ -44,9 +44,8 @@ class Starter:
         variables: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), its
-        "memory" (name → bytes), and of ours the number of "kernels" that it has compiled and the "compiling" seconds of
-        CPU time. variables: further ones of its environment; settings: further ones of our engine. Raises Failed."""
+        """The "seconds" to a new process's first token, their "parts", its "memory", and for our engine the compiled "kernels"
+        and the "compiling" seconds of CPU time. variables: of its environment. Raises Failed."""
         ready_memory(memory_of_a_start(self.subject.file_bytes))
         began = time.perf_counter()
         with closing(new_child(contestant, self.subject, variables)) as child:
@@ -69,12 +68,10 @@ class Starter:
         return {"seconds": ended - began, "parts": parts, "memory": sizes, **compiled}
 
     def first_ever(self, contestant: Contestant, warm: float, repeat: int) -> dict[str, Any]:
-        """Return the "first" start of ours with an empty cache folder: its "seconds", what the "fit" of the KV cache
-        takes of them, the number of "kernels" compiled, and the "compiling" seconds of CPU time, which pass while
-        weights load; and, on a CPU, the medians of `repeat` starts that find "mapped" weights in the tile cache. warm:
-        seconds of a start that finds fit and kernels. Raises Failed.
+        """The "first" start with an empty cache folder: its "seconds", what fitting the cache adds ("fit"), compiled "kernels",
+        their "compiling" seconds; on a CPU also `repeat` starts with "mapped" weights. Raises Failed.
 
-        A second start finds the kernels alone: it takes longer than a warm one by the fit.
+        warm: seconds of a start that finds fit and kernels.
         """
         mapped = {}
         with tempfile.TemporaryDirectory() as folder:
@@ -99,8 +96,7 @@ def memory_of_a_start(file_bytes: int) -> int:
 def ready_memory(size: int) -> None:
     """Let another process write `size` bytes of memory, and end.
 
-    The host of a virtual machine may take back memory that has been free for seconds. The process that needs it next
-    waits for it, seconds a GiB, whichever engine it belongs to.
+    The host of a virtual machine may take back memory that has been free for seconds; the next process waits for it.
     """
     if size:
         subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
@@ -142,7 +138,6 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
 
 
 def _medians(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The seconds of all runs and their median, the medians of their parts, and the most memory of each kind."""
     seconds = [start["seconds"] for start in starts]
     parts = {name: statistics.median(start["parts"][name] for start in starts) for name in starts[0]["parts"]}
     sizes = {name: max(start["memory"][name] for start in starts) for name in starts[0]["memory"]}

@@ -50,7 +50,6 @@ def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = F
 
 
 def _strongest(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The fastest cell of a peer; None if there is none."""
     theirs = [cell for cell in cells if _is_peer(cell) and "median" in cell]
     return max(theirs, key=lambda cell: cell["median"], default=None)
 
@@ -168,7 +167,6 @@ def label(engine: str) -> str:
 
 
 def _threads(measured: Measured) -> str:
-    """The numbers of threads of a measurement, in words."""
     threads = measured["threads"]
     chosen = ", ".join(f"{label(engine)} {n}" for engine, n in threads["chosen"].items())
     words = f"{threads['most']} for prompts, for steps {chosen}"
@@ -199,7 +197,6 @@ def _named(measured: Measured) -> str:
 
 
 def _start_of(measured: Measured, engine: str) -> Mapping[str, Any]:
-    """The row of an engine's starts; an empty one if it has none."""
     return next((row for row in measured["starts"] if row["engine"] == engine), {})
 
 
@@ -208,12 +205,10 @@ def _median(row: Mapping[str, Any]) -> str:
 
 
 def _times(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """How many times the seconds of another row this one takes."""
     return f"{row['median'] / other['median']:.2f}" if "median" in row and "median" in other else NOTHING
 
 
 def _columns(measured: Measured) -> list[str]:
-    """A heading for each contestant; the default cache is in bold."""
     found = []
     for contestant in measured["contestants"]:
         cache = contestant["cache"]
