@@ -107,12 +107,26 @@ class Survey:
         reference = self._parts.model
         exact = exact_states(reference, ids)
         logprobs = exact_logprobs(reference, exact, ids)
+        return self._score(ids, logprobs, lambda model, hidden: scored(reference, exact, model, hidden, ids), keep)
+
+    def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
+        """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
+        logprobs = stored_logprobs(base, window, ids)
+        return self._score(ids, logprobs, lambda model, hidden: scored_against(base, window, model, hidden, ids), True)
+
+    def _score(
+        self,
+        ids: Sequence[int],
+        logprobs: np.ndarray,
+        compared: Callable[[Transformer, np.ndarray], Scored],
+        keep: bool,
+    ) -> Iterator[None]:
         if keep:
-            self._add_window(ids, logprobs)
+            self._longest = max(self._longest, len(ids))
+            self._logprobs.append(logprobs)
         yield
         for _, other, scoring, windows in self._rows:
-            hidden = served_states(other.model, ids, every_token_coded=scoring == CODED)
-            score = scored(reference, exact, other.model, hidden, ids)
+            score = compared(other.model, served_states(other.model, ids, every_token_coded=scoring == CODED))
             if keep:
                 windows.append(score)
             yield
@@ -120,19 +134,6 @@ class Survey:
     def answers(self, prompt: Sequence[int]) -> Answers:
         """Texts of all types that continue a prompt. The stores have room for `context` tokens."""
         return Answers(self.reference, [other.model for other in self._others], prompt)
-
-    def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
-        """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
-        self._add_window(ids, stored_logprobs(base, window, ids))
-        yield
-        for _, other, scoring, windows in self._rows:
-            hidden = served_states(other.model, ids, every_token_coded=scoring == CODED)
-            windows.append(scored_against(base, window, other.model, hidden, ids))
-            yield
-
-    def _add_window(self, ids: Sequence[int], logprobs: np.ndarray) -> None:
-        self._longest = max(self._longest, len(ids))
-        self._logprobs.append(logprobs)
 
     @property
     def passes(self) -> int:

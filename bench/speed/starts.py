@@ -44,8 +44,8 @@ class Starter:
         variables: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The "seconds" to a new process's first token, their "parts" and its "memory"; of our engine also the "kernels" that
-        it compiled and their "compiling" seconds. variables: of its environment. Raises Failed."""
+        """The "seconds" to a new process's first token, their "parts" and its "memory"; of our engine also the compiled
+        "kernels" and their "compiling" seconds. variables: of its environment. Raises Failed."""
         ready_memory(memory_of_a_start(self.subject.file_bytes))
         began = time.perf_counter()
         with closing(new_child(contestant, self.subject, variables)) as child:
@@ -68,8 +68,8 @@ class Starter:
         return {"seconds": ended - began, "parts": parts, "memory": sizes, **compiled}
 
     def first_ever(self, contestant: Contestant, warm: float, repeat: int) -> dict[str, Any]:
-        """The "first" start with an empty cache folder: its "seconds", the part of them that fitting the cache takes ("fit"),
-        compiled "kernels" and their "compiling" seconds; on a CPU also `repeat` starts with "mapped" weights.
+        """The "first" start with an empty cache folder: its "seconds", the "fit" of the cache among them, its compiled
+        "kernels" and their "compiling" seconds; on a CPU also `repeat` starts with "mapped" weights.
 
         warm: seconds of a start that finds fit and kernels. Raises Failed.
         """
