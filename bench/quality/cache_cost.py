@@ -35,7 +35,6 @@ from polarlm.model_loaders.config import ModelConfig
 _SPEED_SHARE = 0.2  # share of the time for measuring speed
 _ANSWERS_SHARE = 0.2  # and for texts of the model's own
 _LEAST_ANSWER = 100  # tokens, as far as the context allows
-_PROBE = 128  # tokens of the window from which the time is estimated
 _WRITTEN_EVERY = 15  # seconds
 
 Clock = Callable[[], float]
@@ -165,12 +164,8 @@ class _Measurement:
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
-        probe = windows(ids[:_PROBE], _PROBE, survey.bos_id)[0]
-        list(survey.score(probe, keep=False))  # the first run takes longer
-        started = self._clock()
-        list(survey.score(probe, keep=False))
-        taken = self._clock() - started
-        seconds, token_seconds = max(0.0, self._until_answers - self._clock()), taken / len(probe)
+        token_seconds = survey.token_seconds(ids, self._clock)
+        seconds = max(0.0, self._until_answers - self._clock())
         length, most = self._options.window, len(ids)
         if self._base is not None:
             most, length = self._base.ids.size, self._base.ids.shape[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from polarlm.bench.quality import kld_file
 from polarlm.bench.quality.budget import MOST, choose
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, model_files, read_text
-from polarlm.bench.quality.states import exact_logprobs, exact_states, logits_of
+from polarlm.bench.quality.states import exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
@@ -22,8 +22,6 @@ from polarlm.engine.errors import counted
 from polarlm.engine.model.score import logprobs_of
 from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.config import ModelConfig
-
-_PROBE = 128  # tokens from which the time is estimated
 
 
 def read(path: str, config: ModelConfig, model: str) -> kld_file.KldFile:
@@ -69,8 +67,8 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
             ids = [survey.bos_id, *ids]
         if len(ids) < LEAST_TOKENS:
             raise FlagError(TOO_SHORT.format(len(ids)))
-        seconds = _seconds_of_a_token(survey, ids, clock)
-        plan = choose(max(0.0, 60 * options.minutes - (clock() - started)), seconds, len(ids), survey.context)
+        token_seconds = survey.token_seconds(ids, clock)
+        plan = choose(max(0.0, 60 * options.minutes - (clock() - started)), token_seconds, len(ids), survey.context)
         cut = np.array(ids[: plan.count * plan.length]).reshape(plan.count, plan.length)
         size = kld_file.nbytes(plan.count, plan.length, config.vocab_size)
         note(
@@ -86,14 +84,6 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
         f"polarlm quality --kld-base {file} scores cache types against it, and llama-perplexity --kl-divergence "
         f"--kl-divergence-base {file} -c {plan.length} its own"
     )
-
-
-def _seconds_of_a_token(survey: Survey, ids: Sequence[int], clock: Callable[[], float]) -> float:
-    probe = ids[:_PROBE]
-    exact_states(survey.reference, probe)  # the first run takes longer
-    started = clock()
-    exact_logprobs(survey.reference, exact_states(survey.reference, probe), probe)
-    return (clock() - started) / len(probe)
 
 
 def _check_room(file: Path, size: int) -> None:

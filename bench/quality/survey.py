@@ -10,7 +10,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality.answers import Answers
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.kld_file import KldFile
-from polarlm.bench.quality.scores import CODED, SERVED, Quality, row_of
+from polarlm.bench.quality.scores import CODED, SERVED, Quality, row_of, windows
 from polarlm.bench.quality.states import (
     Scored,
     exact_logprobs,
@@ -32,6 +32,7 @@ from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders.files.weights import WeightSource
 
 _ARITHMETIC_SHARE = 0.7  # share of the free memory that weights as float32 may take
+_PROBE = 128  # tokens of the window from which the time is estimated
 
 
 def arithmetic(source: WeightSource, threads: int, weight_type: WeightFormat | None = None) -> Ops:
@@ -125,11 +126,19 @@ class Survey:
             self._longest = max(self._longest, len(ids))
             self._logprobs.append(logprobs)
         yield
-        for _, other, scoring, windows in self._rows:
+        for _, other, scoring, scores in self._rows:
             score = compared(other.model, served_states(other.model, ids, every_token_coded=scoring == CODED))
             if keep:
-                windows.append(score)
+                scores.append(score)
             yield
+
+    def token_seconds(self, ids: Sequence[int], clock: Callable[[], float]) -> float:
+        """Seconds for each token of a short window, scored with every type."""
+        probe = windows(ids[:_PROBE], _PROBE, self.bos_id)[0]
+        list(self.score(probe, keep=False))  # the first run takes longer
+        started = clock()
+        list(self.score(probe, keep=False))
+        return (clock() - started) / len(probe)
 
     def answers(self, prompt: Sequence[int]) -> Answers:
         """Texts of all types that continue a prompt. The stores have room for `context` tokens."""
@@ -143,16 +152,16 @@ class Survey:
     @property
     def windows(self) -> int:
         """The number of windows that `quality` counts."""
-        counts = [len(windows) for _, _, _, windows in self._rows]
+        counts = [len(scores) for _, _, _, scores in self._rows]
         return max(1, min(counts)) if any(counts) else 0
 
     def quality(self) -> Quality:
         """All figures so far. At least one row must have been scored on a window."""
         count = self.windows
         rows = [
-            row_of(cache_type, other.plan.shape.bits_of_text(self._longest), scoring, windows[:count], self._logprobs)
-            for cache_type, other, scoring, windows in self._rows
-            if windows
+            row_of(cache_type, other.plan.shape.bits_of_text(self._longest), scoring, scores[:count], self._logprobs)
+            for cache_type, other, scoring, scores in self._rows
+            if scores
         ]
         logprobs = np.concatenate(self._logprobs[:count])
         return Quality(len(logprobs), perplexity(logprobs), rows)
