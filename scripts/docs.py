@@ -62,7 +62,7 @@ def settings(config: type, *left_out: str) -> str:
         if field.name in left_out:
             continue
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        prefix = "`False`: " if default is True else ""  # the help is that of a flag that switches the field off
+        prefix = "`False`: " if default is True else ""  # the help describes a flag that switches the field off
         # Parts of the help that are about the command line alone.
         meaning = re.sub("(, as in 42.*)?; may be repeated", "", _cell(field.metadata["help"]))
         meaning = re.sub("--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", meaning)

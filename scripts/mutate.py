@@ -35,7 +35,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 KILLED, KILLED_SLOWLY, SURVIVED = "killed", "killed by a slow test", "survived"
 _MARKS = {KILLED: "not slow", KILLED_SLOWLY: "slow"}  # outcome → the tests that lead to it
-_SECONDS = 1800  # for the tests of one mutation; one that hangs is found
+_SECONDS = 1800  # for the tests of one mutation; a mutation that hangs counts as killed
 _NO_TESTS = 5  # pytest's exit status
 
 # Room → the tests that are about it.
@@ -84,8 +84,8 @@ def mutations(root: Path, rooms: Sequence[str] = tuple(ROOMS)) -> Iterator[Mutat
         for path in sorted((root / room).rglob("*")):
             if path.suffix in (".py", ".cu", ".cuh"):
                 text = path.read_text(encoding="utf-8")
-                found = _in_python(text) if path.suffix == ".py" else _in_cuda(text)
-                for place, old, new in found:
+                changes = _in_python(text) if path.suffix == ".py" else _in_cuda(text)
+                for place, old, new in changes:
                     line = text.count("\n", 0, place) + 1
                     yield Mutation(room, path.relative_to(root).as_posix(), line, place, old, new)
 
@@ -124,16 +124,16 @@ def _in_cuda(text: str) -> Iterator[tuple[int, str, str]]:
     start = 0
     for row in text.splitlines(keepends=True):
         code = "" if row.lstrip().startswith(("#", "//", "template")) else row.split("//")[0]
-        for found in _CUDA.finditer(code):
-            yield start + found.start(), found[0], _IN_CUDA[found[0]]
+        for match in _CUDA.finditer(code):
+            yield start + match.start(), match[0], _IN_CUDA[match[0]]
         start += len(row)
 
 
-def chosen(found: Sequence[Mutation], number: int, seed: int) -> list[Mutation]:
+def chosen(mutations: Sequence[Mutation], number: int, seed: int) -> list[Mutation]:
     """`number` of the mutations, as many of each room as of every other one, in random order."""
     rng = random.Random(seed)
     by_room: dict[str, list[Mutation]] = {}
-    for mutation in found:
+    for mutation in mutations:
         by_room.setdefault(mutation.room, []).append(mutation)
     for several in by_room.values():
         rng.shuffle(several)
@@ -162,7 +162,7 @@ def passes(
         _copy(product, copy)
         shutil.rmtree(copy / "tests")
         shutil.copytree(suite / "tests", copy / "tests", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        kernels = Path(".pytest_cache", "kernels")  # those of sources that are not changed need not be compiled again
+        kernels = Path(".pytest_cache", "kernels")  # kernels of unchanged sources need not be compiled again
         if (product / kernels).is_dir():
             shutil.copytree(product / kernels, copy / kernels)
         change(copy)
@@ -219,8 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind, marks in _MARKS.items():
         left = [mutation for mutation, what in outcomes.items() if what == SURVIVED]
         with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(left), unit="mutation", disable=None) as bar:
-            found = pool.map(lambda m, marks=marks: kills(m, ROOT, options.suite, marks), left)
-            for mutation, is_killed in zip(left, found, strict=True):
+            killed = pool.map(lambda m, marks=marks: kills(m, ROOT, options.suite, marks), left)
+            for mutation, is_killed in zip(left, killed, strict=True):
                 bar.update()
                 if is_killed:
                     outcomes[mutation] = kind

@@ -17,7 +17,7 @@ from polarlm.engine.state.plan import format_bytes
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 DEMO = "smollm2-135m-instruct-????-??-??"
-_SAME = "model", "weights", "text", "windows", "window"  # of measurements that may stand in one table
+_SAME = "model", "weights", "text", "windows", "window"  # equal in measurements of one table
 PLAIN = ":plain"  # a type as published, without conditioning
 
 Measured = Mapping[str, Any]
@@ -55,13 +55,13 @@ def newest_of_each(name: str) -> list[tuple[Measured, dict[str, dict[str, dict]]
     """The measurements with the windows of the newest, newest first, each with the types that no newer one has."""
     files = sorted(RESULTS.glob(f"{name}.json"), reverse=True)
     latest, *older = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    found: list[tuple[Measured, dict[str, dict[str, dict]]]] = []
+    measurements: list[tuple[Measured, dict[str, dict[str, dict]]]] = []
     shown: set[str] = set()
     for measured in [latest, *(one for one in older if all(one[key] == latest[key] for key in _SAME))]:
         rows = {label: row for label, row in _by_type(measured).items() if label not in shown}
-        found.append((measured, rows))
+        measurements.append((measured, rows))
         shown |= {*rows}
-    return found
+    return measurements
 
 
 def _sources(measurements: Sequence[tuple[Measured, Sequence[str]]]) -> str:

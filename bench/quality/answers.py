@@ -31,7 +31,7 @@ class Answer(Figures):
     """What full precision says of a type's text; its errors are over pieces of 100 tokens."""
 
     tokens: int
-    perplexity: float  # of the text, in full precision
+    perplexity: float  # in full precision
     perplexity_error: float | None
 
 

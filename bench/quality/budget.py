@@ -19,7 +19,7 @@ class Windows:
 
 
 def choose(seconds: float, token_seconds: float, text_tokens: int, max_context: int) -> Windows:
-    """The longest windows of which there is time for two, and as many of them as there is time for; at least one.
+    """As many windows as there is time for, at least one, and the longest windows if there is time for two.
 
     token_seconds: seconds per token in a short window.
     """

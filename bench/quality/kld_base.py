@@ -1,4 +1,4 @@
-"""`polarlm quality --kld-base FILE`: full precision in a file that llama.cpp reads, and its files in that place."""
+"""`polarlm quality --kld-base FILE`: full precision in a file that llama.cpp reads, or from a file of llama.cpp."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(path: str, config: ModelConfig, model: str) -> kld_file.KldFile:
 
 
 def windows(ids: np.ndarray, bos_id: int | None) -> list[list[int]]:
-    """The windows of a file's ids (windows, tokens) as the model reads them: BOS is in the place of the first id."""
+    """The windows of a file's ids (windows, tokens) as the model reads them: BOS replaces the first id."""
     cut = [window.tolist() for window in ids]
     return cut if bos_id is None else [[bos_id, *window[1:]] for window in cut]
 
@@ -101,13 +101,13 @@ def _check_room(file: Path, size: int) -> None:
 def _write(file: Path, survey: Survey, vocabulary: int, ids: np.ndarray) -> np.ndarray:
     """Write the windows ids (windows, tokens), and return the log-probabilities of the ids that rows predict."""
     model, first = survey.reference, ids.shape[1] // 2
-    found = []
+    logprobs = []
     with kld_file.KldWriter(file, vocabulary, ids.tolist()) as writer, counting("Writing", "window", len(ids)) as count:
         for window in windows(ids, survey.bos_id):
             hidden, at = exact_states(model, window), first + 1
             for logits in logits_of(model, hidden[first:-1]):
                 writer.add(logits)
-                found.append(logprobs_of(logits, window[at : at + len(logits)]))
+                logprobs.append(logprobs_of(logits, window[at : at + len(logits)]))
                 at += len(logits)
             count("")
-    return np.concatenate(found)
+    return np.concatenate(logprobs)

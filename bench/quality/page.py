@@ -27,7 +27,7 @@ COLUMNS = {
     "bits/value": "bits of complete blocks over their values: codes, norms and means; f16 has 16",
     "perplexity": "of the text, and its change from full precision; lower is better, and small changes are chance",
     "KL mean": "how far the next token's distribution is from full precision's on average, in nats; 0 is the same",
-    "same top-1": "positions where the most likely next token is that of full precision",
+    "same top-1": "positions where the most likely next token is the same as in full precision",
     "prompt": "tokens a second of a prompt, on this machine",
     "generation": "tokens a second after that prompt, one request alone",
     "1,000 tokens": "bytes of the KV cache for 1,000 tokens in complete blocks",

@@ -37,7 +37,7 @@ Result = Mapping[str, Any]
 _PLAIN = ":plain"
 _BEYOND = 12.0  # bits/value above which a type is left out of pictures of what compression costs
 _SIZE = (4.4, 3.3)  # inches of a panel
-_DASHES = ("-", "--", "-.", ":")  # of lines with the same colour
+_DASHES = ("-", "--", "-.", ":")  # for lines of one colour
 # Colour in the drawing → (name of the page's CSS variable, colour on a light page, colour on a dark page).
 _INK, _FAINT, _GRID = "#010101", "#020202", "#030303"
 COLOURS = {

@@ -92,14 +92,17 @@ def _coded(name: str, array: np.ndarray, codes: SnapshotCodes) -> np.ndarray:
 
 
 def rows_of(
-    model: Transformer, codings: Sequence[SnapshotCodes], found: Sequence[Mapping[str, Divergence]]
+    model: Transformer, codings: Sequence[SnapshotCodes], divergences: Sequence[Mapping[str, Divergence]]
 ) -> list[SnapshotRow]:
-    """Return a row for exact snapshots, then one for each coding. found: what `continuations` yielded."""
+    """Return a row for exact snapshots, then one for each coding. divergences: what `continuations` yielded."""
     same = Divergence(np.zeros(LENGTH), np.ones(LENGTH, bool), np.ones(LENGTH))
-    return [_row(model, one, [same if one == EXACT else each[one.name] for each in found]) for one in (EXACT, *codings)]
+    return [
+        _row(model, one, [same if one == EXACT else each[one.name] for each in divergences])
+        for one in (EXACT, *codings)
+    ]
 
 
-def _row(model: Transformer, codes: SnapshotCodes, found: Sequence[Divergence]) -> SnapshotRow:
+def _row(model: Transformer, codes: SnapshotCodes, divergences: Sequence[Divergence]) -> SnapshotRow:
     store = model.store.shape
     shapes = [replace(layer, codes=codes) for layer in store.layers if isinstance(layer, DeltaShape)]
     sizes = codes.fields(shapes[0].mixer.key_dim, shapes[0].mixer.value_dim).values()
@@ -108,10 +111,10 @@ def _row(model: Transformer, codes: SnapshotCodes, found: Sequence[Divergence]) 
         codes.name,
         bytes=sum(one.quantized_bytes(store.block_size) for one in shapes),
         bits=bits / (shapes[0].mixer.key_dim * shapes[0].mixer.value_dim),
-        distances=[_distance(tokens, found) for tokens in DISTANCES],
+        distances=[_distance(tokens, divergences) for tokens in DISTANCES],
     )
 
 
-def _distance(tokens: int, found: Sequence[Divergence]) -> Distance:
-    parts = [Divergence(one.kl[:tokens], one.same_top1[:tokens], one.accepted[:tokens]) for one in found]
+def _distance(tokens: int, divergences: Sequence[Divergence]) -> Distance:
+    parts = [Divergence(one.kl[:tokens], one.same_top1[:tokens], one.accepted[:tokens]) for one in divergences]
     return Distance(**vars(figures(parts)), tokens=tokens)

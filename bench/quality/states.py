@@ -138,7 +138,7 @@ def _scored(
 
 
 def divergence(model: Transformer, exact: np.ndarray, hidden: np.ndarray) -> Divergence:
-    """The divergence of the distributions of hidden states (T, E) from those of `exact` (T, E), of the same model."""
+    """The divergence of the distributions after hidden states (T, E) from `exact` (T, E), in the same model."""
     return joined([compare(*both) for both in zip(logits_of(model, exact), logits_of(model, hidden), strict=True)])
 
 

@@ -83,7 +83,7 @@ class Survey:
             for cache_type, other in zip(types, self._others, strict=True)
             for scoring in ([SERVED, CODED] if every_token_coded else [SERVED])
         ]
-        self._logprobs: list[np.ndarray] = []  # of each window, in full precision
+        self._logprobs: list[np.ndarray] = []  # full precision, for each window
         self._longest = 0  # tokens of the longest window so far
 
     @property

@@ -197,8 +197,8 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def places(turns: Sequence[Mapping[str, Any]]) -> str:
     """Which tiers had how much of the turns' prompts, as in "91 % disk"; a dash if none had anything."""
-    found: Counter[str] = Counter()
+    cached: Counter[str] = Counter()
     for turn in turns:
-        found.update(turn["cached_from"])
+        cached.update(turn["cached_from"])
     tokens = sum(turn["prompt_tokens"] for turn in turns)
-    return ", ".join(f"{100 * count / tokens:.0f} % {place}" for place, count in found.items() if count) or "—"
+    return ", ".join(f"{100 * count / tokens:.0f} % {place}" for place, count in cached.items() if count) or "—"

@@ -65,10 +65,10 @@ class Ours:
             return sum(ops.matrix_bytes(part.format, math.prod(part.shape)) for part in parts)
 
         total = held(weights.head.parts)
-        for layer, own in zip(self._model.config.layers, weights.layers, strict=True):
-            total += sum(held(linear.parts) for linear in own.matrices.values())
-            if isinstance(own.ffn, ExpertsWeights) and isinstance(layer.ffn, Experts):
-                total += held([*own.ffn.gate_up.parts, *own.ffn.down.parts]) * layer.ffn.top_k // layer.ffn.count
+        for layer, loaded in zip(self._model.config.layers, weights.layers, strict=True):
+            total += sum(held(linear.parts) for linear in loaded.matrices.values())
+            if isinstance(loaded.ffn, ExpertsWeights) and isinstance(layer.ffn, Experts):
+                total += held([*loaded.ffn.gate_up.parts, *loaded.ffn.down.parts]) * layer.ffn.top_k // layer.ffn.count
         return total
 
     def resident(self) -> dict[str, int]:
@@ -107,10 +107,10 @@ class Ours:
     def _arrivals(self, ids: Sequence[int], tokens: int, options: PromptOptions) -> list[float]:
         """The arrival time of each of `tokens` tokens. Raises EngineError if there are fewer."""
         params = replace(_GREEDY, max_tokens=tokens)
-        found = [time.perf_counter() for chunk in self._engine.stream(ids, params, options) if chunk.token_ids]
-        if len(found) != tokens:
-            raise EngineError(f"stopped after {len(found)} of {tokens} tokens")
-        return found
+        times = [time.perf_counter() for chunk in self._engine.stream(ids, params, options) if chunk.token_ids]
+        if len(times) != tokens:
+            raise EngineError(f"stopped after {len(times)} of {tokens} tokens")
+        return times
 
     def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
         """Tokens per second of the first `batch` of `prompts` together. The first call makes their KV store."""

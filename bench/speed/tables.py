@@ -122,13 +122,13 @@ def starts_in_parts(measured: Measured) -> str:
     return "\n\n".join(lines)
 
 
-def starts_of_models(found: Sequence[Measured]) -> str:
+def starts_of_models(measurements: Sequence[Measured]) -> str:
     """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
     other = label(peers.DEFAULT)
     header = ["", "file", "here", other, "times", "mapped", "times"]
     header += ["peak", f"{other}'s peak", "weights", "first ever", "fit", "compiling"]
     lines = []
-    for measured in sorted(found, key=lambda one: (one["file_bytes"], one["model"])):
+    for measured in sorted(measurements, key=lambda one: (one["file_bytes"], one["model"])):
         ours, theirs = _start_of(measured, OURS), _start_of(measured, peers.DEFAULT)
         mapped = ours.get("mapped", {})
         lines.append([f"{measured['model']}, {measured['weights']}", format_bytes(measured["file_bytes"])])
@@ -209,14 +209,15 @@ def _times(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _columns(measured: Measured) -> list[str]:
-    found = []
+    """The default cache is in bold."""
+    columns = []
     for contestant in measured["contestants"]:
         cache = contestant["cache"]
         if contestant["engine"] != OURS:
-            found.append(f"{label(contestant['engine'])} {cache}")
+            columns.append(f"{label(contestant['engine'])} {cache}")
         else:
-            found.append(f"**{cache}**" if cache == EngineConfig.cache_type else cache)
-    return found
+            columns.append(f"**{cache}**" if cache == EngineConfig.cache_type else cache)
+    return columns
 
 
 def _is_peer(cell: Mapping[str, Any]) -> bool:
