@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = options.results or _results(ops.name)
+    name = f"gpu-tests-{report.slug(ops.name)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    results = options.results or report.LOCAL / name
+    results.parent.mkdir(parents=True, exist_ok=True)
     write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
     print(f"{ops.name}: results go to {results} as they come", flush=True)
     arguments = ["-q", "-p", "tests.written_results", "--results", str(results)]
@@ -140,12 +142,6 @@ def _processes(count: int) -> list[str]:
         print("The Python package pytest-xdist is missing: the tests run in one process, which takes longer")
         return []
     return ["-n", str(count), "--maxschedchunk", "2"]
-
-
-def _results(gpu: str) -> Path:
-    folder = ROOT / "bench" / "results" / "local"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"gpu-tests-{report.slug(gpu)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
 
 
 def _parser() -> argparse.ArgumentParser:

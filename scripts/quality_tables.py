@@ -11,6 +11,7 @@ from polarlm.bench import report
 from polarlm.bench.quality import tables as quality
 from polarlm.bench.quality.scores import CODED, SERVED
 from polarlm.bench.quality.tables import Table, small, two_digits, with_error
+from polarlm.engine.errors import counted
 from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from polarlm.engine.state.plan import format_bytes
 
@@ -171,11 +172,10 @@ def _cost(row: Measured, full: float) -> str:
 
 
 def _source(measured: Measured) -> str:
-    windows = "1 window" if measured["windows"] == 1 else f"{measured['windows']} windows"
+    windows = f"{counted(measured['windows'], 'window')} of {measured['window']:,} tokens"
     return (
-        f"{measured['model']} on {measured['text']}, {windows} of {measured['window']:,} tokens, "
-        f"perplexity {measured['exact_perplexity']:.2f} in full precision; measured on {measured['date']} with\n"
-        f"`{measured['command']}`."
+        f"{measured['model']} on {measured['text']}, {windows}, perplexity {measured['exact_perplexity']:.2f} in full "
+        f"precision; measured on {measured['date']} with\n`{measured['command']}`."
     )
 
 

@@ -16,6 +16,7 @@ from polarlm.bench.quality import pictures, tables
 from polarlm.bench.quality.scores import SERVED
 from polarlm.bench.quality.tables import NONE, Table, small
 from polarlm.engine import EngineError
+from polarlm.engine.errors import counted
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 
@@ -218,7 +219,11 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
         speed += f", a prompt of {result['speed_context']:,} tokens and 32 steps, medians of {rounds} rounds"
     return [
         ("model", f"{result['model']}, {result['weights']} weights"),
-        ("text", f"{result['text']}: {_windows(result)}, {result['scored_tokens']:,} tokens scored"),
+        (
+            "text",
+            f"{result['text']}: {counted(result['windows'], 'window')} of up to {result['window']:,} tokens, "
+            f"{result['scored_tokens']:,} tokens scored",
+        ),
         ("full precision", f"{exact}; its perplexity is {result['exact_perplexity']:.3f}"),
         (
             "types",
@@ -230,8 +235,3 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
         ("date", f"{result['date']}, {report.duration(result['seconds'])}"),
         ("command", result["command"]),
     ]
-
-
-def _windows(result: Result) -> str:
-    count = result["windows"]
-    return f"{count} window{'' if count == 1 else 's'} of up to {result['window']:,} tokens"

@@ -79,16 +79,14 @@ def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], cod
             kept.append((group, [block], group.read_blocks([block])))
     try:
         for group, blocks, arrays in kept:
-            group.write_blocks(blocks, {place: _coded(place[1], array, codes) for place, array in arrays.items()})
+            matrices = {place: array for place, array in arrays.items() if place[1] == "matrices"}
+            coded = {place: codes.decode(codes.encode(array)) for place, array in matrices.items()}
+            group.write_blocks(blocks, {**arrays, **coded})
         return hidden_of(model, sequence, ids)
     finally:
         for group, blocks, arrays in kept:  # others continue from it, too
             group.write_blocks(blocks, arrays)
         model.store.release(sequence)
-
-
-def _coded(name: str, array: np.ndarray, codes: SnapshotCodes) -> np.ndarray:
-    return codes.decode(codes.encode(array)) if name == "matrices" else array
 
 
 def rows_of(

@@ -230,7 +230,7 @@ def summary(seen: Seen) -> dict[str, Any]:
     tokens = sum(answer.completion_tokens for answer in whole)
     waits = {
         "first_token_seconds": [answer.first_token for answer in whole if answer.pieces],
-        "between_tokens_seconds": [gap for answer in whole for gap in _gaps(answer)],
+        "between_tokens_seconds": [end - start for answer in whole for start, end in pairwise(answer.pieces)],
         "request_seconds": [answer.ended - answer.sent for answer in whole],
         "behind_arrival_seconds": [answer.sent - answer.planned for answer in seen.answers],
     }
@@ -248,10 +248,6 @@ def summary(seen: Seen) -> dict[str, Any]:
         "peak_running": seen.peak_running,
         "latencies": {name: _distribution(values) for name, values in waits.items()},
     }
-
-
-def _gaps(answer: Answer) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(answer.pieces)]
 
 
 def _distribution(values: Sequence[float]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _NONE = "none"  # --peer-types without any
 def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     """Measure, write the JSON as figures come and a picture at the end, print tables. Raises FlagError, EngineError or
     LoadError."""
-    types, threads = cache_types(options.types), options.thread_counts()
+    types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads or "1,2"))
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
     caches = _peer_caches(options.peer_types, list(paths))

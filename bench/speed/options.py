@@ -86,10 +86,6 @@ class Options:
         help=f"sizes for {EXPERTS}; without it, what memory leaves. all: every expert in memory",
     )
 
-    def thread_counts(self) -> list[int]:
-        """The numbers of threads to compare. Raises FlagError."""
-        return sorted(numbers("--threads", self.threads or "1,2"))
-
     def thread_count(self, default: int = 0) -> int:
         """The number of threads of a section that has one; 0 stands for all. Raises FlagError."""
         if self.threads is None:
@@ -100,7 +96,7 @@ class Options:
         return counts[0]
 
     def token_count(self) -> int:
-        """The tokens of --tokens, or those that its section has without."""
+        """--tokens, or the default of its section."""
         return self.tokens or _TOKENS[self.only or DRAFTS]
 
 

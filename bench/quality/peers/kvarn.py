@@ -72,9 +72,9 @@ class KVarN(Codec):
         code = np.clip(np.rint((even - low) / step), 0, most)
         main, other = (channels, tokens) if axis == 1 else (tokens, channels)
         numbers = {"scale": main * step, "zero": main * low, "other": other}
-        return {name: _half(value).reshape(len(x), -1) for name, value in numbers.items()} | {
-            "codes": code.astype(np.uint8)
-        }
+        halves = {name: np.clip(value, -65504, 65504).astype(np.float16) for name, value in numbers.items()}
+        scales = {name: half.reshape(len(x), -1) for name, half in halves.items()}
+        return {**scales, "codes": code.astype(np.uint8)}
 
     def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
         main, other = self._axis, 3 - self._axis
@@ -103,10 +103,6 @@ def variance_scales(x: np.ndarray, order: tuple[int, int]) -> tuple[np.ndarray, 
 def _imbalance(x: np.ndarray) -> np.ndarray:
     spreads = [x.std(axis=axis, ddof=1) for axis in (1, 2)]
     return sum(spread.max(-1) / np.maximum(spread.min(-1), 1e-8) for spread in spreads)
-
-
-def _half(x: np.ndarray) -> np.ndarray:
-    return np.clip(x, -65504, 65504).astype(np.float16)
 
 
 def create(name: str, options: tuple[str, ...]) -> KVarN:
