@@ -16,13 +16,9 @@ from polarlm.bench.command import cache_types
 from polarlm.bench.quality import __main__ as cost
 from polarlm.bench.quality import answers, cache_cost, pictures, survey, types
 from polarlm.bench.quality.speeds import Rates, Speeds
-from polarlm.engine import Engine
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading.assembly import assemble
-from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import Encoding
-from tests.bare import bare_model, prefill_logits, read_model
-from tests.bench.test_states import softmax
+from tests.bare import read_model
 from tests.model_loaders.hub_server import Hub, Repository
 
 TEXT = "the rain in the north and the other inn on the hill\n" * 40
@@ -122,36 +118,14 @@ def result(output: Path) -> tuple[dict, Page]:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
-    """Perplexity, KL and the same top-1, computed from an engine's logits in float64."""
+def test_the_page_and_the_terminal_have_the_same_rows(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
     output = text.with_name("out.html")
     assert cost.main(argv(tiny_path, text, "--output", str(output), *QUICKLY)) == 0
     found, shown = result(output)
     assert found["complete"] is True
-    rows = {row["type"]: row for row in found["rows"]}
-    assert list(rows) == TYPES
-
-    config, weights = read_model(tiny_path)
-    exact, other, ids_of_all = [], [], []
-    settings = {"cache_type": "balanced", "ctx_size": 256, "kept_sequences": 0}
-    with Engine(assemble(settle(tiny_path, None, settings), None, ops=NumpyOps())) as engine:
-        ids = engine.tokenize(TEXT)
-        for first in range(0, found["windows"] * found["window"], found["window"]):
-            window = ids[first : first + found["window"]]
-            model = bare_model(config, weights, block_size=-(-len(window) // 4) * 4 + 4)
-            exact.append(softmax(prefill_logits(model, window))[:-1])
-            other.append(softmax(engine.score(window, logits=True).logits)[:-1])
-            ids_of_all += window[1:]
-    p, q, following = np.concatenate(exact), np.concatenate(other), np.array(ids_of_all)
-    assert found["scored_tokens"] == len(p)
-    chosen = np.arange(len(p)), following
-    assert found["exact_perplexity"] == pytest.approx(np.exp(-np.log(p[chosen]).mean()), rel=1e-4)
-    row, kl = rows["balanced"], (p * np.log(p / q)).sum(axis=1)
-    assert row["perplexity"] == pytest.approx(np.exp(-np.log(q[chosen]).mean()), rel=1e-4)
-    assert row["kl_mean"] == pytest.approx(kl.mean(), rel=1e-2)
-    assert row["same_top1"] == pytest.approx((p.argmax(1) == q.argmax(1)).mean(), abs=2 / len(p))
-    assert rows["f16"]["kl_mean"] < 1e-5 < row["kl_mean"]
-    # The page and the terminal have the same rows.
+    f16, row = found["rows"]
+    assert [f16["type"], row["type"]] == TYPES
+    assert f16["kl_mean"] < 1e-5 < row["kl_mean"] < row["kl_99th_percentile"]
     tables = [
         ["cache type", "full precision", *TYPES],
         ["cache type", *TYPES],
@@ -168,9 +142,6 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, text: Path, no_speed: 
     # KL by position is of the same positions as the mean of all.
     stretches = row["by_position"]
     assert sum(one["positions"] for one in stretches) == found["scored_tokens"]
-    assert row["draft_acceptance"] == pytest.approx(np.minimum(p, q).sum(axis=1).mean(), abs=1e-3)
-    for name, share in (("median", 0.5), ("90th_percentile", 0.9), ("99th_percentile", 0.99), ("max", 1)):
-        assert row[f"kl_{name}"] == pytest.approx(np.quantile(kl, share), rel=0.02), name
     for figure in ("kl_mean", "same_top1"):
         whole = sum(one["positions"] * one[figure] for one in stretches) / found["scored_tokens"]
         assert whole == pytest.approx(row[figure]), figure
