@@ -32,7 +32,8 @@ def run_without(missing: list[str], program: str, *arguments: object, **variable
 
 
 @pytest.mark.slow
-def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path) -> None:
+def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path, tmp_path: Path) -> None:
+    """And a cache folder that is named needs no package."""
     program = """
 from polarlm.engine import Engine, SamplingParams
 said = []
@@ -43,6 +44,8 @@ print(*said, sep="\\n")
     count, *said = run_without(["gguf", "platformdirs"], program, tiny_path).splitlines()
     assert count == "5"
     assert any("platformdirs" in line and "POLARLM_CACHE" in line for line in said)
+    run_without(["gguf", "platformdirs"], program, tiny_path, POLARLM_CACHE=str(tmp_path))
+    assert list(tmp_path.glob("calibration-*"))
 
 
 def test_a_vocabulary_needs_its_own_library_only(tiny_path: Path, tmp_path: Path) -> None:
@@ -54,16 +57,6 @@ for path in sys.argv[1:]:
 """
     missing = ["sentencepiece", "google", "tiktoken"]
     assert len(run_without(missing, program, tiny_path, random_model(tmp_path)).splitlines()) == 2
-
-
-@pytest.mark.slow
-def test_the_cache_folder_that_is_named_needs_no_package(tiny_path: Path, tmp_path: Path) -> None:
-    program = """
-from polarlm.engine import Engine
-Engine.load(sys.argv[1], device="cpu", block_size=8).close()
-"""
-    run_without(["gguf", "platformdirs"], program, tiny_path, POLARLM_CACHE=str(tmp_path))
-    assert list(tmp_path.glob("calibration-*"))
 
 
 @pytest.mark.slow

@@ -57,17 +57,6 @@ def test_log_likelihoods_are_those_of_a_forward_pass(tiny_path: Path, model: Pol
         assert greedy == (logprobs.argmax(axis=1) == following).all()
 
 
-def test_what_the_model_would_say_is_greedy(model: PolarLM) -> None:
-    """Forced answers have the log-probabilities that free ones have."""
-    (context,) = CONTEXTS[:1]
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
-    answer = model.engine.generate(model.tok_encode(context), params)
-    pair = (("", ""), model.tok_encode(context), list(answer.token_ids))
-    ((logprob, greedy),) = model._loglikelihood_tokens([pair], disable_tqdm=True)
-    assert greedy
-    assert logprob == pytest.approx(sum(token.logprob for token in answer.logprobs), abs=1e-4)
-
-
 def test_a_text_longer_than_the_context_is_scored_in_windows(tiny_path: Path, model: PolarLM) -> None:
     """Every token once: the first after the prefix token, those of later windows after as much as there is room for."""
     ids = model.tok_encode(LONG)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from polarlm.bench.quality.divergence import Divergence, compare
 from polarlm.bench.quality.scores import CODED, SERVED, Quality, Stretch, by_position, windows
 from polarlm.bench.quality.survey import Survey
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.select import select
 from polarlm.engine.cli.flags import FlagError
 from tests.shared_data import shared
 
@@ -131,3 +133,22 @@ def test_errors_have_the_order_of_the_methods(measured: Quality) -> None:
     assert f16.same_top1 > served.same_top1 > coded.same_top1 > 0
     # Block means of the keys alone: 8 bits for each channel, and 16 for the scale of each 8 channels, over 64 tokens.
     assert served.bits_per_value - plain.bits_per_value == pytest.approx((8 + 16 / 8) / 64 / 2)
+
+
+@pytest.mark.slow  # a whole model reads 1,024 tokens six times
+def test_what_conditioning_is_for_on_a_real_model(demo_path: Path) -> None:
+    """KL in nats on WikiText-2: the least and the most of each type, with compiled kernels."""
+    bounds = {
+        ("f16", SERVED): (0, 2e-3),
+        ("polarquant", SERVED): (0, 0.025),
+        ("polarquant", CODED): (0, 0.09),
+        ("polarquant:plain", SERVED): (0.03, 0.06),
+        ("polarquant:plain", CODED): (0.15, 0.25),
+    }
+    text = shared("text", "wikitext2_test_raw.txt").read_bytes().decode().replace("\r\n", "\n")
+    types, ops = cache_types("f16,polarquant,polarquant:plain"), select("cpu", 0)[0]
+    survey = Survey(str(demo_path), types, 1024, ops, lambda sentence: None, every_token_coded=True)
+    list(survey.score(survey.tokenize(text[:8192])[:1024]))
+    kl = {(row.type, row.scored_as): row.kl_mean for row in survey.quality().rows}
+    survey.close()
+    assert all(low <= kl[key] <= high for key, (low, high) in bounds.items()), kl
