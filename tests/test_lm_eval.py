@@ -1,4 +1,4 @@
-"""lm-eval asks an engine: log-likelihoods and answers, beside those of a plain forward pass, and tasks made here."""
+"""lm-eval asks an engine: log-likelihoods and answers, beside a plain forward pass, and tasks made here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_log_likelihoods_are_those_of_a_forward_pass(tiny_path: Path, model: Pol
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows(tiny_path: Path, model: PolarLM) -> None:
-    """Every token once: the first after the prefix token, those of later windows after as much as there is room for."""
+    """Every token once, after the prefix token or after as many tokens as there is room for."""
     ids = model.tok_encode(LONG)
     assert len(ids) > 2 * CONTEXT
     (found,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (LONG,)), disable_tqdm=True)
@@ -104,7 +104,7 @@ def test_requests_with_the_same_context_compute_it_once(tiny_path: Path, cache_t
 
 
 def test_a_cache_type_counts(tiny_path: Path) -> None:
-    """The continuation reads the codes of its context, so its log-likelihood is not that of full precision."""
+    """The continuation reads the codes of its context, so its log-likelihood differs from full precision."""
     found = {}
     for cache_type in ("f16", "turbo2"):
         model = PolarLM(str(tiny_path), device="cpu", cache_type=cache_type)

@@ -21,7 +21,7 @@ _EXTRAS = ("httpx", "matplotlib", "llvmlite", "starlette", "uvicorn", "prometheu
 
 
 def build(out: Path, *flags: str, checkout: Path = ROOT) -> Path:
-    """The wheel of a checkout; without --wheel, that of a source distribution, which is made first."""
+    """The wheel of a checkout; without --wheel, of a source distribution, which is made first."""
     command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(out), str(checkout)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

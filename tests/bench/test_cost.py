@@ -78,7 +78,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class FakeSpeeds:
-    """In the place of `Speeds`: two runs, and then the interruption that a test wants."""
+    """A stand-in for `Speeds`: two runs, and then the interruption that a test wants."""
 
     interrupted = False
     prompt_tokens = 64
@@ -222,7 +222,7 @@ def test_the_budget_is_kept(
 def test_texts_of_their_own_end_with_the_time(
     tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a slow model are shorter than others."""
+    """A slow model writes less."""
     clock, output, write = Clock(), text.with_name("out.html"), answers.Answers.write
     timed(monkeypatch, clock, 0.001)
 
@@ -251,7 +251,7 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
 ) -> None:
     """After so many passes of types over windows."""
     output, scored = text.with_name("out.html"), survey.scored
-    count = -2 * len(TYPES)  # of the probe
+    count = -2 * len(TYPES)  # the probe comes first
 
     def stopping(*given):
         nonlocal count

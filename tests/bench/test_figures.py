@@ -10,7 +10,7 @@ from polarlm.bench.quality.figures import error_of, figures
 
 
 def windows(kl: np.ndarray) -> list[Divergence]:
-    """Windows whose rows are those of kl (W, T)."""
+    """A window for each row of kl (W, T)."""
     return [Divergence(row, row < 1, np.exp(-row)) for row in kl]
 
 

@@ -94,21 +94,6 @@ def test_the_octahedron_by_hand(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(octopus.folded(octopus.unfolded(n)), unit, atol=1e-12)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_octopus_has_the_levels_of_its_densities(bits: int, rng: np.random.Generator) -> None:
-    """A level is the mean of its cell: of norms on a fine grid, and of the square for random directions, up to five
-    standard errors of these means."""
-    rho, radii = np.linspace(0, 1, 1_000_001), octopus.levels_of_radius(bits, D)
-    density, cells = rho**2 * (1 - rho**2) ** ((D - 5) / 2), octopus.nearest(rho, radii)
-    means = np.bincount(cells, density * rho) / np.bincount(cells, density)
-    np.testing.assert_allclose(radii, means, atol=1e-5)
-    levels, found = octopus.levels_of_square(bits + 2), octopus.unfolded(rng.normal(size=(200_000, 3))).ravel()
-    codes = octopus.nearest(found, levels)
-    for code, level in enumerate(levels):
-        cell = found[codes == code]
-        assert cell.mean() == pytest.approx(level, abs=5 * cell.std() / len(cell) ** 0.5)
-
-
 @pytest.mark.parametrize(("bits", "published"), [(2, 0.0897), (4, 0.0071)])
 def test_octopus_errs_as_published(bits: int, published: float, rng: np.random.Generator) -> None:
     """On Gaussian vectors of 128 channels, if ξ, η and ρ are each rounded alone; its encoder errs by 6 to 14 % less."""

@@ -18,7 +18,7 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.cli.flags import FlagError
 from tests.shared_data import shared
 
-WINDOWS = 2  # of the text that is scored
+WINDOWS = 2  # windows to score
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert 0 < starts[0] < starts[-1] < 100
     assert len(starts) == pytest.approx(5000, rel=0.05)
     gaps = np.diff(starts)
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # of the exponential distribution
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as in an exponential distribution
     assert poisson(50, 100, 7, np.random.default_rng(1)) == starts[:7]
 
 

