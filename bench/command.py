@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-from polarlm.engine import EngineConfig, EngineError, codecs
+from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
@@ -83,12 +82,6 @@ class CacheType:
 def model_named(weights: str | None, hf_repo: str | None) -> str | None:
     """The model of these two flags, as `model_loaders.load` takes it. Raises EngineError if both are given."""
     return settle(None, EngineConfig(weights=weights, hf_repo=hf_repo), {}).weights
-
-
-def needs_http() -> None:
-    """Raises EngineError if the HTTP client, an optional dependency, is not installed."""
-    if importlib.util.find_spec("httpx") is None:
-        raise EngineError("httpx, which sends the requests, is not installed: pip install 'polarlm[bench]' adds it")
 
 
 def at_least(least: int) -> Check:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,22 +141,8 @@ def chosen(mutations: Sequence[Mutation], number: int, seed: int) -> list[Mutati
     return in_turn[:number]
 
 
-def kills(mutation: Mutation, product: Path, suite: Path, marks: str) -> bool:
-    """Whether one of the tests in `suite` with these marks fails in a copy of `product` with the mutation."""
-
-    def change(copy: Path) -> None:
-        path = copy / mutation.file
-        text = path.read_text(encoding="utf-8")
-        after = mutation.place + len(mutation.old)
-        path.write_text(text[: mutation.place] + mutation.new + text[after:], encoding="utf-8")
-
-    return not passes(mutation.room, product, suite, marks, change)
-
-
-def passes(
-    room: str, product: Path, suite: Path, marks: str, change: Callable[[Path], None] = lambda copy: None
-) -> bool:
-    """Whether the tests of a room pass in a copy of `product`, which is changed first."""
+def passes(room: str, product: Path, suite: Path, marks: str, mutation: Mutation | None = None) -> bool:
+    """Whether the tests of a room in `suite` with these marks pass in a copy of `product`, with the mutation."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder)
         _copy(product, copy)
@@ -165,7 +151,11 @@ def passes(
         kernels = Path(".pytest_cache", "kernels")  # kernels of unchanged sources need not be compiled again
         if (product / kernels).is_dir():
             shutil.copytree(product / kernels, copy / kernels)
-        change(copy)
+        if mutation is not None:
+            path = copy / mutation.file
+            text = path.read_text(encoding="utf-8")
+            after = mutation.place + len(mutation.old)
+            path.write_text(text[: mutation.place] + mutation.new + text[after:], encoding="utf-8")
         tests = [test for test in ROOMS[room] if (copy / test).exists()]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -209,20 +199,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     picked = chosen(list(mutations(ROOT, options.rooms.split(","))), options.number, options.seed)
     rooms = list(dict.fromkeys(mutation.room for mutation in picked))
     with ThreadPoolExecutor(options.jobs) as pool:
-        for room, does in zip(
-            rooms, pool.map(lambda r: passes(r, ROOT, options.suite, _MARKS[KILLED]), rooms), strict=True
-        ):
-            if not does:
+        unchanged = pool.map(lambda room: passes(room, ROOT, options.suite, _MARKS[KILLED]), rooms)
+        for room, has_passed in zip(rooms, unchanged, strict=True):
+            if not has_passed:
                 print(f"error: The tests of {room} do not pass as they are, so they tell nothing", file=sys.stderr)
                 return 1
     outcomes = dict.fromkeys(picked, SURVIVED)
     for kind, marks in _MARKS.items():
         left = [mutation for mutation, what in outcomes.items() if what == SURVIVED]
         with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(left), unit="mutation", disable=None) as bar:
-            killed = pool.map(lambda m, marks=marks: kills(m, ROOT, options.suite, marks), left)
-            for mutation, is_killed in zip(left, killed, strict=True):
+            survives = pool.map(lambda m, marks=marks: passes(m.room, ROOT, options.suite, marks, m), left)
+            for mutation, has_survived in zip(left, survives, strict=True):
                 bar.update()
-                if is_killed:
+                if not has_survived:
                     outcomes[mutation] = kind
                 if options.output:
                     rows = [{**asdict(one), "outcome": told} for one, told in outcomes.items()]

@@ -123,7 +123,7 @@ class _Measurement:
             every_token_coded=self._options.every_token_coded,
         )
         try:
-            ids = survey.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
+            ids = survey.tokenizer.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
             if len(ids) < LEAST_TOKENS:
                 raise FlagError(TOO_SHORT.format(len(ids)))
             self._quality(survey, ids)
@@ -140,7 +140,8 @@ class _Measurement:
     def _quality(self, survey: Survey, ids: Sequence[int]) -> None:
         plan = self._plan(survey, ids)
         base = self._base
-        cut = windows(ids, plan.length, survey.bos_id) if base is None else kld_base.windows(base.ids, survey.bos_id)
+        bos_id = survey.tokenizer.bos_id
+        cut = windows(ids, plan.length, bos_id) if base is None else kld_base.windows(base.ids, bos_id)
         cut = cut[: plan.count]
         self._about |= {"window": plan.length, "planned_windows": len(cut)}
         each = plan.seconds / plan.count
@@ -203,7 +204,7 @@ class _Measurement:
 
     def _answer(self, survey: Survey, ids: Sequence[int]) -> None:
         """Let each type continue the text until its share of the time is over; until all of it is, for a few tokens."""
-        start = [] if survey.bos_id is None else [survey.bos_id]
+        start = [] if survey.tokenizer.bos_id is None else [survey.tokenizer.bos_id]
         prompt = [*start, *ids[: answers.PROMPT - len(start)]]
         most = min(answers.MOST, survey.context - len(prompt))
         if most < 1:

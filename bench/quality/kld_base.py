@@ -62,9 +62,9 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
     note(f"Loading {name}")
     survey = Survey(path, [], min(MOST, config.max_context), ops, note)
     try:
-        ids = survey.tokenize(text)
-        if survey.bos_id is not None:
-            ids = [survey.bos_id, *ids]
+        ids = survey.tokenizer.tokenize(text)
+        if survey.tokenizer.bos_id is not None:
+            ids = [survey.tokenizer.bos_id, *ids]
         if len(ids) < LEAST_TOKENS:
             raise FlagError(TOO_SHORT.format(len(ids)))
         token_seconds = survey.token_seconds(ids, clock)
@@ -103,7 +103,7 @@ def _write(file: Path, survey: Survey, vocabulary: int, ids: np.ndarray) -> np.n
     model, first = survey.reference, ids.shape[1] // 2
     logprobs = []
     with kld_file.KldWriter(file, vocabulary, ids.tolist()) as writer, counting("Writing", "window", len(ids)) as count:
-        for window in windows(ids, survey.bos_id):
+        for window in windows(ids, survey.tokenizer.bos_id):
             hidden, at = exact_states(model, window), first + 1
             for logits in logits_of(model, hidden[first:-1]):
                 writer.add(logits)

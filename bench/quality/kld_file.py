@@ -71,8 +71,7 @@ def read(path: str | Path) -> KldFile:
                     f"{vocabulary}"
                 )
             rows, words = _rows(tokens), _words(vocabulary)
-            expected = _HEAD + windows * (4 * tokens + 2 * rows * words)
-            if size != expected:
+            if size != (expected := nbytes(windows, tokens, vocabulary)):
                 raise EngineError(
                     f"{path} is damaged: it has {size:,} bytes, and {windows} windows of {tokens} tokens take "
                     f"{expected:,}; let llama-perplexity write it to its end"

@@ -109,10 +109,7 @@ def _row(model: Transformer, codes: SnapshotCodes, divergences: Sequence[Diverge
         codes.name,
         bytes=sum(one.quantized_bytes(store.block_size) for one in shapes),
         bits=bits / (shapes[0].mixer.key_dim * shapes[0].mixer.value_dim),
-        distances=[_distance(tokens, divergences) for tokens in DISTANCES],
+        distances=[
+            Distance(**vars(figures([one[:tokens] for one in divergences])), tokens=tokens) for tokens in DISTANCES
+        ],
     )
-
-
-def _distance(tokens: int, divergences: Sequence[Divergence]) -> Distance:
-    parts = [Divergence(one.kl[:tokens], one.same_top1[:tokens], one.accepted[:tokens]) for one in divergences]
-    return Distance(**vars(figures(parts)), tokens=tokens)

@@ -30,6 +30,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 _ARITHMETIC_SHARE = 0.7  # share of the free memory that weights as float32 may take
 _PROBE = 128  # tokens of the window from which the time is estimated
@@ -96,12 +97,9 @@ class Survey:
         """The model in full precision, as `states.exact_states` reads it."""
         return self._parts.model
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._parts.source.tokenizer.tokenize(text)
-
     @property
-    def bos_id(self) -> int | None:
-        return self._parts.source.tokenizer.bos_id
+    def tokenizer(self) -> Tokenizer:
+        return self._parts.source.tokenizer
 
     def score(self, ids: Sequence[int], *, keep: bool = True) -> Iterator[None]:
         """Score a window (T,); yields after full precision and after each row. keep: whether `quality` counts it."""
@@ -134,7 +132,7 @@ class Survey:
 
     def token_seconds(self, ids: Sequence[int], clock: Callable[[], float]) -> float:
         """Seconds for each token of a short window, scored with every type."""
-        probe = windows(ids[:_PROBE], _PROBE, self.bos_id)[0]
+        probe = windows(ids[:_PROBE], _PROBE, self.tokenizer.bos_id)[0]
         list(self.score(probe, keep=False))  # the first run takes longer
         started = clock()
         list(self.score(probe, keep=False))

@@ -73,24 +73,14 @@ class Plan:
     def context(self) -> int:
         """Tokens of context for prompts and generation."""
         needed = [SHORT_DEPTH + SHORT_STEPS, *self.prompts, *(depth + DEEP_STEPS for depth in self.depths)]
-        return self._whole(max(needed) + 1)
-
-    @property
-    def memory_tokens(self) -> int:
-        """Tokens before the steps for measuring memory: the longest prompt."""
-        return max(self.prompts)
+        return self.whole(max(needed) + 1)
 
     @property
     def memory_context(self) -> int:
         """Tokens of context for measuring memory: little more than are in use."""
-        return self._whole(self.memory_tokens + DEEP_STEPS + 1)
+        return self.whole(max(self.prompts) + DEEP_STEPS + 1)
 
-    @property
-    def batch_context(self) -> int:
-        """Tokens of context of the engine that takes steps of several sequences, which have a KV store of their own."""
-        return self._whole(_BATCH_DEPTH)
-
-    def _whole(self, tokens: int) -> int:
+    def whole(self, tokens: int) -> int:
         return min(-(-tokens // _WHOLE) * _WHOLE, self.max_context)
 
 
@@ -135,7 +125,7 @@ class Measurement:
                 parts.append((work, partial(self._generate, f"generation at {depth:,}", depth, DEEP_STEPS)))
         if plan.only is None:
             parts.append((runs * len(SEQUENCES) * _BATCH_STEPS * 3 * _STEP_WORK, self._measure_batches))
-            parts.append(((plan.memory_tokens + DEEP_STEPS * _STEP_WORK) * contestants, self._measure_memory))
+            parts.append(((max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants, self._measure_memory))
         if plan.only != RATES:
             engines = len({contestant.engine for contestant in self._speed.contestants})
             parts.append(((runs * engines + WITH_EMPTY_FOLDER) * _START_WORK, self._measure_starts))
@@ -230,7 +220,7 @@ class Measurement:
         settings = {"parallel": max(SEQUENCES), "kept_sequences": 0}
 
         def run(cell: Cell, number: int) -> float:
-            child = self._children.child(leader, cell.threads, self._plan.batch_context, settings)
+            child = self._children.child(leader, cell.threads, self._plan.whole(_BATCH_DEPTH), settings)
             return float(child.call("streams_rate", prompts, sequences[cell], _BATCH_STEPS))
 
         self._referee.measure("batches", [*sequences], run)
@@ -244,7 +234,7 @@ class Measurement:
     def _measure_memory(self) -> None:
         """Measure fresh processes after the longest prompt and some steps, with a cache for little more than these."""
         self._children.end_part()
-        tokens = self._plan.memory_tokens
+        tokens = max(self._plan.prompts)
         ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
         context = self._plan.memory_context
         for contestant in self._speed.contestants:

@@ -96,9 +96,9 @@ def measured(reference: dict) -> Quality:
     text = shared("text", reference["text"]).read_text(encoding="utf-8")
     path, types = str(shared("models", "stories260K")), cache_types("f16,polarquant,polarquant:plain")
     survey = Survey(path, types, reference["window"], NumpyOps(1), lambda sentence: None, every_token_coded=True)
-    ids = survey.tokenize(text)[: reference["text_ids"]]
+    ids = survey.tokenizer.tokenize(text)[: reference["text_ids"]]
     assert ids[: len(reference["first_ids"])] == reference["first_ids"]
-    cut = windows(ids, reference["window"], survey.bos_id)[:WINDOWS]
+    cut = windows(ids, reference["window"], survey.tokenizer.bos_id)[:WINDOWS]
     assert [len(window) - 1 for window in cut] == reference["counts"]
     for window in cut:
         list(survey.score(window))
@@ -148,7 +148,7 @@ def test_what_conditioning_is_for_on_a_real_model(demo_path: Path) -> None:
     text = shared("text", "wikitext2_test_raw.txt").read_bytes().decode().replace("\r\n", "\n")
     types, ops = cache_types("f16,polarquant,polarquant:plain"), select("cpu", 0)[0]
     survey = Survey(str(demo_path), types, 1024, ops, lambda sentence: None, every_token_coded=True)
-    list(survey.score(survey.tokenize(text[:8192])[:1024]))
+    list(survey.score(survey.tokenizer.tokenize(text[:8192])[:1024]))
     kl = {(row.type, row.scored_as): row.kl_mean for row in survey.quality().rows}
     survey.close()
     assert all(low <= kl[key] <= high for key, (low, high) in bounds.items()), kl
