@@ -126,13 +126,8 @@ def test_the_page_and_the_terminal_have_the_same_rows(tiny_path: Path, text: Pat
     f16, row = found["rows"]
     assert [f16["type"], row["type"]] == TYPES
     assert f16["kl_mean"] < 1e-5 < row["kl_mean"] < row["kl_99th_percentile"]
-    tables = [
-        ["cache type", "full precision", *TYPES],
-        ["cache type", *TYPES],
-        ["KL at positions", *TYPES],
-        ["same top-1 at positions", *TYPES],
-        ["cache type", *TYPES],
-    ]
+    first = [["cache type", "full precision"], ["cache type"], ["KL at positions"], ["same top-1 at positions"]]
+    tables = [[*labels, *TYPES] for labels in [*first, ["cache type"]]]
     assert [cells[0] for cells in shown.cells] == [label for table in tables for label in table]
     assert f"{row['perplexity']:.3f}" in shown.cells[3][2]
     assert shown.cells[7][1] == f"0 to {min(128, found['window'] - 1) - 1:,}"
@@ -241,13 +236,7 @@ def test_texts_of_their_own_end_with_the_time(
 @pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize(("passes", "windows", "types"), [(1, 1, ["f16"]), (3, 1, TYPES)])
 def test_what_was_measured_is_kept_when_it_is_stopped(
-    tiny_path: Path,
-    text: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys,
-    passes: int,
-    windows: int,
-    types: list[str],
+    passes: int, windows: int, types: list[str], tiny_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """After so many passes of types over windows."""
     output, scored = text.with_name("out.html"), survey.scored
@@ -272,14 +261,11 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
     assert "Traceback" not in said
 
 
-@pytest.mark.usefixtures("unrendered")
-def test_stopped_while_speed_is_measured(
-    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("unrendered", "no_speed")
+def test_stopped_while_speed_is_measured(tiny_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeSpeeds, "interrupted", True)
-    output = text.with_name("out.html")
-    assert cost.main(argv(tiny_path, text, "-o", str(output), *QUICKLY)) == 130
-    found, shown = result(output)
+    assert cost.main(argv(tiny_path, text, "-o", "out.html", *QUICKLY)) == 130
+    found, shown = result(Path("out.html"))
     assert [bool(row["speed"]) for row in found["rows"]] == [True, False]
     assert "the speed of 1 of 2 types was measured" in shown.text
 

@@ -120,25 +120,10 @@ def test_measurements_are_in_the_order_of_their_importance(
     assert parts == [limits, *attention, *model, *attention, "encoding", limits]
 
     results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert results["machine"]["gpu"]["name"] == "Fake GPU"
     assert (results["machine"]["gpu"]["driver_cuda"], results["machine"]["gpu"]["runtime_cuda"]) == ("13.2", "13.0")
-    assert [(row["cache_type"], row["batch"]) for row in results["attention"]] == [
-        (name, batch) for batch in (1, 2) for name in types.split(",")
-    ]
     assert all(0 < row["error"] < 4e-3 for row in results["attention"])
-    kinds = ("bf16", "q4_k_m")
-    assert [(row["weights"], row["batch"], row["overlapped"]) for row in results["steps"]] == [
-        *((kind, n, False) for kind in kinds for n in (1, 2)),
-        *((kind, 1, True) for kind in kinds),
-    ]
+    assert [row["overlapped"] for row in results["steps"]] == 4 * [False] + 2 * [True]
     assert "place_kv_kernel" in fake_gpu.overlapped
-    rows = 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
-    assert [(row["weights"], row["rows"]) for row in results["matrices"]] == [
-        (kind, count) for kind in reversed(kinds) for count in rows
-    ]
-    assert [row["blocks"] for row in results["encoding"]] == [3, 1]
-    assert len(results["limits"]) == 2
-    assert [row["weights"] for row in results["prefill"]] == [*kinds]
     assert not results["not_measured"]
     table = printed.out.split("Attention of one token")[1].splitlines()[2:]
     assert [cells(line)[0] for line in table[2:10]] == 2 * ["one", "two", "f16", "ring4/ring3.5"]
