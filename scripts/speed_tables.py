@@ -22,10 +22,7 @@ from polarlm.bench.speed.tables import (
 )
 from scripts.quality_tables import RESULTS, ROOT, newest
 
-DOCUMENT = ROOT / "docs" / "speed.md"
 DEMO = "SmolLM2-135M-Instruct"
-MISSING = "This version has not been measured yet; `make bench` measures it."
-MISSING_STARTS = "Starts have not been measured yet; `polarlm speed --only starts` measures them."
 
 
 def published(kind: str = "speed") -> dict[Path, Measured]:
@@ -50,14 +47,14 @@ def all_tables() -> str:
     for path, measured in everything.items():
         where = f", on {place(measured)}" if titles[_title(measured)] > 1 else ""
         parts.append(f"### {_title(measured)}{where}")
-        parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path, DOCUMENT)]
+        parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path)]
         parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
         if measured["memory"]:  # else rates alone were measured
             parts += ["Memory of the process:", memory_table(measured)]
             parts += ["Steps of several sequences together:", batches_table(measured)]
         parts.append(source(measured))
     notes = dict.fromkeys(f"{sentence}." for measured in everything.values() for sentence in measured["left_out"])
-    return "\n\n".join([*parts, *notes]) or MISSING
+    return "\n\n".join([*parts, *notes])
 
 
 def starts() -> str:
@@ -72,7 +69,7 @@ def starts() -> str:
             f"On {where}, {one['threads']['most']} threads; {peers_in_words(one)}; "
             f"medians of {runs} starts; measured on {dates} with commands such as\n`{one['command']}`.",
         ]
-    return "\n\n".join(parts) or MISSING_STARTS
+    return "\n\n".join(parts)
 
 
 def _starts_by_machine() -> dict[str, list[Measured]]:
@@ -115,10 +112,9 @@ def _restricted_to(measured: Measured) -> str | None:
     return level
 
 
-def _picture(path: Path, document: Path) -> list[str]:
+def _picture(path: Path) -> list[str]:
     picture = path.with_suffix(".png")
-    up = "../" * (len(document.relative_to(ROOT).parts) - 1)
-    link = f"![Generated tokens/s against the context]({up}{picture.relative_to(ROOT).as_posix()})"
+    link = f"![Generated tokens/s against the context](../{picture.relative_to(ROOT).as_posix()})"
     return [link] if picture.exists() else []
 
 

@@ -115,7 +115,6 @@ def test_a_server_of_its_own_is_measured(
     flags += ["--prompt-tokens", "10", "--shared-prefix", "70", "--output", str(tmp_path / "out.json")]
     assert main(["--weights", str(tiny_path), *flags]) == 0
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert {"cpu", "cores", "numpy", "blas"} <= found["machine"].keys()
     assert found["command"].startswith("python -m polarlm.bench.serving --weights ")
     assert (found["requests"], found["errors"], found["prompt_tokens"]) == (12, {}, 12 * 80)
     assert found["load"]["clients"] == 3
@@ -123,7 +122,6 @@ def test_a_server_of_its_own_is_measured(
     assert found["latencies"]["first_token_seconds"]["count"] == 12
     assert found["tokens_per_second"] * found["seconds"] == pytest.approx(12 * 9)
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("tiny")
     names = ["first token", "between two tokens", "whole answer", "until a client was free"]
     assert [line.split("|")[1].strip() for line in printed[-4:]] == names
 
