@@ -73,11 +73,8 @@ class Output:
 def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The CPU, the level that kernels are restricted to, usable cores, versions of numerical libraries, and the GPU."""
     level = os.environ.get(LEVEL_VARIABLE)
-    blas = [
-        f"{library['internal_api']} {library['version']} ({library.get('architecture', 'unknown kernels')})"
-        for library in threadpool_info()
-        if library["user_api"] == "blas"
-    ]
+    used = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    blas = [f"{one['internal_api']} {one['version']} ({one.get('architecture', 'unknown kernels')})" for one in used]
     return {
         "cpu": _cpu(),
         **({"restricted_to": level} if level else {}),
@@ -86,14 +83,9 @@ def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas": ", ".join(dict.fromkeys(blas)) or "unknown",
-        "blas_threads": blas_threads(),
+        "blas_threads": max((library["num_threads"] for library in used), default=1),
         **({"gpu": dict(gpu)} if gpu else {}),
     }
-
-
-def blas_threads() -> int:
-    """The number of threads that BLAS uses."""
-    return max((library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"), default=1)
 
 
 def duration(seconds: float) -> str:
