@@ -41,10 +41,7 @@ Clock = Callable[[], float]
 
 
 def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
-    """Measure for `options.minutes`, write the page and its JSON, and print the tables. clock: returns seconds.
-
-    Raises FlagError, LoadError or EngineError, and KeyboardInterrupt after writing what was measured.
-    """
+    """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the tables."""
     _Measurement(options, argv, clock).run()
 
 

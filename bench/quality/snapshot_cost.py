@@ -44,10 +44,7 @@ COLUMNS = {
 
 
 def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], float]) -> None:
-    """Measure for `options.minutes`, write the page and its JSON, and print the table.
-
-    Raises FlagError, LoadError or EngineError, and KeyboardInterrupt after writing what was measured.
-    """
+    """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the table."""
     started = clock()
     text = read_text(str(options.text))
     path, name = model_files(options.weights)

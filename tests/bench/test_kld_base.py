@@ -77,12 +77,12 @@ def full_precision(model: Path, base: kld_file.KldFile) -> list[np.ndarray]:
     """Logits (rows, V) of a model at the rows of each window, of a prefill in float32."""
     settings = {"cache_type": "f16", "ctx_size": TOKENS, "kept_sequences": 0}
     parts = assemble(settle(model, None, settings), None, ops=NumpyOps(1))
-    found = []
+    actual = []
     for ids in kld_base.windows(base.ids, parts.source.tokenizer.bos_id):
         hidden = exact_states(parts.model, ids)[base.first : -1]
-        found.append(np.concatenate([rows.copy() for rows in logits_of(parts.model, hidden)]))
+        actual.append(np.concatenate([rows.copy() for rows in logits_of(parts.model, hidden)]))
     parts.close()
-    return found
+    return actual
 
 
 # -- the format ------------------------------------------------------------------------------------------------------
@@ -91,12 +91,12 @@ def full_precision(model: Path, base: kld_file.KldFile) -> list[np.ndarray]:
 @given(st_numpy.arrays(np.float32, (3, 7), elements=st.floats(-40, 40, width=32)))
 def test_a_code_is_a_log_probability_to_half_a_step(logits: np.ndarray) -> None:
     """Of at most 16 nats below the largest; float32 rounds the sum of 56 by 2⁻¹⁹."""
-    found = kld_file.decode(kld_file.encode(logits), 7)
+    actual = kld_file.decode(kld_file.encode(logits), 7)
     exact = log_softmax(logits)
     most = exact.max(axis=1, keepdims=True)
     expected = np.maximum(exact, most - 16)
     step = (most - expected.min(axis=1, keepdims=True)) / 65535
-    assert (np.abs(found - expected) <= 0.51 * step + 2.0**-18).all()
+    assert (np.abs(actual - expected) <= 0.51 * step + 2.0**-18).all()
 
 
 def test_a_file_byte_by_byte(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_its_log_probabilities_are_ours(models: SimpleNamespace) -> None:
     base = kld_file.read(RECORDED / "base.kld")
     assert (base.ids.shape, base.vocabulary, base.codes.shape[1]) == ((WINDOWS, TOKENS), VOCABULARY, TOKENS // 2 - 1)
     for window, logits in enumerate(full_precision(models.base, base)):
-        found, expected = base.logprobs(window, 0, len(logits)), log_softmax(logits)
+        actual, expected = base.logprobs(window, 0, len(logits)), log_softmax(logits)
         step = np.ptp(expected, axis=1, keepdims=True) / 65535
-        assert (np.abs(found - expected) <= step / 2 + ROUNDING).all()
+        assert (np.abs(actual - expected) <= step / 2 + ROUNDING).all()
 
 
 def test_its_figures_are_ours(models: SimpleNamespace) -> None:
@@ -157,11 +157,11 @@ def test_its_figures_are_ours(models: SimpleNamespace) -> None:
     logprobs = np.concatenate([stored_logprobs(base, i, ids) for i, ids in enumerate(windows)])
     assert perplexity(logprobs) == pytest.approx(PRINTED["Mean PPL(base)"], rel=1e-5)
     assert perplexity(logprobs) == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-5)
-    found = [
+    actual = [
         compare_stored(base.logprobs(window, 0, len(logits)), logits)
         for window, logits in enumerate(full_precision(models.rounded, base))
     ]
-    kl, same = (np.concatenate([getattr(one, name) for one in found]) for name in ("kl", "same_top1"))
+    kl, same = (np.concatenate([getattr(one, name) for one in actual]) for name in ("kl", "same_top1"))
     for name, figure in (
         ("Mean    KLD", kl.mean()),
         ("Maximum KLD", kl.max()),
@@ -201,7 +201,7 @@ def test_the_file_that_is_written_is_the_one_that_it_writes(
     models: SimpleNamespace, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For the same windows: all bytes but the last bits of floats and of codes."""
-    monkeypatch.setattr(kld_base, "choose", lambda *given: budget.of_length(TOKENS, 60, 1e-3, WINDOWS))
+    monkeypatch.setattr(kld_base, "choose", lambda *arguments: budget.of_length(TOKENS, 60, 1e-3, WINDOWS))
     assert run(models.base, "text.txt", "--kld-base", "out.kld") == 0
     said = capsys.readouterr().out.split()
     assert said[:2] == ["out.kld:", "perplexity"]
@@ -209,8 +209,8 @@ def test_the_file_that_is_written_is_the_one_that_it_writes(
     ours, theirs = kld_file.read("out.kld"), kld_file.read(RECORDED / "base.kld")
     assert ours.ids.tolist() == theirs.ids.tolist()
     for window in range(WINDOWS):
-        found, expected = (one.logprobs(window, 0, one.codes.shape[1]) for one in (ours, theirs))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING + np.ptp(expected) / 65535)
+        actual, expected = (one.logprobs(window, 0, one.codes.shape[1]) for one in (ours, theirs))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=ROUNDING + np.ptp(expected) / 65535)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def test_e4m3_by_hand() -> None:
     """1 is 0 0111 000, the least number 2⁻⁹, the largest 448; beyond it saturates, halves go to even mantissas."""
     assert (E4M3[0b0111_000], E4M3[1], E4M3[-1]) == (1, 2**-9, 448)
     assert (np.diff(E4M3) > 0).all()
-    given = np.array([[1.0, -1.0, 1.0625, 1.1875, 500, 2**-10, 3 * 2**-10, 0, 1.07]], np.float32)
-    found = decoded("fp8", given[None])[0, 0]
-    assert found.tolist() == [1, -1, 1, 1.25, 448, 0, 2 * 2**-9, 0, 1.125]
+    values = np.array([[1.0, -1.0, 1.0625, 1.1875, 500, 2**-10, 3 * 2**-10, 0, 1.07]], np.float32)
+    actual = decoded("fp8", values[None])[0, 0]
+    assert actual.tolist() == [1, -1, 1, 1.25, 448, 0, 2 * 2**-9, 0, 1.125]
 
 
 def test_nvfp4_errs_by_a_sixth_of_the_largest_at_most(blocks: np.ndarray) -> None:

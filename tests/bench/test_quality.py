@@ -29,10 +29,10 @@ def test_divergence_matches_its_definition_in_every_row(rng: np.random.Generator
     exact, other = rng.normal(0, 3, (2, 150, 11)).astype(np.float32)
     p, q = (np.exp(x.astype(np.float64)) for x in (exact, other))
     p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
-    found = compare(exact, other)
-    np.testing.assert_allclose(found.kl, (p * np.log(p / q)).sum(axis=1), rtol=1e-12)
-    assert found.same_top1.tolist() == [p[t].argmax() == q[t].argmax() for t in range(150)]
-    assert 0 < found.same_top1.mean() < 1
+    actual = compare(exact, other)
+    np.testing.assert_allclose(actual.kl, (p * np.log(p / q)).sum(axis=1), rtol=1e-12)
+    assert actual.same_top1.tolist() == [p[t].argmax() == q[t].argmax() for t in range(150)]
+    assert 0 < actual.same_top1.mean() < 1
 
 
 def test_divergence_by_position_by_hand() -> None:

@@ -37,20 +37,20 @@ def windows(kl: np.ndarray) -> list[Divergence]:
 
 def test_a_draft_is_accepted_by_hand() -> None:
     """p = (1/4, 3/4), q = (1/2, 1/2): the first is accepted always, the second in two of three cases."""
-    found = compare(np.log([[1, 3]]).astype(np.float32), np.zeros((1, 2), np.float32))
-    assert found.accepted[0] == pytest.approx(1 / 4 + 3 / 4 * 2 / 3)
+    actual = compare(np.log([[1, 3]]).astype(np.float32), np.zeros((1, 2), np.float32))
+    assert actual.accepted[0] == pytest.approx(1 / 4 + 3 / 4 * 2 / 3)
 
 
 @pytest.mark.parametrize(("count", "length"), [(2, 400), (4, 300)])
 def test_figures_are_those_of_all_positions(count: int, length: int, rng: np.random.Generator) -> None:
     kl = rng.exponential(1, (count, length))
-    found = figures(windows(kl))
-    assert found.kl_mean == pytest.approx(kl.mean())
-    assert (found.kl_median, found.kl_max) == pytest.approx((np.median(kl), kl.max()))
-    assert found.same_top1 == pytest.approx((kl < 1).mean())
-    assert (found.kl_999th_percentile is None) == (kl.size < 1000)
-    assert found.errors is not None
-    assert set(found.errors) == {name for name, figure in vars(found).items() if figure is not None} - {"errors"}
+    actual = figures(windows(kl))
+    assert actual.kl_mean == pytest.approx(kl.mean())
+    assert (actual.kl_median, actual.kl_max) == pytest.approx((np.median(kl), kl.max()))
+    assert actual.same_top1 == pytest.approx((kl < 1).mean())
+    assert (actual.kl_999th_percentile is None) == (kl.size < 1000)
+    assert actual.errors is not None
+    assert set(actual.errors) == {name for name, figure in vars(actual).items() if figure is not None} - {"errors"}
 
 
 def test_the_error_of_a_mean_is_that_of_its_windows(rng: np.random.Generator) -> None:
@@ -58,9 +58,9 @@ def test_the_error_of_a_mean_is_that_of_its_windows(rng: np.random.Generator) ->
     windows σ to 11 %."""
     means = rng.normal(5, 1, 40)
     kl = means[:, None] + rng.normal(0, 0.01, (40, 500))
-    found = figures(windows(kl))
-    assert found.errors["kl_mean"] == pytest.approx(means.std() / 40**0.5, rel=0.15)
-    assert found.errors["kl_mean"] == pytest.approx(1 / 40**0.5, rel=0.4)
+    actual = figures(windows(kl))
+    assert actual.errors["kl_mean"] == pytest.approx(means.std() / 40**0.5, rel=0.15)
+    assert actual.errors["kl_mean"] == pytest.approx(1 / 40**0.5, rel=0.4)
 
 
 def test_a_single_window_has_no_error() -> None:
@@ -95,7 +95,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def test_figures_are_those_of_all_logits(tiny_path: Path, parts: Parts, label: str, coded: bool) -> None:
     model = other(parts, label)
     exact = exact_states(parts.model, IDS)
-    found = scored(parts.model, exact, model, served_states(model, IDS, every_token_coded=coded), IDS)
+    actual = scored(parts.model, exact, model, served_states(model, IDS, every_token_coded=coded), IDS)
 
     config, weights = read_model(tiny_path)
     p = softmax(prefill_logits(bare_model(config, weights, block_size=len(IDS) + 2), IDS))[:-1]
@@ -107,9 +107,9 @@ def test_figures_are_those_of_all_logits(tiny_path: Path, parts: Parts, label: s
     q, following = softmax(logits), np.array(IDS[1:])
     kl = (p * np.log(p / q)).sum(axis=1)
     assert kl.mean() > 1e-6
-    np.testing.assert_allclose(found.divergence.kl, kl, rtol=1e-3, atol=1e-9)
-    assert found.divergence.same_top1.mean() == pytest.approx((p.argmax(1) == q.argmax(1)).mean(), abs=1 / 149)
-    assert perplexity(found.logprobs) == pytest.approx(np.exp(-np.log(q[np.arange(149), following]).mean()), rel=1e-5)
+    np.testing.assert_allclose(actual.divergence.kl, kl, rtol=1e-3, atol=1e-9)
+    assert actual.divergence.same_top1.mean() == pytest.approx((p.argmax(1) == q.argmax(1)).mean(), abs=1 / 149)
+    assert perplexity(actual.logprobs) == pytest.approx(np.exp(-np.log(q[np.arange(149), following]).mean()), rel=1e-5)
     expected = np.log(p[np.arange(149), following])
     np.testing.assert_allclose(exact_logprobs(parts.model, exact, IDS), expected, atol=1e-4)
 
@@ -139,12 +139,12 @@ def test_compiled_kernels_find_what_numpy_finds(tiny_path: Path) -> None:
     native = select("cpu", 1)[0]
     assert not isinstance(native, NumpyOps)
     types = "f16", "balanced", "compact"
-    found = []
+    actual = []
     for ops in (NumpyOps(1), native):
         survey = surveyed(tiny_path, ops, *types)
-        found.append(survey.quality())
+        actual.append(survey.quality())
         survey.close()
-    plain, ours = found
+    plain, ours = actual
     assert ours.exact_perplexity == pytest.approx(plain.exact_perplexity, rel=1e-2)
     for expected, row in zip(plain.rows, ours.rows, strict=True):
         assert row.kl_mean == pytest.approx(expected.kl_mean, rel=0.3, abs=2e-5)

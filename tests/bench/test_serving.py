@@ -89,13 +89,13 @@ def test_figures_of_a_load() -> None:
         Answer(0.6, 1.0, [], 1.1, error="429 busy"),
         Answer(0.7, 1.5, [1.9], 2.0, error="cut off"),
     ]
-    found = summary(Seen(2.0, answers, 30, 12, 2))
-    assert found["errors"] == {"429 busy": 1, "cut off": 1}
-    assert (found["requests"], found["requests_per_second"], found["tokens_per_second"]) == (4, 1.0, 3.0)
-    assert found["prefix_hit_rate"] == 0.4
-    assert (found["blocks"], found["peak_blocks"], found["peak_running"]) == (30, 12, 2)
+    figures = summary(Seen(2.0, answers, 30, 12, 2))
+    assert figures["errors"] == {"429 busy": 1, "cut off": 1}
+    assert (figures["requests"], figures["requests_per_second"], figures["tokens_per_second"]) == (4, 1.0, 3.0)
+    assert figures["prefix_hit_rate"] == 0.4
+    assert (figures["blocks"], figures["peak_blocks"], figures["peak_running"]) == (30, 12, 2)
     waits = {
-        name: (of["count"], of["percentiles"][0], of["percentiles"][100]) for name, of in found["latencies"].items()
+        name: (of["count"], of["percentiles"][0], of["percentiles"][100]) for name, of in figures["latencies"].items()
     }
     assert waits["first_token_seconds"] == pytest.approx((2, 0.1, 0.5))
     assert waits["between_tokens_seconds"] == pytest.approx((4, 0.1, 0.3))
@@ -114,13 +114,13 @@ def test_a_server_of_its_own_is_measured(
     flags = ["--clients", "3", "--rate", "40", "--seconds", "30", "--requests", "12", "--max-tokens", "9"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "70", "--output", str(tmp_path / "out.json")]
     assert main(["--weights", str(tiny_path), *flags]) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert found["command"].startswith("python -m polarlm.bench.serving --weights ")
-    assert (found["requests"], found["errors"], found["prompt_tokens"]) == (12, {}, 12 * 80)
-    assert found["load"]["clients"] == 3
-    assert 0 < found["prefix_hit_rate"] < 1
-    assert found["latencies"]["first_token_seconds"]["count"] == 12
-    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(12 * 9)
+    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert figures["command"].startswith("python -m polarlm.bench.serving --weights ")
+    assert (figures["requests"], figures["errors"], figures["prompt_tokens"]) == (12, {}, 12 * 80)
+    assert figures["load"]["clients"] == 3
+    assert 0 < figures["prefix_hit_rate"] < 1
+    assert figures["latencies"]["first_token_seconds"]["count"] == 12
+    assert figures["tokens_per_second"] * figures["seconds"] == pytest.approx(12 * 9)
     printed = capsys.readouterr().out.splitlines()
     names = ["first token", "between two tokens", "whole answer", "until a client was free"]
     assert [line.split("|")[1].strip() for line in printed[-4:]] == names
@@ -143,8 +143,8 @@ def test_results_are_kept_when_the_command_is_stopped(
     flags = ["--clients", "1", "--rate", "40", "--seconds", "30", "--requests", "5", "--max-tokens", "3"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "10", "--output", str(tmp_path / "out.json")]
     assert main(["--weights", str(tiny_path), *flags]) == 130
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert (found["requests"], found["complete"]) == (2, False)
+    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert (figures["requests"], figures["complete"]) == (2, False)
     printed = capsys.readouterr()
     assert "| first token " in printed.out
     assert "Requests arrive for 30 s" in printed.err

@@ -154,7 +154,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> type[Local]:
     """Contestants in this process: ours are real, the peer is missing."""
 
     class Missing:
-        def __init__(self, *given: object) -> None:
+        def __init__(self, *arguments: object) -> None:
             raise NoPeer("not installed")
 
     monkeypatch.setattr(contestants, "Child", Local)
