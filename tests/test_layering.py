@@ -220,11 +220,11 @@ PURE: dict[str, set[str]] = {
 
 def modules(folder: str) -> dict[str, Path]:
     """Dotted name → file, for every Python file of a top-level folder."""
-    found = {}
+    files = {}
     for path in (ROOT / folder).rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
 
 
 ALL = {name: path for floor in FLOORS if (ROOT / floor).is_dir() for name, path in modules(floor).items()}
@@ -233,7 +233,7 @@ ALL = {name: path for floor in FLOORS if (ROOT / floor).is_dir() for name, path 
 @cache
 def imports(path: Path) -> set[str]:
     """Dotted names of modules that a file imports anywhere in it, of this project without `polarlm.`."""
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = {alias.name for alias in node.names}
@@ -244,10 +244,10 @@ def imports(path: Path) -> set[str]:
             continue
         for name in names:
             assert name.split(".")[0] not in SHORT, f"{path} imports {name} by its short name"
-            own = name.removeprefix("polarlm.")
-            module, _, last = own.rpartition(".")
-            found.add(own if own in ALL or isinstance(node, ast.Import) or not last else module)
-    return found
+            short = name.removeprefix("polarlm.")
+            module, _, last = short.rpartition(".")
+            imported.add(short if short in ALL or isinstance(node, ast.Import) or not last else module)
+    return imported
 
 
 def within(name: str, room: str) -> bool:

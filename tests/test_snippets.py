@@ -73,8 +73,8 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(page, text[: at.start()].count("\n") + 2, at[1], at[2]) for at in found]
+    fences = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: at.start()].count("\n") + 2, at[1], at[2]) for at in fences]
 
 
 def runs(page: Path) -> bool:
@@ -166,13 +166,13 @@ def _run(command: str, expected: str, folder: Path) -> None:
 @cache
 def _programs() -> set[str]:
     """Programs that not every machine has, and this one does. Only OpenBSD's nc has the flag that the page gives it."""
-    found = {name for name in ("curl", "make", "nc") if shutil.which(name)}
+    programs = {name for name in ("curl", "make", "nc") if shutil.which(name)}
     if (
-        "nc" in found
+        "nc" in programs
         and "OpenBSD" not in subprocess.run(["nc", "-h"], capture_output=True, text=True, timeout=60).stderr
     ):
-        found.remove("nc")
-    return found
+        programs.remove("nc")
+    return programs
 
 
 def _shape(value: Any) -> Any:
