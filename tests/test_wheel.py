@@ -152,11 +152,12 @@ def test_measurements_run_and_go_to_the_current_folder(installed: Installed, tin
     (tmp_path / "text.txt").write_text("the rain in the north and the other inn on the hill\n" * 9, encoding="utf-8")
     words = ["text.txt", "--model", str(tiny_path), "--types", "f16,balanced", "--device", "cpu", "--minutes", "0.1"]
     assert "| balanced " in installed.run(tmp_path, "polarlm", "quality", *words)
-    flags = ["--types", "f16", "--peer-types", "none", "--prompt", "16", "--depth", "32", "--repeat", "1"]
-    installed.run(tmp_path, "python", "-m", "polarlm.bench.speed", *flags, "-m", str(tiny_path))
     (page,) = tmp_path.glob("quality-*.html")
     assert {file.suffix for file in tmp_path.iterdir()} == {".txt", ".html", ".json"}
     assert "What a cache type costs" in page.read_text(encoding="utf-8")
+    flags = ["--types", "f16", "--peer-types", "none", "--prompt", "16", "--depth", "32", "--repeat", "1"]
+    installed.run(tmp_path, "python", "-m", "polarlm.bench.speed", *flags, "-m", str(tiny_path))
+    assert list(tmp_path.glob("speed-*.json"))
 
 
 def test_a_users_own_modules_are_theirs(installed: Installed, tmp_path: Path) -> None:
