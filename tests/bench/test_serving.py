@@ -121,9 +121,7 @@ def test_a_server_of_its_own_is_measured(
     assert 0 < figures["prefix_hit_rate"] < 1
     assert figures["latencies"]["first_token_seconds"]["count"] == 12
     assert figures["tokens_per_second"] * figures["seconds"] == pytest.approx(12 * 9)
-    printed = capsys.readouterr().out.splitlines()
-    names = ["first token", "between two tokens", "whole answer", "until a client was free"]
-    assert [line.split("|")[1].strip() for line in printed[-4:]] == names
+    assert "| until a client was free " in capsys.readouterr().out
 
 
 @pytest.mark.slow
