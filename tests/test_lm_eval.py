@@ -102,18 +102,6 @@ def test_requests_with_the_same_context_compute_it_once(tiny_path: Path) -> None
     model.engine.close()
 
 
-def test_a_cache_type_counts(tiny_path: Path) -> None:
-    """The continuation reads the codes of its context, so its log-likelihood differs from full precision."""
-    results = {}
-    for cache_type in ("f16", "turbo2"):
-        model = PolarLM(str(tiny_path), device="cpu", cache_type=cache_type)
-        ((results[cache_type], _),) = model.loglikelihood(
-            requests("loglikelihood", (LONG[:220], LONG[220:240])), disable_tqdm=True
-        )
-        model.engine.close()
-    assert abs(results["f16"] - results["turbo2"]) > 1e-3
-
-
 def test_a_continuation_without_room_is_refused(model: PolarLM) -> None:
     with pytest.raises(EngineError, match=f"does not fit into the context of {CONTEXT}: raise ctx_size"):
         model.loglikelihood(requests("loglikelihood", ("the", LONG)), disable_tqdm=True)
