@@ -76,7 +76,6 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
-    """Serve several models by name, each in a process of its own."""
     models = _need("models.app")
     place = None if config.models is None else Path(config.models).expanduser()
     registry = models.Registry(common, place, config.hub_models, config.pin)
@@ -88,7 +87,6 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
 
 
 def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
-    """Serve one model in this process."""
     serving = _need("serving")
     with ExitStack() as bound:
         http = bound.enter_context(tcp_socket(config.host, config.port))

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from polarlm.engine.sampling.detokenizer import overlap
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
-from polarlm.server.answers.arguments import Arguments, JsonArguments, QuotedArguments
+from polarlm.server.answers.arguments import JsonArguments, QuotedArguments
 from polarlm.server.answers.pieces import CallStart, Piece
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -26,8 +26,6 @@ def new_id() -> str:
 
 
 class AnswerParser:
-    """Parses one answer."""
-
     def __init__(
         self,
         format: CallFormat | None = None,
@@ -50,7 +48,7 @@ class AnswerParser:
         self._clean = True  # whether all of the answer so far is white space
         self._name = ""
         self._id = ""
-        self._reader: Arguments = JsonArguments()
+        self._reader: JsonArguments | QuotedArguments = JsonArguments()
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call
 
@@ -63,11 +61,8 @@ class AnswerParser:
         return parts
 
     def finish(self, *, cut: bool = False, next: str = "") -> list[Piece]:
-        """The remaining parts at the end of the answer. The beginning of a call, up to its name, is dropped.
-
-        cut: whether the model did not end the answer itself; what may begin a call then counts as one. next: the stop
-        string that the answer would have continued with.
-        """
+        """The remaining parts, without a call that has no whole name. cut: whether the model did not end the answer;
+        what may begin a call then counts as a call. next: the stop string that the answer would have continued with."""
         held, self._held = self._held, ""
         if self._state == self._reasoning:
             return self._thought(held.rstrip())

@@ -7,17 +7,10 @@ on). The JSON text does not depend on how the text is cut into chunks.
 from __future__ import annotations
 
 import json
-from typing import Protocol
 
 from polarlm.engine.sampling.detokenizer import overlap
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}  # as templates in Python's language may write them
-
-
-class Arguments(Protocol):
-    """A reader of one call's arguments, which begin with a brace."""
-
-    def push(self, text: str) -> tuple[str, str | None]: ...
 
 
 class JsonArguments:
@@ -84,7 +77,6 @@ class QuotedArguments:
         return said, None
 
     def _structure(self) -> str:
-        """Read a character outside of strings."""
         character, self._held = self._held[0], self._held[1:]
         if character not in (",{}[]:" if self._names else ",{}[]"):
             self._word += character

@@ -1,7 +1,5 @@
-"""The stream of an answer inside the server: pieces of text, reasoning and tool calls.
-
-Every API writes pieces, or the whole answer that they fold into, in its own shapes.
-"""
+"""The stream of an answer: pieces, or the whole answer that they fold into, which every API writes in its own
+shapes."""
 
 from __future__ import annotations
 
@@ -13,8 +11,6 @@ from polarlm.engine import TokenLogprob, Usage
 
 @dataclass(frozen=True)
 class CallStart:
-    """The beginning of a tool call."""
-
     index: int  # among the calls of its answer
     id: str
     name: str
@@ -59,8 +55,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer."""
-
     text: str
     reasoning: str
     calls: tuple[Call, ...]
@@ -74,7 +68,6 @@ class Answer:
 
 
 def fold(pieces: Iterable[Piece]) -> Answer:
-    """The answer that consists of `pieces`."""
     given = list(pieces)
     last = given[-1]
     assert last.finish_reason is not None

@@ -26,11 +26,8 @@ _NAME = r"/[^\s:,{}\[\]<>\"]+/"  # name of a field that the schema does not list
 
 
 def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool, escaped: str) -> list[str]:
-    """The rules that arguments of all functions use.
-
-    literal: the form of a text in a rule. is_control: whether the quote is a control token. escaped: the quote in a
-    regular expression.
-    """
+    """The rules of all functions. literal: writes a text in a rule. is_control: whether the quote is a control token.
+    escaped: the quote in a regular expression."""
     if is_control:
         strings = [f"string: {literal(quote)} INSIDE {literal(quote)}", "INSIDE: /(?s:.*)/"]
     else:
@@ -45,8 +42,6 @@ def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool,
 
 
 class QuotedRules:
-    """The rules of one function's arguments."""
-
     def __init__(self, name: str, quote: str, literal: Callable[[str], str], *, strict: bool) -> None:
         self._name, self._quote, self._literal, self._strict = name, quote, literal, strict
         self._lines: list[str] = []
@@ -58,7 +53,6 @@ class QuotedRules:
         return [f"{self._name}: {self._value(schema)}", *self._lines]
 
     def _rule(self, expression: str) -> str:
-        """The name of a new rule."""
         name = f"{self._name}_{len(self._lines)}"
         self._lines.append(f"{name}: {expression}")
         return name

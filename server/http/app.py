@@ -27,11 +27,10 @@ from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, ErrorShapes
 from polarlm.server.http.generation import Generation
 from polarlm.server.http.guard import Guard
-from polarlm.server.http.openai.chat import OpenAI
+from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import Completions
 from polarlm.server.http.openai.embeddings import Embeddings
 from polarlm.server.http.openai.rerank import Rerank
-from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.http.page import page
 from polarlm.server.http.plain.blocks import Blocks
 from polarlm.server.http.plain.mcp_tools import McpTools
@@ -40,7 +39,7 @@ from polarlm.server.http.plain.sessions import Sessions
 from polarlm.server.http.plain.stats import asked_tokens, stats
 from polarlm.server.http.plain.tokens import Tokens
 from polarlm.server.http.warnings import HEADER
-from polarlm.server.mcp.servers import McpServers
+from polarlm.server.mcp.session import McpServers
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.refused import Refused
@@ -50,13 +49,10 @@ _NO_ENDS = {"first_id": None, "last_id": None}
 
 
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
-    """The ASGI application over `driver`: OpenAI's endpoints, the dialects, sessions, tokens, status and the page.
-
-    servers: the MCP servers that the page may use.
-    """
+    """The ASGI application over `driver`. servers: the MCP servers that the page may use."""
     front = _OneModel(driver, config)
     routes = [
-        *with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
+        *with_and_without_v1("/chat/completions", Generation(driver, ChatCompletions()).serve, methods=["POST"]),
         *with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
         *Embeddings(driver).routes(),
         *Rerank(driver).routes(),
@@ -124,7 +120,6 @@ class Front(ABC):
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
-        """One model. Raises ApiError or Refused."""
         return JSONResponse(self._entry(request, *self.find(request.path_params["name"])))
 
     def _entry(self, request: Request, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +171,6 @@ class _OneModel(Front):
 
 
 def error_shapes() -> ErrorShapes:
-    """The shapes of errors at the paths of every API."""
     return ErrorShapes({first: dialect.error_body for dialect in dialects() for first in dialect.PATHS})
 
 

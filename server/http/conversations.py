@@ -23,10 +23,8 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 
 class Conversations:
-    """Three endpoints. Without a key, only browsers on this machine may use them.
-
-    The server checks ids and shapes only. The page checks a conversation that it receives as it checks imported files.
-    """
+    """Three endpoints. Without a key, only browsers on this machine may use them. The server checks ids and shapes
+    only: the page checks a conversation that it receives as it checks imported files."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config

@@ -62,7 +62,6 @@ def _capabilities(model: Model) -> list[str]:
 
 
 def _parameters(weights: WeightSource) -> int:
-    """The number of parameters in a model's matrices."""
     shapes = map(weights.shape, weights.names())
     return sum(prod(shape) for shape in shapes if len(shape) > 1)
 

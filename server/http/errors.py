@@ -72,7 +72,6 @@ class ApiError(Exception):
 
 
 def _type(status: int) -> str:
-    """OpenAI's name for errors with this status."""
     if status >= 500:
         return "server_error"
     return "rate_limit_error" if status == 429 else "invalid_request_error"
@@ -104,21 +103,17 @@ ErrorBody = Callable[[ApiError], dict[str, Any]]
 
 
 class ErrorShapes:
-    """The shape of errors for each path."""
-
     def __init__(self, bodies: Mapping[str, ErrorBody] | None = None) -> None:
         """bodies: first part of a path, such as "/api" → shape of errors; other paths have OpenAI's."""
         self._bodies = bodies or {}
 
     def body(self, path: str, error: ApiError) -> dict[str, Any]:
-        """The body of the response with an error to a request for `path`."""
         for first, body in self._bodies.items():
             if path == first or path.startswith(f"{first}/"):
                 return body(error)
         return error.body()
 
     def response(self, path: str, error: ApiError) -> Response:
-        """The response with an error to a request for `path`."""
         return JSONResponse(self.body(path, error), error.status, error.headers)
 
     async def handle(self, request: Request, error: Exception) -> Response:

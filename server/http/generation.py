@@ -40,7 +40,6 @@ class About:
 
 
 def about(driver: Driver) -> About:
-    """What endpoints may know of the server with this driver."""
     engine, config = driver.engine, driver.config
     return About(engine.model, config.parse_special, not config.hide_cached_tokens, engine.context)
 
@@ -93,7 +92,6 @@ class Generation:
         return await self.respond(request, await read_body(request, self._driver.config.max_body))
 
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        """The response to a request whose body has been read."""
         asked, writer = self._endpoint.read(body, self._about)
         options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
         asked = replace(asked, options=options)

@@ -25,7 +25,6 @@ _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 
 
 def is_here(client: Address | None) -> bool:
-    """Whether a client is on this machine."""
     try:
         return client is not None and ipaddress.ip_address(client.host).is_loopback
     except ValueError:

@@ -211,10 +211,8 @@ class EventStream(Response):
 
 
 async def send_soon(send: Send, data: bytes, last: bool = False) -> None:
-    """Send a piece of the body. Raises ClientDisconnect if the client reads nothing for too long.
-
-    A timer cancels the current task, which must be one of `while_there`: that saves a task for each piece.
-    """
+    """Send a piece of the body. Raises ClientDisconnect if the client reads nothing for too long. A timer cancels the
+    current task, which must be one of `while_there`: that saves a task for each piece."""
     task, late = asyncio.current_task(), False
     assert task is not None
 

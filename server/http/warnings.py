@@ -1,7 +1,4 @@
-"""Warnings about a request, in a header of the response and in the log.
-
-An unknown field has no effect. Its name may be misspelt, so the warning suggests the most similar known name.
-"""
+"""Warnings about a request, in a header of the response and in the log: unknown fields, which may be misspelt."""
 
 from __future__ import annotations
 

@@ -37,10 +37,7 @@ class McpServer:
 
 
 def read_mcp_file(path: str) -> list[McpServer]:
-    """The servers in a file as Claude Desktop and Cursor have them. Raises EngineError.
-
-    Those that are `disabled` are left out. Keys that only other programs know are ignored.
-    """
+    """The servers in a file as Claude Desktop and Cursor have them, but for `disabled` ones. Raises EngineError."""
     try:
         value = json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The session with one MCP server: opened when it is first needed, and again after it has ended."""
+"""The sessions with MCP servers: each is opened when it is first needed, and again after it has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from polarlm.children import Child, python
-from polarlm.server.mcp.file import McpServer
+from polarlm.server.config import ServerConfig
+from polarlm.server.mcp.file import McpServer, read_mcp_file
 from polarlm.server.reading.tools import read_tools
 from polarlm.server.reading.values import BadRequest
 
@@ -33,6 +34,19 @@ class Tool:
     name: str
     function: dict[str, Any]
     trouble: str | None
+
+
+class McpServers:
+    """A session for each server of the file; whoever makes it closes it, in the same event loop."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises EngineError if the file is wrong. Without --mcp-config there are none."""
+        servers = [] if config.mcp_config is None else read_mcp_file(config.mcp_config)
+        most = config.max_body // 4  # a conversation has others, too, and is sent as a whole
+        self.sessions = {server.name: Session(server, most) for server in servers}
+
+    async def close(self) -> None:
+        await asyncio.gather(*(session.close() for session in self.sessions.values()))
 
 
 class Session:
@@ -82,7 +96,6 @@ class Session:
         return {"text": said["text"], "is_error": said["is_error"]}
 
     async def close(self) -> None:
-        """End the session, and the server's process."""
         if self._child is None or self._ended is None:
             return
         self._child.close()

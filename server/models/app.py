@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import EngineError
-from polarlm.model_loaders import LoadError
+from polarlm.model_loaders import LoadError, hub
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
@@ -23,10 +24,10 @@ from polarlm.server.http.described import OLLAMA
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
-from polarlm.server.mcp.servers import McpServers
+from polarlm.server.mcp.session import McpServers
 from polarlm.server.models.lists import Lists
+from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.proxy import Proxy
-from polarlm.server.models.pulling import AT_ONCE, hub_name, pulled
 from polarlm.server.models.registry import Registry, listed
 from polarlm.server.models.served import READY, Served
 from polarlm.server.models.supervisor import Supervisor
@@ -47,6 +48,10 @@ POSTED = (
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
     *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}"),
 )
+_HOSTS = ("https://", "hf.co/", "huggingface.co/", hub.PREFIX)
+_TOLD_SECONDS = 0.5  # between two lines of progress
+_PULLS_AT_ONCE = 2  # models that are downloaded for clients; others wait
+
 ASKED = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions")
 
 
@@ -91,13 +96,11 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
 
 
 class _SeveralModels(Front):
-    """The endpoints that no model's process answers."""
-
     def __init__(self, supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> None:
         super().__init__(config)
         self._supervisor, self._proxy = supervisor, proxy
         self._lists = Lists(supervisor)
-        self._pulls = asyncio.Semaphore(AT_ONCE)
+        self._pulls = asyncio.Semaphore(_PULLS_AT_ONCE)
 
     # -- OpenAI's, Anthropic's and llama-server's --------------------------------------------------------------
 
@@ -140,11 +143,9 @@ class _SeveralModels(Front):
     # -- Ollama's ----------------------------------------------------------------------------------------------
 
     async def tags(self, _request: Request) -> Response:
-        """GET /api/tags: the models."""
         return JSONResponse({"models": [await self._lists.ollama(one) for one in self._supervisor.all()]})
 
     async def running(self, _request: Request) -> Response:
-        """GET /api/ps: the models that are in memory."""
         return JSONResponse({"models": await self._lists.ollama_loaded()})
 
     async def show(self, request: Request) -> Response:
@@ -181,9 +182,9 @@ class _SeveralModels(Front):
             return
         if not self._config.allow_pull:
             raise ApiError(501, "This server pulls no models: start it with --allow-pull", "not_supported", "model")
-        name = hub_name(asked)
+        name = _hub_name(asked)
         try:
-            async with aclosing(pulled(registry, name, self._pulls)) as lines:
+            async with aclosing(_progress(registry, name, self._pulls)) as lines:
                 async for line in lines:
                     yield line
         except (EngineError, Refused) as error:
@@ -214,3 +215,43 @@ class _SeveralModels(Front):
 async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:
     async with aclosing(lines):
         return [line async for line in lines]
+
+
+def _hub_name(asked: str) -> hub.HubName:
+    """The model that a client names, as user/repo:QUANT or hf.co/user/repo:QUANT. Raises ApiError."""
+    for host in _HOSTS:
+        asked = asked.removeprefix(host)
+    try:
+        return hub.parse(asked.removesuffix(":latest"))
+    except LoadError as error:
+        raise ApiError(400, str(error), "invalid_request", "model") from None
+
+
+async def _progress(
+    registry: Registry, name: hub.HubName, free: asyncio.Semaphore
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield lines of Ollama's progress while the model is downloaded; then it is in the registry. free: waits while too
+    many are. Closing the generator ends the download, which a later one continues. Raises EngineError or Refused."""
+    yield {"status": "pulling manifest"}
+    async with free, aclosing(_downloaded(registry, name)) as lines:
+        async for line in lines:
+            yield line
+
+
+async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[dict[str, Any], None]:
+    process = ModelProcess(registry.on_hub(str(name)), None, lambda code: None)
+    fetching = asyncio.create_task(process.fetched())
+    try:
+        while not fetching.done():
+            await asyncio.wait([fetching], timeout=_TOLD_SECONDS)
+            if process.fetching is not None:
+                done, total = process.fetching
+                yield {"status": f"pulling {name}", "digest": str(name), "total": total, "completed": done}
+        path = fetching.result()
+        if path.is_file() and name.quantization is None:  # the next start takes the same file
+            name = replace(name, quantization=hub.quantization_of(path.name))
+        registry.add(registry.on_hub(str(name)))
+        yield {"status": "success"}
+    finally:
+        fetching.cancel()
+        await asyncio.gather(fetching, process.end_at_once(), return_exceptions=True)

@@ -42,7 +42,6 @@ class Lists:
         return await asyncio.to_thread(self._entry, served.model)
 
     async def ollama_loaded(self) -> list[dict[str, Any]]:
-        """The entries of /api/ps."""
         entries = []
         for one in self._supervisor.all():
             if one.state in (READY, STOPPING):
@@ -90,10 +89,6 @@ class Lists:
 
 
 _NO_DETAILS = {
-    "parent_model": "",
-    "format": "",
-    "family": "",
+    **dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), ""),
     "families": [],
-    "parameter_size": "",
-    "quantization_level": "",
 }

@@ -23,6 +23,10 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel
 from polarlm.server.running.refused import Refused
 
+_PASSED_ON = (  # settings of a child's server that are its parent's
+    *("max_body", "max_connections", "max_queue", "max_tokens", "max_sessions_size", "request_seconds"),
+    *("parse_special", "hide_cached_tokens", "log_prompts"),
+)
 _OWNER = "model"  # the file with the name of the model whose sessions are in a folder
 _END_SECONDS = 40.0  # for a process to end in order: it lets its answers end for 30
 _KILLED_SECONDS = 5.0  # for a killed process to be gone; one that waits for a disk that hangs outlives SIGKILL
@@ -34,10 +38,8 @@ class ModelProcess:
     """A running process. Its methods belong to one event loop."""
 
     def __init__(self, model: NamedModel, config: ServerConfig | None, ended: Callable[[int], object]) -> None:
-        """Start the process of a model. config: the parent's settings; None for a process that only fetches the model.
-
-        ended: is called with the exit code.
-        """
+        """Start it. config: of the parent; None for a process that only fetches the model. ended: called with the exit
+        code."""
         self.name = model.name
         self.key = secrets.token_urlsafe()  # that its HTTP server asks for
         self.port = 0
@@ -85,7 +87,6 @@ class ModelProcess:
         await asyncio.wait([self._code], timeout=_KILLED_SECONDS)
 
     async def ended(self) -> int:
-        """The exit code, once the process has ended."""
         return await asyncio.shield(self._code)
 
     def _hear(self, said: dict[str, Any]) -> None:
@@ -108,10 +109,8 @@ class ModelProcess:
         return said
 
     async def _said_next(self) -> dict[str, Any] | None:
-        """What the process says next; None when it has ended. Raises Refused if it does not work towards that.
-
-        A slow disk or line shows in what the process has read, a long computation in its time.
-        """
+        """What the process says next; None when it has ended. Raises Refused if it shows no work: a slow disk or line
+        shows in what it has read, a long computation in its time."""
         said = asyncio.ensure_future(self._said.get())
         signs, since = self._signs(), time.monotonic()
         try:
@@ -142,27 +141,13 @@ class ModelProcess:
 def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
     """The settings of a child's server: the parent's limits of requests, and an address and a key of its own."""
     folder = None if config.sessions is None else str(_sessions_of(Path(config.sessions).expanduser(), name))
-    return replace(
-        ServerConfig(),
-        api_key=key,
-        max_body=config.max_body,
-        max_connections=config.max_connections,
-        max_queue=config.max_queue,
-        max_tokens=config.max_tokens,
-        request_seconds=config.request_seconds,
-        sessions=folder,
-        max_sessions_size=config.max_sessions_size,
-        parse_special=config.parse_special,
-        hide_cached_tokens=config.hide_cached_tokens,
-        log_prompts=config.log_prompts,
-    )
+    passed_on = {name: getattr(config, name) for name in _PASSED_ON}
+    return replace(ServerConfig(), api_key=key, sessions=folder, **passed_on)
 
 
 def _sessions_of(folder: Path, name: str) -> Path:
-    """The folder of a model's sessions. A file in it has the model's name.
-
-    Names such as a.b and a_b, or, on some disks, A and a, would share a folder: the second model gets another one.
-    """
+    """The folder of a model's sessions. A file in it has the model's name: names such as a.b and a_b, or, on some
+    disks, A and a, would share a folder, and the second model gets another."""
     folder_name = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
     folder_name += "_" * files.is_device(folder_name)
     with suppress(OSError):  # the process says what is wrong with the folder

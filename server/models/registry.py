@@ -32,8 +32,6 @@ _KEYS = ("path", "hf", "aliases", "pinned", "idle-unload")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that can be started."""
-
     name: str
     config: EngineConfig  # settled
     aliases: tuple[str, ...] = ()
@@ -116,7 +114,6 @@ def _named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
 
 
 def listed(models: Sequence[NamedModel], most: int = 20) -> str:
-    """The names of models in a sentence."""
     names = [model.name for model in models]
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest if names else "none"

@@ -24,13 +24,6 @@ STOPPING, FAILED = "stopping", "failed"
 
 
 @dataclass(eq=False)
-class Place:
-    """A request that waits for its model."""
-
-    granted: bool = False
-
-
-@dataclass(eq=False)
 class Served:
     """A model and its process. `state` is one of the six above."""
 
@@ -43,7 +36,7 @@ class Served:
     active: int = 0  # requests that the process has
     used: float = field(default_factory=time.monotonic)  # when a request last began or ended
     keep: float | None = None  # seconds without requests until it is unloaded; None: as long as there is room
-    waiting: list[Place] = field(default_factory=list)
+    waiting: list[asyncio.Event] = field(default_factory=list)  # an event for each request, set once it is admitted
     free: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request or the process ends
     loading: asyncio.Task[None] | None = None  # it waits for `stopping` first
     stopping: asyncio.Task[None] | None = None
@@ -52,10 +45,6 @@ class Served:
     def is_loading(self) -> bool:
         """Whether it is loaded, or will be once the process before has ended."""
         return self.loading is not None and not self.loading.done()
-
-    @property
-    def is_idle(self) -> bool:
-        return self.state == READY and self.active == 0
 
     @property
     def expires(self) -> datetime | None:

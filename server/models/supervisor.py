@@ -21,7 +21,6 @@ from polarlm.server.models.served import (
     STOPPING,
     UNLOADED,
     WAITING,
-    Place,
     Served,
     ended,
     without_folder,
@@ -54,7 +53,6 @@ class Supervisor:
     # -- which models there are --------------------------------------------------------------------------------
 
     def all(self) -> list[Served]:
-        """Every model, in the registry's order."""
         return [self._of(model) for model in self.registry.models()]
 
     def find(self, name: str) -> Served:
@@ -79,35 +77,31 @@ class Supervisor:
     # -- asking for one ----------------------------------------------------------------------------------------
 
     async def ready(self, served: Served) -> None:
-        """Return when the model takes requests; load it if need be. Raises EngineError or Refused.
-
-        The model then has one request more, until `using` or `release` ends it.
-        """
+        """Return when the model takes requests; load it if need be. Raises EngineError or Refused. The model then has
+        one request more, until `using` or `release` ends it."""
         if self.closing:
             raise refused.closing()
         if served.state == READY:
             served.active += 1
             return
-        place, loading = Place(), self.begin(served)
-        served.waiting.append(place)
+        admitted, loading = asyncio.Event(), self.begin(served)
+        served.waiting.append(admitted)
         try:
             await asyncio.wait([loading])  # which goes on if this client leaves
             if loading.cancelled():
                 raise refused.closing() if self.closing else _given_up(served)
             loading.result()
         except BaseException:  # the error of loading, or the client has gone
-            if place.granted:
+            if admitted.is_set():
                 self.release(served)
-            elif place in served.waiting:
-                served.waiting.remove(place)
+            elif admitted in served.waiting:
+                served.waiting.remove(admitted)
             raise
 
     @contextmanager
     def using(self, served: Served, keep: float | None) -> Iterator[ModelProcess]:
-        """A context in which the process has the request that `ready` admitted. keep: as `Served.keep`, afterwards.
-
-        Raises Refused if the process has ended since then.
-        """
+        """The process, with the request that `ready` admitted. keep: as `Served.keep`, afterwards. Raises Refused if it
+        has ended."""
         try:
             if served.process is None or served.state not in (READY, STOPPING):
                 sentence = f"The process of {served.model.name} has ended: send the request again, which starts it"
@@ -195,8 +189,8 @@ class Supervisor:
             served.error = without_folder(error, served.model.path)
             raise served.error from None
         served.state = READY
-        for place in served.waiting:  # they come before a model that needs the memory
-            place.granted = True
+        for admitted in served.waiting:  # they come before a model that needs the memory
+            admitted.set()
         served.active += len(served.waiting)
         served.waiting.clear()
         served.keep = self.usual_keep(served)
@@ -267,12 +261,11 @@ class Supervisor:
         return 60 * minutes if minutes else None
 
     async def _sweep(self) -> None:
-        """Unload idle models whose time is up."""
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             for one in self._served.values():
                 late = one.keep is not None and time.monotonic() >= one.used + one.keep
-                if one.is_idle and late and not one.model.pinned:
+                if one.state == READY and not one.active and late and not one.model.pinned:
                     self.unload(one)
 
 

@@ -70,12 +70,8 @@ def _schema(field: str, value: Any) -> dict[str, Any]:
     return {"schema": value}
 
 
-def _grammar(field: str, value: Any) -> dict[str, Any]:
-    return {"grammar": value} if text(field, value) else {}
-
-
-def _regex(field: str, value: Any) -> dict[str, Any]:
-    return {"regex": value} if text(field, value) else {}
+def _text_of(name: str) -> Callable[[str, Any], dict[str, Any]]:
+    return lambda field, value: {name: value} if text(field, value) else {}
 
 
 def _choice(field: str, value: Any) -> dict[str, Any]:
@@ -101,18 +97,18 @@ def _structured(field: str, value: Any) -> dict[str, Any]:
 _STRUCTURED: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
     "json": _schema,
     "json_object": lambda field, value: {"schema": _JSON_OBJECT},
-    "regex": _regex,
+    "regex": _text_of("regex"),
     "choice": _choice,
-    "grammar": _grammar,
+    "grammar": _text_of("grammar"),
 }
 
 _FIELDS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
     "response_format": _response_format,
     "json_schema": _schema,
-    "grammar": _grammar,
+    "grammar": _text_of("grammar"),
     "guided_json": _schema,
-    "guided_regex": _regex,
+    "guided_regex": _text_of("regex"),
     "guided_choice": _choice,
-    "guided_grammar": _grammar,
+    "guided_grammar": _text_of("grammar"),
     "structured_outputs": _structured,
 }

@@ -42,10 +42,8 @@ class Rule:
 
 
 def given(body: Body) -> dict[str, Any]:
-    """The fields of a body that ask for something.
-
-    Typed clients send every field that they know. What is null or empty asks for nothing, nor do neutral values.
-    """
+    """The fields that ask for something, which null, empty and neutral values do not: typed clients send all that they
+    know."""
     body = {name: value for name, value in body.items() if value is not None}
     return {name: value for name, value in body.items() if not _is_neutral(name, value, body)}
 

@@ -34,10 +34,8 @@ Message = dict[str, Any]
 
 
 def read_messages(given: Any, told: list[tuple[str, str]]) -> list[Message]:
-    """The messages in an array of messages and items. Raises BadRequest.
-
-    What is left out or put otherwise is added to `told`: the field, and a sentence for each kind.
-    """
+    """The messages in an array of messages and items. told: gets the field, and a sentence for each kind of thing that
+    is left out or put otherwise. Raises BadRequest."""
     if not isinstance(given, list) or not given:
         raise wrong("messages", "an array with at least one message", given)
     reader, question = _Reader(), _question(given)
@@ -64,8 +62,6 @@ def _question(given: list[Any]) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call that waits for its result."""
-
     id: str
     name: str
     has_id: bool  # whether the client gave it one
@@ -74,8 +70,6 @@ class _Call:
 
 
 class _Reader:
-    """Reads messages one after the other."""
-
     def __init__(self) -> None:
         self._rows: list[tuple[Message, list[Message | None]]] = []  # messages, and the results of their calls
         self._open: list[_Call] = []
@@ -89,7 +83,6 @@ class _Reader:
         self._roles: dict[str, None] = {}  # that no API has
 
     def messages(self) -> list[Message]:
-        """What has been read."""
         return [one for message, results in self._rows for one in (message, *results) if one is not None]
 
     def warnings(self) -> list[str]:
@@ -278,7 +271,6 @@ def _with_images(given: Mapping[str, Any]) -> Any:
 
 
 def _calls(at: str, given: Mapping[str, Any]) -> Iterator[Message]:
-    """The calls of an assistant's message. Raises BadRequest."""
     calls, call = given.get("tool_calls"), given.get("function_call")
     if call and isinstance(call, dict):  # OpenAI's, before there were tools
         yield _call(f"{at}.function_call", call, call.get("arguments"), "arguments")
@@ -295,7 +287,6 @@ def _calls(at: str, given: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def _call(at: str, given: Mapping[str, Any], arguments: Any, member: str) -> Message:
-    """A call with the name and the id in `given`."""
     return {
         "id": _text(given.get("id")),
         "type": "function",

@@ -1,7 +1,5 @@
-"""Reads a request from JSON into an engine's prompt, options and sampling parameters.
-
-`server.reading.fields` lists how every field that other servers define is treated here.
-"""
+"""Reads a request from JSON into an engine's prompt, options and sampling parameters; fields.py says how every field is
+treated."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ MAX_ANSWERS = 16  # n
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request that has been read and validated."""
-
     prompt: Prompt  # in messages, "role" and "content" are text
     options: PromptOptions
     params: SamplingParams
@@ -45,7 +41,6 @@ class ParsedRequest:
         return self.n * (1 + len(self.more_prompts))
 
     def each(self) -> list[ParsedRequest]:
-        """A request for each prompt."""
         return [replace(self, prompt=prompt, more_prompts=()) for prompt in (self.prompt, *self.more_prompts)]
 
 

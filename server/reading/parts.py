@@ -35,10 +35,8 @@ class Losses:
 
 
 def said(part: Any, losses: Losses) -> str:
-    """The text of a part: its own, or its type and the texts in it, a line each.
-
-    A note takes the place of an image, a sound, a video or a file; what else has no text is "".
-    """
+    """The text of a part: its own, or its type and the texts in it, a line each; a note for an image, a sound, a video
+    or a file; "" for what else has no text."""
     if isinstance(part, str):
         return part
     kind, part = kind_of(part), part if isinstance(part, dict) else {}

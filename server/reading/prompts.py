@@ -41,10 +41,8 @@ def one_given(body: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
-    """The options of a prompt. Raises BadRequest.
-
-    parse_special: the default of whether names of control tokens in a raw prompt become these tokens.
-    """
+    """The options of a prompt. parse_special: whether control tokens' names in a raw prompt become tokens by
+    default."""
     cache_prompt, salt = body.get("cache_prompt"), body.get("cache_salt")
     special = body.get("parse_special")
     return PromptOptions(
@@ -57,10 +55,7 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
 
 
 def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> dict[str, Any]:
-    """The options of an embedding: `dimensions`, `prompt_name`, and `truncate` with its default `truncates`.
-
-    Raises BadRequest.
-    """
+    """`dimensions`, `prompt_name`, and `truncate`, whose default is `truncates`, of an embedding. Raises BadRequest."""
     dimensions, truncate, name = body.get("dimensions"), body.get("truncate"), body.get("prompt_name")
     return {
         "prompt_name": None if name is None else text("prompt_name", name),
@@ -70,10 +65,8 @@ def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> 
 
 
 def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
-    """Whether the answer continues with the last message, which is the assistant's. Raises BadRequest.
-
-    As at llama-server, it does unless the request says otherwise, by either of two fields of vLLM's.
-    """
+    """Whether the answer continues the last message, the assistant's. As at llama-server, it does unless one of two
+    fields of vLLM's says otherwise. Raises BadRequest."""
     asks = {
         name: flag(name, body[name]) is wanted
         for name, wanted in (("continue_final_message", True), ("add_generation_prompt", False))
@@ -113,7 +106,6 @@ def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
 
 
 def _reasoning(effort: str) -> dict[str, Any]:
-    """The template's variables that say whether the model reasons before it answers, and with which effort."""
     if len(effort) > _LONGEST_EFFORT:
         raise BadRequest("reasoning_effort", f"reasoning_effort must have at most {_LONGEST_EFFORT} characters")
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
@@ -129,10 +121,8 @@ def read_salt(value: Any) -> str:
 
 
 def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
-    """One prompt, or an array of 1 to `most`: strings, arrays of ids and strings, and {"prompt_string": string}.
-
-    An array that contains a token id is one prompt. Raises BadRequest.
-    """
+    """One prompt, or an array of 1 to `most`: strings, arrays of ids and strings, and {"prompt_string": string}. An
+    array that contains a token id is one prompt. Raises BadRequest."""
     if not isinstance(value, list) or any(_is_id(part) for part in value):
         return [_raw_prompt(field, value)]
     if not value:
@@ -147,7 +137,6 @@ def _is_id(value: Any) -> bool:
 
 
 def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
-    """The prompt in a string, an object with a string, or an array of token ids and strings. Raises BadRequest."""
     if isinstance(value, dict):
         if value.get("multimodal_data"):
             raise BadRequest(f"{field}.multimodal_data", f"{field}.multimodal_data: this server takes text alone")

@@ -28,10 +28,8 @@ class BadRequest(Exception):
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """The JSON object in `data`. Raises BadRequest for anything else.
-
-    Half of a character, which programs leave that cut texts in UTF-16, becomes U+FFFD: it has no UTF-8 form.
-    """
+    """The JSON object in `data`. Half of a character, which programs leave that cut texts in UTF-16, becomes U+FFFD: it
+    has no UTF-8 form. Raises BadRequest."""
     try:
         # Some shells write a byte order mark. NaN and Infinity are accepted here: `number` refuses them by name.
         written = data.decode("utf-8-sig")

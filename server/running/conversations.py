@@ -112,7 +112,6 @@ class ConversationStore:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors of SQLite as EngineError."""
         try:
             yield
         except sqlite3.Error as error:

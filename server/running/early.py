@@ -20,10 +20,8 @@ _ANSWER = (
 
 
 class EarlyClients:
-    """Accepts connections at a listening socket in a thread, until `hand_over`. A context manager.
-
-    Health probes are answered with 503 at once. Every other connection is kept, with what its client has sent.
-    """
+    """A context that accepts connections in a thread, until `hand_over`. Health probes are answered with 503 at once;
+    all other connections are kept, with what their clients have sent."""
 
     def __init__(self, bound: socket.socket) -> None:
         self._bound, self._kept = bound, list[socket.socket]()

@@ -25,10 +25,7 @@ class ListenError(Exception):
 
 
 def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A listening socket bound to `host`, by IPv4 if it has both. Raises ListenError. flag: the flag of `port`.
-
-    Clients that connect wait until the connection is accepted.
-    """
+    """A listening socket bound to `host`, by IPv4 if it has both. flag: the flag of `port`. Raises ListenError."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -50,10 +47,8 @@ def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 @contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """Yields a listening socket at `path` that only its owner can open; its file is removed at the end.
-
-    A socket file without a listener is replaced. Raises ListenError.
-    """
+    """Yields a listening socket at `path` that only its owner can open, and removes its file at the end. A socket file
+    without a listener is replaced. Raises ListenError."""
     if not hasattr(socket, "AF_UNIX"):
         raise ListenError("--unix: this system's Python has no Unix sockets; use --socket-port")
     _remove_unused(path)
@@ -109,10 +104,7 @@ def is_local(bound: socket.socket) -> bool:
 
 
 def allow_open_files(connections: int) -> str | None:
-    """Raise the limit of open files for so many connections; return a warning if the system refuses.
-
-    The soft limit, usually 1024 files, can be raised up to the hard limit.
-    """
+    """Raise the soft limit of open files, usually 1024; return a warning if the system refuses."""
     try:
         import resource
     except ImportError:  # a system without such limits
@@ -135,10 +127,8 @@ def allow_open_files(connections: int) -> str | None:
 
 
 def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]:
-    """An event loop's exception handler that logs at most once a second that a connection could not be accepted.
-
-    The loop itself would log a traceback for each waiting connection, at every attempt.
-    """
+    """A loop's exception handler that logs once a second at most that connections cannot be accepted: the loop itself
+    would log a traceback for each of them, at every attempt."""
     last = -1.0
 
     def handle(loop: AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One client of the socket: lines of JSON in both directions, several requests at a time."""
+"""The socket: lines of JSON over TCP or a Unix socket, as docs/socket-protocol.md describes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,7 +21,7 @@ from polarlm.server.reading.prompts import read_prompt, read_salt
 from polarlm.server.reading.values import BadRequest, read_json
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.listening import notice_lost_peers
+from polarlm.server.running.listening import BACKLOG, notice_lost_peers
 from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, Refused, busy
 from polarlm.server.running.sessions import read_name, read_saved
 from polarlm.server.socket.messages import Id, error_of, last_of, likelihood, read_id
@@ -30,6 +31,7 @@ MOST_PENDING = 1 << 20  # bytes, and one more message, that are kept for a clien
 KEY_SECONDS = 10.0  # time for a client to send the key
 IDLE_SECONDS = 1800.0  # how long a client may have no request
 PROBE_SECONDS = 0.25
+LAST_SECONDS = 5.0  # time for clients to read their last messages
 
 _LOG = logging.getLogger(__name__)
 Work = Callable[[], Awaitable[dict[str, Any]]]
@@ -294,3 +296,28 @@ class Connection(asyncio.Protocol):
         except asyncio.TimeoutError:
             self._transport.abort()
             await self.lost.wait()
+
+
+class SocketServer:
+    """Serves the clients of one listening socket; see `server.running.listening`."""
+
+    def __init__(self, driver: Driver, bound: socket.socket) -> None:
+        self._driver = driver
+        self._bound = bound
+        self._connections: set[Connection] = set()
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        unix = self._bound.family == getattr(socket, "AF_UNIX", None)
+        create = loop.create_unix_server if unix else loop.create_server
+        self._server = await create(
+            lambda: Connection(self._driver, self._connections), sock=self._bound, backlog=BACKLOG
+        )
+
+    def refuse(self) -> None:
+        self._server.close()
+
+    async def close(self) -> None:
+        """Close all connections after their last messages are sent. The driver must have been drained."""
+        self.refuse()
+        await asyncio.gather(*(connection.close(LAST_SECONDS) for connection in list(self._connections)))

@@ -15,7 +15,6 @@ Id = str | int
 
 
 def read_id(message: dict[str, Any]) -> Id:
-    """The id of a request. Raises BadRequest."""
     value = message.get("id")
     if isinstance(value, str) and len(value) <= _MOST_ID and value.isprintable():
         return value
@@ -35,7 +34,6 @@ def likelihood(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
 
 
 def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
-    """The last message of an answer, from its last chunk."""
     usage = chunk.usage
     assert usage is not None
     counts: dict[str, Any] = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
@@ -50,7 +48,6 @@ def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
 
 
 def error_of(error: Exception) -> dict[str, Any]:
-    """The message that reports an error."""
     message = in_flags(error) if isinstance(error, EngineError) else str(error)
     fields: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": message}
     for name in ("field", "retry_after"):

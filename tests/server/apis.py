@@ -15,9 +15,8 @@ import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
 from polarlm.server.http.dialects import _llama_answers, anthropic, ollama, responses
-from polarlm.server.http.openai.chat import OpenAI
+from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import Completions
-from polarlm.server.http.openai.shapes import CHAT
 from tests.server.http_server import Serving
 from tests.tiny import forget
 
@@ -354,7 +353,7 @@ def completion_events(parts: list[Any]) -> Reply:
 
 APIS = {
     "chat": API(
-        "/v1/chat/completions", OpenAI(CHAT), write_chat, chat_piece, chat_pieces, back_to_chat, calls_tools=True
+        "/v1/chat/completions", ChatCompletions(), write_chat, chat_piece, chat_pieces, back_to_chat, calls_tools=True
     ),
     "messages": API(
         "/v1/messages",

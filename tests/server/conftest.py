@@ -14,11 +14,11 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
-from polarlm.server.http import streams, uvicorn_connection
+from polarlm.server.http import streams, uvicorn_server
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket, unix_socket
 from polarlm.server.socket import connection
-from polarlm.server.socket.socket_server import SocketServer
+from polarlm.server.socket.connection import SocketServer
 from tests import call_templates
 from tests.server.fill_model import with_fills
 from tests.server.http_server import Serving, join, serving
@@ -36,7 +36,7 @@ def nobody_is_in_a_hurry() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "SILENT_SECONDS", 3600.0)
         patch.setattr(connection, "KEY_SECONDS", 3600.0)
-        patch.setattr(uvicorn_connection, "HEAD_SECONDS", 3600.0)
+        patch.setattr(uvicorn_server, "HEAD_SECONDS", 3600.0)
         yield
 
 

@@ -19,7 +19,7 @@ import uvicorn.server
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
-from polarlm.server.mcp.servers import McpServers
+from polarlm.server.mcp.session import McpServers
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket
 from polarlm.server.running.sessions import SessionFolder

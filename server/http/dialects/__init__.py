@@ -14,30 +14,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol, cast
-
-from starlette.routing import Route
-
-from polarlm.server.http.errors import ApiError
-from polarlm.server.running.driver import Driver
-
-
-class Dialect(Protocol):
-    """A module of this folder."""
-
-    PATHS: Sequence[str]
-
-    def routes(self, driver: Driver) -> list[Route]:
-        """The endpoints."""
-
-    def error_body(self, error: ApiError) -> dict[str, Any]:
-        """The body of the response with an error."""
+from typing import Any
 
 
 @lru_cache(maxsize=1)
-def dialects() -> tuple[Dialect, ...]:
-    """All dialects, in the order of their names."""
+def dialects() -> tuple[Any, ...]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
-    return tuple(cast(Dialect, importlib.import_module(f"{__name__}.{name}")) for name in names)
+    return tuple(importlib.import_module(f"{__name__}.{name}") for name in names)

@@ -27,15 +27,12 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The body of the response with an error."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.told("anthropic")}}
 
 
 @dataclass
 class MessageWriter(Writer):
-    """Makes the JSON objects of one response."""
-
     model: str
     tells_cached: bool  # whether the usage has the number of cached tokens
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
@@ -43,7 +40,6 @@ class MessageWriter(Writer):
     _open: str = ""  # the type of the current block
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
         (answer,) = answers
         content: list[dict[str, Any]] = []
         if answer.reasoning:
@@ -80,11 +76,9 @@ class MessageWriter(Writer):
             yield {"type": "message_delta", "delta": end, "usage": self._usage(piece.usage)}
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """The event that ends the stream."""
         yield {"type": "message_stop"}
 
     def failure(self, error: ApiError) -> Event:
-        """The last event of a stream that an error ends."""
         return error_body(error)
 
     def _begin(self, kind: str, empty: Mapping[str, Any]) -> Iterator[Event]:
@@ -101,7 +95,6 @@ class MessageWriter(Writer):
         return {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
 
     def _stop(self) -> Iterator[Event]:
-        """The event that ends the current block, if there is one."""
         if self._open:
             yield {"type": "content_block_stop", "index": self._blocks - 1}
         self._open = ""
@@ -121,7 +114,6 @@ class MessageWriter(Writer):
 
 
 def _end(reason: str, stopped_by: str | None) -> dict[str, Any]:
-    """The fields that say why the message ends."""
     stop = "stop_sequence" if stopped_by is not None else _STOP_REASONS[reason]
     return {"stop_reason": stop, "stop_sequence": stopped_by}
 
@@ -132,10 +124,8 @@ _SCALAR = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?|true|false|null")
 
 
 def begun(text: str) -> dict[str, Any]:
-    """The JSON object that `text` begins, with only the members and values that are complete.
-
-    Anthropic's own clients read a call that is cut off in a stream this way.
-    """
+    """The JSON object that `text` begins, with only the members and values that are complete: Anthropic's clients read
+    a call that is cut off in a stream in this way."""
     at = end = 0
     closers = rest = ""  # brackets that close what is open, at `at` and at `end`
     sign = ""  # the last part, if it is : or ,

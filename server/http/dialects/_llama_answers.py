@@ -15,7 +15,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import About, Endpoint, Writer
-from polarlm.server.http.openai.completions import PromptText, read_raw
+from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.shapes import prompt_progress
 from polarlm.server.http.streams import Event
 from polarlm.server.reading.fields import FIELDS, given
@@ -35,7 +35,6 @@ _INFILLED = ("input_prefix", "input_suffix", "prompt")
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The body of the response with an error."""
     kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     if error.code == TOO_LONG:
         kind = "exceed_context_size_error"
@@ -47,7 +46,6 @@ class Completion(Endpoint):
     """POST /completion"""
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
-        """The request. Raises BadRequest."""
         body = given(body)
         own = _own_fields(body)
         asked = read_raw(body, about)
@@ -60,7 +58,6 @@ class Infilling(Endpoint):
     known = (*FIELDS, *_INFILLED, "input_extra")
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
-        """The request. Raises BadRequest."""
         body = given(body)
         own = _own_fields(body)
         texts = {name: text(name, body.get(name, "")) for name in _INFILLED}
@@ -100,8 +97,6 @@ def _writer(asked: ParsedRequest, about: About, own: dict[str, bool], *, several
 
 @dataclass(frozen=True)
 class CompletionWriter(Writer):
-    """Makes the JSON objects of one response."""
-
     about: About
     asked: ParsedRequest
     several: bool  # whether the body of a response that is not streamed is an array
@@ -112,7 +107,6 @@ class CompletionWriter(Writer):
     _counts: dict[int, int] = field(default_factory=dict)  # answer → number of tokens so far
 
     def whole(self, answers: Sequence[Answer]) -> Any:
-        """The body of a response that is not streamed."""
         written = [
             self._end(index, answer, answer.text, answer.token_ids if self.returns_tokens else (), answer.logprobs)
             for index, answer in enumerate(answers)
@@ -120,7 +114,6 @@ class CompletionWriter(Writer):
         return written if self.several else written[0]
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece of answer `index`."""
         now = time.monotonic()
         if piece.token_ids:
             self._first.setdefault(index, now)
@@ -155,7 +148,6 @@ class CompletionWriter(Writer):
         }
 
     def failure(self, error: ApiError) -> Event:
-        """The last event of a stream that an error ends."""
         return error_body(error)
 
     def _end(
@@ -176,7 +168,7 @@ class CompletionWriter(Writer):
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": generation_settings(self.about.model, one.params, self.about.context),
-            "prompt": str(PromptText(one.prompt, self.about.model.tokenizer)),
+            "prompt": text_of(one.prompt, self.about.model.tokenizer),
             "truncated": last.finish_reason == "length" and is_full,
             "stop_type": "limit" if last.finish_reason == "length" else "word" if word else "eos",
             "stopping_word": word,
@@ -189,7 +181,6 @@ class CompletionWriter(Writer):
 
 
 def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
-    """Counts, milliseconds and rates of prompt and answer."""
     read = usage.prompt_tokens - (usage.cached_tokens if tells_cached else 0)
     drafts = {"draft_n": usage.drafted_tokens, "draft_n_accepted": usage.accepted_tokens}
     return {

@@ -17,14 +17,11 @@ from polarlm.server.http.streams import Event
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The body of the response with an error."""
     return {"error": error.told("ollama")}
 
 
 @dataclass
 class LinesWriter(Writer):
-    """Makes the JSON objects of one response."""
-
     model: str
     content: Callable[[dict[str, Any]], dict[str, Any]]
     logprobs: ChatLogprobs | None
@@ -33,7 +30,6 @@ class LinesWriter(Writer):
     _calls: int = 0
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
         (answer,) = answers
         content: dict[str, Any] = {"content": answer.text}
         if answer.reasoning:
@@ -64,7 +60,6 @@ class LinesWriter(Writer):
             yield self._object({"content": ""}, Piece()) | self._end(piece)
 
     def failure(self, error: ApiError) -> Event:
-        """The last line of a stream that an error ends."""
         return error_body(error)
 
     def _written(self, call: Call | None) -> list[dict[str, Any]]:
@@ -98,7 +93,6 @@ class LinesWriter(Writer):
 
 
 def head(model: str) -> dict[str, Any]:
-    """The fields at the beginning of every object."""
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
     return {"model": model, "created_at": now}
 

@@ -32,7 +32,6 @@ class _Item:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def written(self, status: str) -> dict[str, Any]:
-        """The item as a JSON object."""
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             assert self.call is not None
@@ -52,8 +51,6 @@ class _Item:
 
 @dataclass
 class ResponseWriter(Writer):
-    """Makes the JSON objects of one response."""
-
     model: str
     tells_cached: bool  # whether the usage has the number of cached tokens
     repeated: Mapping[str, Any]  # fields of the request that a response repeats
@@ -110,7 +107,6 @@ class ResponseWriter(Writer):
             yield self._event(f"response.{status}", response=self._response(status, piece.usage))
 
     def failure(self, error: ApiError) -> Event:
-        """The last event of a stream that an error ends."""
         code = TOO_LONG if error.code == TOO_LONG else "server_error"
         failed = {"error": {"code": code, "message": error.told("openai")}}
         return self._event("response.failed", response=self._response("failed") | failed)
@@ -134,7 +130,6 @@ class ResponseWriter(Writer):
         yield self._of_item(f"response.{name}.delta", delta=delta, **more)
 
     def _end(self, status: str) -> Iterator[Event]:
-        """The events that end the current item."""
         item = self._open
         if item is None:
             return
@@ -156,7 +151,6 @@ class ResponseWriter(Writer):
         return {"output_index": len(self._output)}
 
     def _of_item(self, name: str, /, **fields: Any) -> Event:
-        """An event of the current item."""
         assert self._open is not None
         return self._event(name, item_id=self._open.id, **self._place(), **fields)
 

@@ -70,5 +70,4 @@ def read_choice(value: Any) -> dict[str, Any]:
 
 
 def _function(at: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The function of a choice, in our own names. Raises BadRequest."""
     return {"type": "function", "function": {"name": named_function(at, given)}}

@@ -49,7 +49,6 @@ _BILLING = "x-anthropic-billing-header:"  # begins a block that is for Anthropic
 
 
 def routes(driver: Driver) -> list[Route]:
-    """The endpoints."""
     return [
         Route("/v1/messages", Generation(driver, Messages()).serve, methods=["POST"]),
         Route("/v1/messages/count_tokens", Counting(driver, Messages()).serve, methods=["POST"]),
@@ -63,13 +62,11 @@ class Messages(Endpoint):
     known = _KNOWN
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, MessageWriter]:
-        """The request. Raises BadRequest."""
         asked = read_own(_own(body), _NAMES, about)
         return asked, MessageWriter(about.model.name, about.tells_cached)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body in our own names. Raises BadRequest."""
     body = given(body)
     refuse(body, _REFUSED)
     own = {name: body[name] for name in _SAME_NAMES if name in body}
@@ -153,7 +150,6 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The constraint of the answer, in our own names."""
     wanted = members("output_config", body.get("output_config", {})).get("format")
     if not wanted:
         return {}

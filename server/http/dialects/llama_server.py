@@ -15,8 +15,7 @@ from polarlm.server.http.bodies import read_body
 from polarlm.server.http.dialects._llama_answers import Completion, Infilling, error_body, generation_settings
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import Counting, Generation
-from polarlm.server.http.openai.chat import OpenAI
-from polarlm.server.http.openai.shapes import CHAT
+from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.streams import while_there
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.parameters import ParsedRequest, read
@@ -28,9 +27,8 @@ PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora
 
 
 def routes(driver: Driver) -> list[Route]:
-    """The endpoints."""
     server = _Server(driver)
-    counting = Counting(driver, OpenAI(CHAT), {"object": "response.input_tokens"})
+    counting = Counting(driver, ChatCompletions(), {"object": "response.input_tokens"})
     return [
         Route("/completion", Generation(driver, Completion()).serve, methods=["POST"]),
         Route("/infill", Generation(driver, Infilling()).serve, methods=["POST"]),

@@ -12,17 +12,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.engine import Embedding
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.model_loaders.forks import cached_property
 from polarlm.server.http.bodies import read_body
+from polarlm.server.http.described import OLLAMA, listed, shown
 from polarlm.server.http.dialects._ollama_answers import LinesWriter, error_body, head, nanoseconds
-from polarlm.server.http.dialects._ollama_model import ModelFacts
 from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
+from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation
-from polarlm.server.http.openai.embeddings import MOST_INPUTS
+from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import LINES, while_there
+from polarlm.server.http.streams import LINES
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.parameters import ParsedRequest
@@ -63,12 +64,12 @@ _KNOWN = {
     *("stream", "options", "format", "think", "logprobs", "top_logprobs", *_SAME_NAMES),
     *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
+_NEVER = "9999-12-31T23:59:59Z"  # the time at which the model is unloaded
 _EFFORTS = ("low", "medium", "high")
 
 
 def routes(driver: Driver) -> list[Route]:
-    """The endpoints."""
-    facts = ModelFacts(driver)
+    facts = _Facts(driver)
     return [
         Route("/api/chat", _Served(driver, CHAT).serve, methods=["POST"]),
         Route("/api/generate", _Served(driver, GENERATE).serve, methods=["POST"]),
@@ -92,14 +93,12 @@ class Generating(Endpoint):
     known = _KNOWN
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
-        """The request. Raises BadRequest."""
         body = given(body)
         asked = read_own(self.own(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
         logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
         return asked, LinesWriter(about.model.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields, including unknown `options`."""
         options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")
         return super().warnings(body) + options
 
@@ -112,7 +111,6 @@ class _Served:
     endpoint: Generating
 
     async def serve(self, request: Request) -> Response:
-        """The response. Raises what `Generation.respond` does."""
         body = await read_body(request, self.driver.config.max_body)
         if all(is_empty(body.get(name)) for name in ("messages", "prompt", "suffix", "images")):
             text("model", body.get("model") or "")
@@ -128,40 +126,78 @@ class _Embedded:
     driver: Driver
 
     async def serve(self, request: Request) -> Response:
-        """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
         since = time.monotonic()
         body = await read_body(request, self.driver.config.max_body)
-        found = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
+        vectors, tokens = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
         counts = {
             "model": self.driver.engine.model.name,
             "total_duration": nanoseconds(time.monotonic() - since),
             "load_duration": 0,
-            "prompt_eval_count": sum(count for _, count in found),
+            "prompt_eval_count": tokens,
         }
-        vectors = ",".join(vector for vector, _ in found)
-        return Response(f'{json.dumps(counts)[:-1]},"embeddings":[{vectors}]}}', media_type="application/json")
+        content = f'{json.dumps(counts)[:-1]},"embeddings":[{",".join(vectors)}]}}'
+        return Response(content, media_type="application/json")
 
     async def serve_older(self, request: Request) -> Response:
         """POST /api/embeddings: {"prompt"} → {"embedding"}, which is [] for an empty text. Raises as `serve` does."""
         body = await read_body(request, self.driver.config.max_body)
         prompt = text("prompt", body.get("prompt") or "")
-        found = await self._embed(request, body, [prompt] if prompt else [])
-        return Response(f'{{"embedding":{found[0][0] if found else "[]"}}}', media_type="application/json")
+        vectors, _ = await self._embed(request, body, [prompt] if prompt else [])
+        return Response(f'{{"embedding":{vectors[0] if vectors else "[]"}}}', media_type="application/json")
 
     async def _embed(
         self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt]
-    ) -> Sequence[tuple[str, int]]:
-        """(JSON of the vector, tokens of the text) for each prompt."""
+    ) -> tuple[list[str], int]:
         text("model", body.get("model") or "")
         isolated = {name: body.get(name) for name in _SAME_NAMES}
         options = read_options(isolated, parse_special=self.driver.config.parse_special)
         options = self.driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(given(body), truncates=True))
+        return await vectors_of(request, self.driver, prompts, options)
 
-        def written(found: Embedding) -> tuple[str, int]:
-            return json.dumps(found.vector.tolist(), separators=(",", ":")), found.usage.prompt_tokens
 
-        return await while_there(request.receive, self.driver.embed(prompts, options, written))
+class _Facts:
+    """Endpoints about the one model of this server, whatever name a request gives."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def tags(self, _request: Request) -> Response:
+        """GET /api/tags: the models."""
+        return JSONResponse({"models": [self._entry]})
+
+    async def running(self, _request: Request) -> Response:
+        """GET /api/ps: the models that are in memory."""
+        on_gpu = (await self._driver.status()).threads is None
+        size = self._entry["size"] if on_gpu else 0
+        loaded = {"expires_at": _NEVER, "size_vram": size, "context_length": self._driver.engine.context}
+        return JSONResponse({"models": [self._entry | loaded]})
+
+    async def show(self, request: Request) -> Response:
+        """POST /api/show: the model's template and shape. Raises ApiError or BadRequest."""
+        body = await read_body(request, self._driver.config.max_body)
+        text("model", body.get("model") or body.get("name") or "")
+        engine = self._driver.engine
+        return JSONResponse(shown(engine.model, engine.context, self._entry))
+
+    async def pull(self, request: Request) -> Response:
+        """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""
+        body = await read_body(request, self._driver.config.max_body)
+        name, own = text("model", body.get("model") or body.get("name") or ""), self._driver.engine.model.name
+        if name.removesuffix(":latest") != own:
+            raise ApiError(501, f"This server pulls no models: it has {own} alone", "not_supported", "model")
+        stream = flag("stream", True if body.get("stream") is None else body["stream"])
+        done = {"status": "success"}
+        return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
+
+    async def version(self, _request: Request) -> Response:
+        """GET /api/version: the version of Ollama whose API this is; clients compare it with the one they need."""
+        return JSONResponse({"version": OLLAMA})
+
+    @cached_property
+    def _entry(self) -> dict[str, Any]:
+        model = self._driver.engine.model
+        return listed(model.name, model.config, model.weights, model.dtype, model.path.is_dir())
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +230,6 @@ def _thinking(value: Any) -> dict[str, Any]:
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The messages and the tools of /api/chat."""
     tools = items("tools", body.get("tools", []))
     return {"messages": located("messages", body.get("messages"))} | ({"tools": tools} if tools else {})
 

@@ -66,7 +66,6 @@ _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
 def routes(driver: Driver) -> list[Route]:
-    """The endpoints."""
     serve = _Generation(driver, Responses()).serve
     count = Counting(driver, Responses(), {"object": "response.input_tokens"}).serve
     return [
@@ -76,7 +75,6 @@ def routes(driver: Driver) -> list[Route]:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The body of the response with an error."""
     return error.body()
 
 
@@ -87,7 +85,6 @@ class Responses(Endpoint):
     known = _KNOWN
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
-        """The request. Raises BadRequest."""
         body = given(body)
         own = _own(body)
         tools = read_response_tools(body.get("tools", []))
@@ -109,7 +106,6 @@ class Responses(Endpoint):
         return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs, tools)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields."""
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
         return cut + super().warnings(body)
 
@@ -119,7 +115,6 @@ class _Generation(Generation):
     with a shorter one, takes an error's status for the end."""
 
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        """The response. Raises what `Generation.respond` does."""
         try:
             return await super().respond(request, body)
         except EngineError as error:
@@ -131,7 +126,6 @@ class _Generation(Generation):
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body in our own names. Raises BadRequest."""
     refuse(body, _REFUSED)
     if body.get("truncation", "auto") not in _TRUNCATIONS:
         raise wrong("truncation", " or ".join(_TRUNCATIONS), body["truncation"])
@@ -151,7 +145,6 @@ def _included(value: Any) -> list[Any]:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation. Raises BadRequest."""
     first: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
         first.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
@@ -164,7 +157,6 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _choice(own: Any, tools: ResponseTools) -> Any:
-    """The `tool_choice` of a response."""
     if isinstance(own, str):
         return own
     if (allowed := own.get("allowed_tools")) is not None:

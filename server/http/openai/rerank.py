@@ -10,15 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.engine import Chunk
-from polarlm.engine.outputs import embedding
+from polarlm.engine import Embedding
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.streams import while_there
 from polarlm.server.reading.fields import given
 from polarlm.server.reading.prompts import read_salt
 from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, text, wrong
-from polarlm.server.running import refused
 from polarlm.server.running.driver import Driver
 
 _PATHS = ("/v1/rerank", "/v1/reranking", "/rerank", "/reranking")
@@ -49,7 +47,8 @@ class Rerank:
         returns = flag("return_documents", body.get("return_documents") or False)
         engine = self._driver.engine
         salt = read_salt(body.get("cache_salt"))
-        ranked = await asyncio.to_thread(engine.rank_jobs, query, documents, _instruction(body))
+        instruction = text("instruction", body["instruction"]) if "instruction" in body else None
+        ranked = await asyncio.to_thread(engine.rank_jobs, query, documents, instruction)
         jobs = [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in ranked]
         found = await while_there(request.receive, self._driver.each(jobs, _score, "ranked"))
         best = sorted(range(len(found)), key=lambda index: -found[index][0])[:most]
@@ -68,16 +67,9 @@ class Rerank:
         )
 
 
-def _score(chunks: Any) -> tuple[float, int]:
+def _score(document: Embedding) -> tuple[float, int]:
     """The relevance of a document, and the tokens of its prompt."""
-    found = embedding(list[Chunk](chunks))
-    if found is None:
-        raise refused.closing()
-    return float(found.vector[0]), found.usage.prompt_tokens
-
-
-def _instruction(body: dict[str, Any]) -> str | None:
-    return text("instruction", body["instruction"]) if "instruction" in body else None
+    return float(document.vector[0]), document.usage.prompt_tokens
 
 
 def _documents(value: Any) -> list[str]:

@@ -20,8 +20,7 @@ from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.http.streams import send_soon, while_there
-from polarlm.server.running.job import Job
-from polarlm.server.running.worker import Worker
+from polarlm.server.running.job import Job, Worker
 
 _MOST_BYTES = 256 << 20  # limit for all blocks being received, and for all being sent; at least one block
 _PIECE = 1 << 18  # bytes that are sent at a time
@@ -33,10 +32,8 @@ T = TypeVar("T")
 
 
 class _Content(Response):
-    """A response with bytes of a block, in pieces, so that no buffer holds more than one that the client has not read.
-
-    `room` is closed at the end, also if the client disconnects or does not read.
-    """
+    """Bytes of a block in pieces, so that no buffer has more than one that the client has not read. `room` is closed at
+    the end, also if the client disconnects or does not read."""
 
     def __init__(
         self, content: memoryview, room: ExitStack, status: int = 200, headers: Mapping[str, str] | None = None

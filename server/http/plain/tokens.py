@@ -53,10 +53,8 @@ class Tokens:
         return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
 
     async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
-        """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}
-
-        Without "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs".
-        """
+        """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
+        "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
         named, special = (
             flag(name, body.get(name, default))
             for name, default in (("return_token_strs", False), ("add_special_tokens", True))

@@ -10,7 +10,9 @@ import pytest
 from polarlm.engine import Engine, SamplingParams, Usage
 from polarlm.server.answers.answering import answer
 from polarlm.server.answers.pieces import Answer, Call, CallStart, Piece, fold
-from polarlm.server.http.openai.shapes import CHAT, TEXT, ChoicesWriter, Shapes
+from polarlm.server.http.openai.chat import ChatWriter
+from polarlm.server.http.openai.completions import TextWriter
+from polarlm.server.http.openai.shapes import ChoicesWriter
 from polarlm.server.reading.parameters import ParsedRequest, read
 from tests.server.http_server import serving
 from tests.tiny import forget
@@ -36,8 +38,8 @@ ANSWER = Answer(
 )
 
 
-def events(shapes: Shapes, pieces: list[Piece]) -> list[dict[str, Any]]:
-    writer = ChoicesWriter(shapes, "m", with_usage=False)
+def events(kind: type[ChoicesWriter], pieces: list[Piece]) -> list[dict[str, Any]]:
+    writer = kind("m", with_usage=False)
     return [event for at, piece in enumerate(pieces) for event in writer.events(0, piece, first=at == 0)]
 
 
@@ -46,7 +48,7 @@ def test_pieces_fold_into_the_answer() -> None:
 
 
 def test_a_whole_message_has_the_calls_and_the_reasoning() -> None:
-    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([ANSWER])["choices"]
+    (choice,) = ChatWriter("m", with_usage=False).whole([ANSWER])["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
     assert (message["content"], message["reasoning_content"]) == ("I ask.Done.", "Let me see.")
@@ -60,15 +62,15 @@ def test_a_whole_message_has_the_calls_and_the_reasoning() -> None:
 
 def test_a_message_of_calls_alone_has_no_content() -> None:
     alone = fold([Piece(call=CallStart(0, "a", "f"), arguments="{}"), Piece(finish_reason="tool_calls", usage=USAGE)])
-    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([alone])["choices"]
+    (choice,) = ChatWriter("m", with_usage=False).whole([alone])["choices"]
     assert choice["message"]["content"] is None
     plain = fold([Piece(finish_reason="stop", usage=USAGE)])
-    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([plain])["choices"]
+    (choice,) = ChatWriter("m", with_usage=False).whole([plain])["choices"]
     assert choice["message"] == {"role": "assistant", "content": "", "refusal": None}
 
 
 def test_streamed_calls_have_their_name_once_and_their_number_always() -> None:
-    deltas = [event["choices"][0]["delta"] for event in events(CHAT, PIECES)]
+    deltas = [event["choices"][0]["delta"] for event in events(ChatWriter, PIECES)]
     assert deltas == [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "Let me "},
@@ -88,11 +90,11 @@ def test_streamed_calls_have_their_name_once_and_their_number_always() -> None:
         {"content": "Done."},
         {},
     ]
-    assert events(CHAT, PIECES)[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert events(ChatWriter, PIECES)[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_streamed_text_of_a_plain_prompt() -> None:
-    parts = events(TEXT, [Piece("a"), Piece(), Piece("b", finish_reason="stop", usage=USAGE)])
+    parts = events(TextWriter, [Piece("a"), Piece(), Piece("b", finish_reason="stop", usage=USAGE)])
     assert [(part["choices"][0]["text"], part["choices"][0]["finish_reason"]) for part in parts] == [
         ("a", None),
         ("b", None),

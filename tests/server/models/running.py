@@ -19,7 +19,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import error_shapes
-from polarlm.server.mcp.servers import McpServers
+from polarlm.server.mcp.session import McpServers
 from polarlm.server.models.app import create_models_app
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import Registry

@@ -18,9 +18,8 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.driver import _TOKENIZERS, Driver
-from polarlm.server.running.job import Job
+from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.refused import Refused
-from polarlm.server.running.worker import Worker
 from tests.server.lines import PATIENCE
 
 PROMPT = [7, 8, 9]

@@ -41,10 +41,10 @@ class Limit(float):
         return now + (float(self) if os.path.exists(self.file) else 1000.0)
 from polarlm.server import __main__ as program
 from polarlm.server.socket import connection
-from polarlm.server.http import uvicorn_connection
+from polarlm.server.http import uvicorn_server
 from polarlm.server.http import streams
 connection.SLOW_SECONDS = streams.SLOW_READER_SECONDS = Limit({slow}, "slow")
-uvicorn_connection.HEAD_SECONDS = Limit({head}, "head")
+uvicorn_server.HEAD_SECONDS = Limit({head}, "head")
 bind = program.tcp_socket
 def with_small_buffers(host, port, *flag):
     bound = bind(host, port, *flag)
@@ -62,7 +62,7 @@ def noting(protocol):
         pause(self)
     protocol.connection_made, protocol.pause_writing = with_less, noted
 noting(connection.Connection)
-noting(uvicorn_connection.WebConnection)
+noting(uvicorn_server.WebConnection)
 """
 PRELUDE = IMPATIENT.format(slow=SLOW, head=HEAD) + SMALL_BLOCKS.format(kept=0)
 
