@@ -118,9 +118,23 @@ def start(engine: Engine) -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture
-def server(start: Callable[..., Running]) -> Running:
+def socket_server(start: Callable[..., Running]) -> Running:
     """A server with the usual settings."""
     return start()
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    """Serves the tiny model over HTTP, to one test."""
+    with serving(tiny) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Path) -> Iterator[Serving]:
+    """Serves it to all tests of a file."""
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from tests.lazily import openai
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving
 
 QUESTION = {"role": "user", "content": "then he ran on"}
 BEGUN = {"role": "assistant", "content": "the rain"}
-
-
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
 
 
 def chat(server: Serving, messages: list[Any], **more: Any) -> str:

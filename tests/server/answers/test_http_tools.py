@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 
 from polarlm.engine import Engine
-from polarlm.engine.requests import answers
 from tests import call_templates
 from tests.lazily import openai
 from tests.pairs import in_turn
@@ -229,41 +228,6 @@ def test_reasoning_is_apart(thinking: Serving, stream: bool) -> None:
         message = answer.choices[0].message
         reasoning, content = message.reasoning_content, message.content
     assert (reasoning, content) == ("so <tool_call>", "Hello there.")
-
-
-@pytest.mark.parametrize("has_tools", [True, False])
-def test_a_chat_is_planned_and_queued_in_one_visit_of_a_thread(
-    has_tools: bool, thinking: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    visits, run = [], thinking.loop.run_in_executor
-
-    def counted(pool: Any, *work: Any) -> Any:
-        visits.append(pool)
-        return run(pool, *work)
-
-    monkeypatch.setattr(thinking.loop, "run_in_executor", counted)
-    parts = ask(thinking, stream=True, max_tokens=4, tools=TOOLS if has_tools else openai.NOT_GIVEN)
-    next(parts)
-    assert visits == [thinking.driver._grammar_pool if has_tools else thinking.driver._pool]
-    parts.close()
-
-
-def test_each_message_of_a_chat_is_hashed_once(thinking: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer as it was generated, and as clients send it back."""
-    hashed: list[Any] = []
-    key = answers._key
-    monkeypatch.setattr(answers, "_key", lambda before, message: hashed.append(message) or key(before, message))
-    texts = ["Hash me.", "Once.", "Me, too."]
-    roles = ["user", "assistant", "user"]
-    answered = "As you wish."
-    generated = f"<think>\nso\n</think>\n\n{answered}"
-    ask(
-        thinking,
-        messages=[{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)],
-        **thoughts(thinking.engine, generated),
-    )
-    wanted = [*texts, generated, answered]  # an answer of an earlier test may end meanwhile
-    assert [message["content"] for message in hashed if message["content"] in wanted] == wanted
 
 
 def test_reasoning_may_stay_in_the_text_or_be_left_out(thinking: Serving) -> None:

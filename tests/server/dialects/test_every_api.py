@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +34,6 @@ TOOLS = [
     {"name": "time", "parameters": {"type": "object", "properties": {}}},
 ]
 EACH = pytest.mark.parametrize("name", APIS)
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

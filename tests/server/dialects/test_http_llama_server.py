@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,6 @@ from tests.server.lines import eventually
 from tests.tiny import CONTEXT, forget
 
 PROMPT = "the rain"
-
-
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
 
 
 def complete(server: Serving, path: str = "/completion", **more: Any) -> Any:
@@ -270,13 +263,6 @@ def test_a_template_is_applied(shared: Serving) -> None:
     assert prompt.endswith("<|im_start|>assistant\n")
     chat = shared.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}).json()
     assert complete(shared, prompt=prompt, ignore_eos=False)["content"] == chat["choices"][0]["message"]["content"]
-
-
-@pytest.mark.parametrize("path", ["/apply-template", "/v1/chat/completions/input_tokens"])
-def test_messages_of_a_wrong_form_are_named(shared: Serving, path: str) -> None:
-    for body, param in (({}, "messages"), ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content")):
-        response = shared.post(path, body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", ["/props", "/slots/0?action=save"])

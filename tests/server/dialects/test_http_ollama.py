@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import ollama
 import pytest
 
 from polarlm.engine import Engine
-from polarlm.server.http.dialects import ollama as dialect
-from polarlm.server.reading.messages import read_messages
 from tests.random_model import random_model, write_in_parts
 from tests.server.apis import alone, breaking
 from tests.server.http_server import Serving, serving
@@ -20,12 +17,6 @@ from tests.tiny import forget
 
 QUESTION: list[Any] = [{"role": "user", "content": "then he ran on"}]
 OPTIONS = {"temperature": 0, "num_predict": 24, "ignore_eos": True, "num_ctx": 4096, "num_thread": 2}
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
 
 
 @pytest.fixture
@@ -83,21 +74,6 @@ def test_without_a_prompt_the_model_is_loaded_already(client: ollama.Client) -> 
     assert (chat.message.content, chat.done, chat.done_reason) == ("", True, "load")
     generated = client.generate("any", "")
     assert (generated.response, generated.done, generated.done_reason) == ("", True, "load")
-
-
-def test_results_belong_to_the_calls_of_their_tools() -> None:
-    """Ollama's clients send no ids."""
-    calls = [{"function": {"name": name, "arguments": {"word": "rain"}}} for name in ("look", "now", "look")]
-    results = [{"role": "tool", "content": name, "tool_name": name} for name in ("now", "look", "look")]
-    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}, *results], "tools": [{"a": 1}]}
-    conversation = dialect._conversation(body)
-    answer, *placed = read_messages(conversation["messages"], [])
-    assert [call["id"] for call in answer["tool_calls"]] == ["call_0", "call_1", "call_2"]
-    assert answer["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"word": "rain"}'}
-    assert [(message["tool_call_id"], message["content"]) for message in placed] == [
-        *(("call_0", "look"), ("call_1", "now"), ("call_2", "look")),
-    ]
-    assert conversation["tools"] == [{"a": 1}]
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
-from polarlm.engine import Engine
 from polarlm.server.answers.pieces import fold
 from polarlm.server.http.dialects._response_events import ResponseWriter
 from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai
-from tests.server.apis import alone, breaking
+from tests.server.apis import alone
 from tests.server.dialects.test_every_api import CUT_OFF, PIECES, USAGE
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving
 from tests.tiny import forget
 
 QUESTION = "then he ran on"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
 
 
 def arguments(**more: Any) -> dict[str, Any]:
@@ -177,16 +169,3 @@ def test_a_prompt_that_is_too_long_has_a_status_or_is_a_stream_that_failed(serve
     assert (first.type, last.type, last.response.status) == ("response.created", "response.failed", "failed")
     assert last.response.error.code == "context_length_exceeded"
     assert "maximum context length" in last.response.error.message
-
-
-def test_an_error_has_a_status_before_the_first_event_and_fails_the_response_later(
-    server: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError):
-            server.openai.responses.create(**arguments(input=[], stream=stream))
-    with pytest.raises(openai.NotFoundError):
-        server.openai.responses.retrieve("resp_1")
-    breaking(server.engine, monkeypatch, steps=6)
-    *_, last = server.openai.responses.create(**endless(stream=True))
-    assert (last.type, last.response.status) == ("response.failed", "failed")

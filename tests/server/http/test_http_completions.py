@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import SamplingParams
 from tests.lazily import openai
 from tests.server.fill_model import FILLS, token
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving
 from tests.server.lines import eventually
 from tests.tiny import forget
 
 PROMPTS = ["the rain", "he ran", "then on and on"]
-
-
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
 
 
 def complete(server: Serving, **more: Any) -> Any:
@@ -69,12 +62,6 @@ def test_the_usage_counts_each_prompt_once(shared: Serving) -> None:
     *_, last = complete(shared, prompt=PROMPTS, n=2, stream=True, stream_options={"include_usage": True})
     assert last.usage.prompt_tokens == answer.usage.prompt_tokens
     assert last.usage.completion_tokens == answer.usage.completion_tokens
-
-
-def test_more_answers_than_the_server_has_room_for_are_refused(tiny: Engine) -> None:
-    with serving(tiny, max_queue=0) as server, pytest.raises(openai.BadRequestError, match="room for 8 answers") as bad:
-        complete(server, prompt=["a"] * 5, n=2)
-    assert bad.value.param == "prompt"
 
 
 def test_a_bad_prompt_among_several_is_named_and_nothing_is_left(shared: Serving) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,6 @@ from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 
 TEXT, OTHER = "the rain", "then he ran on and on"
-
-
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
 
 
 def embed(server: Serving, **more: Any) -> Any:

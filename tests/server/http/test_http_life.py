@@ -161,6 +161,7 @@ def test_a_stream_tells_how_far_its_prompt_is(server: Serving, path: str) -> Non
     done = [one["processed"] for one in told]
     assert 0 < done[0] <= done[-1] == told[-1]["total"]
     assert done == sorted(done)
+    assert all(one["cache"] == 0 <= one["time_ms"] for one in told)
     if path == "/v1/completions":
         assert json.dumps(events).count(WORDS) == 1
     whole = server.post(path, body | {"stream": False})

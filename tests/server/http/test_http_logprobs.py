@@ -125,29 +125,6 @@ def test_log_probabilities_of_a_plain_prompt(server: Serving, count: int, stream
     assert "".join(choice.text for choice in choices) == answer.text
 
 
-def test_the_drawn_token_has_a_log_probability_though_others_were_more_likely(server: Serving) -> None:
-    (choice,) = complete(server, logprobs=1, temperature=5, seed=1).choices
-    told = choice.logprobs
-    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
-        assert top[token] >= logprob  # the same but for another token with this text
-        assert 1 <= len(top) <= 2
-    assert any(len(top) == 2 for top in told.top_logprobs)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_each_of_n_answers_has_its_own(server: Serving, stream: bool) -> None:
-    answers = [expected(server, PROMPT, 2, temperature=2.0, seed=seed) for seed in (7, 8)]
-    given = complete(server, logprobs=2, temperature=2, seed=7, n=2, stream=stream)
-    tokens: list[list[str]] = [[], []]
-    offsets: list[list[int]] = [[], []]
-    for choice in (choice for part in (given if stream else [given]) for choice in part.choices):
-        if choice.logprobs is not None:
-            tokens[choice.index] += choice.logprobs.tokens
-            offsets[choice.index] += choice.logprobs.text_offset
-    assert tokens == [[text(server, i) for i in answer.token_ids] for answer in answers]
-    assert all(of[0] == 0 and of == sorted(of) for of in offsets)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_a_stop_string_are_told(server: Serving, stream: bool) -> None:
     whole = expected(server, PROMPT, 0).text

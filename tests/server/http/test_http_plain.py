@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,28 +20,7 @@ from tests.server.http_server import KEY, Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import CHARACTERS, PLAIN, VOCABULARY, load_tiny
 
-
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
-
-
 # -- tokens ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@given(text=st.text(CHARACTERS))
-def test_tokens_of_a_text_are_that_text(shared: Serving, text: str) -> None:
-    tokens = shared.post("/tokenize", {"content": text}).json()["tokens"]
-    assert tokens == shared.engine.tokenize(text, control=True)
-    assert shared.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
 
 
 @given(tokens=st.lists(st.integers(0, VOCABULARY - 1)))
@@ -256,27 +234,6 @@ def test_drafted_tokens_are_counted(server: Serving) -> None:
     timings = server.post("/completion", body | {"speculative.type": "ngram-simple"}).json()["timings"]
     assert timings["draft_n"] >= timings["draft_n_accepted"] >= 0
     assert "draft_n" not in server.post("/completion", body | {"speculative.n_max": 0}).json()["timings"]
-
-
-def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
-    idle = metrics(server)
-    assert idle["polarlm_kv_blocks"] == idle["polarlm_kv_blocks_free"] > 0
-    server.gate.close()
-    body = {"prompt": "the rain " * 8, "ignore_eos": True, "stream": True}
-    with server.send("/v1/completions", body) as first, server.send("/v1/completions", body):
-        eventually(lambda: server.engine.status().waiting == 2)
-        waiting = metrics(server)
-        assert (waiting["polarlm_requests_active"], waiting["polarlm_requests_running"]) == (2, 0)
-        assert waiting["polarlm_requests_waiting"] == 2
-        server.gate.let(30)
-        while b"data: " not in first.recv(4096):
-            pass
-        running = metrics(server)
-        assert running["polarlm_requests_running"] >= 1
-        assert running["polarlm_kv_blocks_used"] > 0
-        parts = sum(running[f"polarlm_kv_blocks_{part}"] for part in ("used", "kept", "free"))
-        assert parts == running["polarlm_kv_blocks"]
-    eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
 
 
 def test_routers_learn_the_blocks_of_the_whole_store(tiny_path: Path) -> None:

@@ -200,20 +200,6 @@ def test_an_encoder_is_loaded_where_memory_is_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_store_is_larger_than_what_is_told_of_it(tmp_path: Path) -> None:
-    """The second one gets what the first one has left."""
-    most = 2 * PROCESS_BYTES + (40 << 20)
-    with front(two_models(tmp_path), model={"kv_memory": "32M"}, models_memory=str(most)) as server:
-        for name in ("big", "small"):
-            assert said(server.ask(name))
-        needs = {name: server.served(name).need for name in ("big", "small")}
-        assert sum(need.bytes for need in needs.values() if need) <= most
-        for name, told in needs.items():
-            stats = server.http.get("/stats", params={"model": name}).json()
-            assert 0 < stats["blocks"] * stats["block_size"] * stats["bytes_per_token"] <= told.store
-
-
-@pytest.mark.slow
 def test_what_a_client_says_about_keeping_a_model_holds(tmp_path: Path) -> None:
     with front(two_models(tmp_path)) as server:
         client = ollama.Client(server.url, headers={"Authorization": f"Bearer {KEY}"})

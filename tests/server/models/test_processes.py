@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -55,31 +54,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
         for child in started.children:
             if child.is_running():
                 child.kill()
-
-
-@pytest.mark.slow
-def test_a_signal_lets_answers_end_and_ends_the_models_processes(server: Server) -> None:
-    body = {"model": "big", "prompt": "Once", "temperature": 0, "ignore_eos": True, "max_tokens": 200, "n": 8}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-        events = (line for line in answer.iter_lines() if line.startswith("data: "))
-        next(events)
-        server.process.send_signal(signal.SIGTERM)
-        *_, usage, end = events
-    assert end == "data: [DONE]"
-    assert '"completion_tokens":1600' in usage.replace(" ", "")
-    assert server.process.wait(60) == 0
-    assert server.no_process_is_left()
-    assert "Traceback" not in (told := server.errors.read_text())
-    assert "Fatal Python error" not in told
-
-
-@pytest.mark.slow
-def test_processes_notice_that_their_parent_was_killed(server: Server) -> None:
-    server.process.kill()
-    eventually(server.no_process_is_left)
-    assert "Traceback" not in (told := server.errors.read_text())
-    assert "Fatal Python error" not in told
 
 
 @pytest.mark.slow

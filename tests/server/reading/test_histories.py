@@ -311,18 +311,6 @@ def test_what_is_left_out_is_told_in_a_header(hermes: Serving, path: str) -> Non
         assert "a[image left out]" in response.json()["prompt"]
 
 
-def test_a_prompt_begins_with_that_of_the_turn_before(hermes: Serving) -> None:
-    history: list[dict[str, Any]] = []
-    before = ""
-    for number, piece in enumerate([*CHAT.values(), *RESPONSES.values()]):
-        history.append(user(f"question {number}."))
-        prompt = hermes.post("/apply-template", {"messages": history}).json()["prompt"]
-        assert prompt.startswith(before)
-        before = prompt
-        history += [assistant(f"answer {number}."), *piece(f"text {number}.", f"c{number}")]
-    assert all(f"question {asked}." in before for asked in range(number + 1))
-
-
 def test_the_log_has_what_the_socket_left_out(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     entries: list[journal.Entry] = []
     monkeypatch.setattr(journal.Entry, "line", lambda entry: entries.append(entry) or {})  # type: ignore[func-returns-value]
@@ -332,7 +320,6 @@ def test_the_log_has_what_the_socket_left_out(start: Callable[..., Running], mon
     assert "left out" in str(entries[0].warning)
 
 
-FUNCTION = function("f", None)["function"]
 F_OF_ANTHROPIC = {"name": "f", "input_schema": {"type": "object"}}
 
 
@@ -364,22 +351,3 @@ def test_a_choice_of_a_tool_that_is_left_out_is_auto(hermes: Serving, path: str,
 def test_other_tools_of_ollamas_clients_are_left_out(hermes: Serving) -> None:
     body = {"messages": [NEXT], "stream": False, "options": {"num_predict": 1}, "tools": [{"type": "web_search"}]}
     assert "tools of type 'web_search' are left out" in hermes.post("/api/chat", body).headers[HEADER]
-
-
-HALF = b"log \\ud83d"
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "%s"}], "max_tokens": 1}'),
-        ("/v1/messages", b'{"messages": [{"role": "user", "content": "a"}], "system": "%s", "max_tokens": 1}'),
-        ("/v1/responses", b'{"input": "%s", "max_output_tokens": 1}'),
-        ("/api/chat", b'{"messages": [{"role": "user", "content": "%s"}], "options": {"num_predict": 1}}'),
-        ("/completion", b'{"prompt": "%s", "n_predict": 1}'),
-        ("/tokenize", b'{"content": "%s"}'),
-    ],
-)
-def test_half_of_a_character_ends_no_conversation(hermes: Serving, path: str, body: bytes) -> None:
-    headers = {"Content-Type": "application/json"}
-    assert hermes.http.post(path, content=body % HALF, headers=headers).status_code == 200

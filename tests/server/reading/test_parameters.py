@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine import PromptOptions, SamplingParams, limits
-from polarlm.engine.params import SAMPLING
+from polarlm.engine import SamplingParams
 from polarlm.engine.sampling.sample import resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.server.reading import parameters
@@ -104,30 +103,6 @@ def test_values_of_other_servers_are_accepted(name: str, value: Any, meant: Any)
 )
 def test_a_bias_is_for_ids_or_strings(bias: Any, meant: dict[int, float]) -> None:
     assert params(logit_bias=bias) == SamplingParams(logit_bias=meant)
-
-
-def test_how_a_prompt_is_read() -> None:
-    assert read({"prompt": "a"}).options == PromptOptions(parse_special=True)
-    assert read({"prompt": "a"}, parse_special=False).options == PromptOptions()
-    given = {"parse_special": False, "cache_prompt": False, "cache_salt": "x"}
-    assert read({"prompt": "a", **given}).options == PromptOptions(**given)
-
-
-def test_the_limits_of_all_parameters_are_checked_once_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    check, checked = limits.check, []
-    monkeypatch.setattr(limits, "check", lambda *which: checked.append(which[0]) or check(*which))
-    params(temperature=1, top_p=0.5, seed=7, max_tokens=3, logit_bias={"1": 2})
-    assert checked.count(SAMPLING) == 1
-
-
-@in_turn("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])
-def test_null_is_the_default(name: str) -> None:
-    assert read({"prompt": "a", name: None}) == read({"prompt": "a"})
-
-
-@pytest.mark.parametrize("count", [0, 1, 20])
-def test_log_probabilities_are_requested_by_a_number(count: int) -> None:
-    assert params(logprobs=count) == SamplingParams(logprobs=count)
 
 
 @in_turn(

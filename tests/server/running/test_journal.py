@@ -75,12 +75,6 @@ def test_a_line_leaves_out_fields_that_the_request_lacks(log) -> None:
     assert re.fullmatch(r"\S+ GET /nothing 404: 0\.0 s, for 127\.0\.0\.1:4000\n", stream.getvalue())
 
 
-def test_prompts_are_on_the_line_where_they_are_asked_for(log) -> None:
-    stream = log(True)
-    a_request(prompt="größe\n?")
-    assert stream.getvalue().endswith('4000, prompt "größe\\n?", answer "Hi"\n')
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_path_neither_moves_the_cursor_nor_forges_a_line(log, terminal: bool) -> None:
     stream = log(terminal)

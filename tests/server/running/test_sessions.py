@@ -216,15 +216,6 @@ def removals(server: Process) -> list[str]:
 # -- what is wrong with a request ------------------------------------------------------------------------------------
 
 
-def test_no_name_leads_out_of_the_folder(server: Process) -> None:
-    paths = ["", ".", "..", "../talk", "a/b", "a\\b", "C:talk", "a\0"]
-    for name in [*paths, "-", ".hidden", "NUL", "com1.x", "é", "x" * 101, 7, None]:
-        for path in ("/sessions/save", "/sessions/load"):
-            status, told = ask(server, path, name=name, prompt="a")
-            assert (status, told["error"]["param"]) == (400, "name"), name
-    assert os.listdir(server.sessions) == []
-
-
 @given(st.text(st.sampled_from("aZ0._-/\\ \0é\n"), max_size=8))
 def test_a_name_is_refused_or_a_file_in_the_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "names"
@@ -243,15 +234,6 @@ def test_there_has_to_be_something_to_save_and_to_load(server: Process) -> None:
     status, told = ask(server, "/sessions/save", name="talk")
     assert (status, told["error"]["param"]) == (400, "messages")
     assert os.listdir(server.sessions) == []
-
-
-@pytest.mark.slow
-def test_without_a_folder_there_are_no_sessions(tiny_path: Path, tmp_path: Path) -> None:
-    with Process(tiny_path, tmp_path, "--socket-port", "0") as process:
-        for path, method in (("/sessions", "GET"), ("/sessions/load", "POST"), ("/sessions/a", "DELETE")):
-            assert "--sessions" in message(ask(process, path, method, name="a"), 501, "sessions_off")
-        with process.client() as client:
-            assert client.ask(id=1, load="a")[1]["error"]["code"] == "sessions_off"
 
 
 def test_a_folder_is_made_for_its_owner_alone_or_refused_with_a_sentence(tmp_path: Path) -> None:
