@@ -27,10 +27,10 @@ from polarlm.server.mcp.file import read_mcp_file
 from polarlm.server.running import journal
 from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.early import EarlyClients
 from polarlm.server.running.journal import note
 from polarlm.server.running.listening import (
     BACKLOG,
+    EarlyClients,
     ListenError,
     address_of,
     allow_open_files,
@@ -81,7 +81,7 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
     registry = models.Registry(common, place, config.hub_models, config.pin)
     with tcp_socket(config.host, config.port) as http:
         _warn(config, http, 2 * config.max_connections + BACKLOG)  # one more to a model's process for each
-        note(f"Models: {models.listed(registry.models())}. Each is loaded when it is first asked for")
+        note(f"Models: {models.in_words(registry.models())}. Each is loaded when it is first asked for")
         journal.set_up()
         asyncio.run(models.serve(registry, config, http, lambda: _tell(http, None)))
 

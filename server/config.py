@@ -148,8 +148,7 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Server": ServerConfig}
 def read_command_line(
     argv: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
-    """The settings on a command line without the program's name. Raises FlagError or EngineError, which name the
-    flag."""
+    """The settings on a command line without the program's name. Raises FlagError or EngineError."""
     argv, hub_models = _without_hub_models(argv)
     engine, server = parse(
         argv,

@@ -17,8 +17,7 @@ from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.early import EarlyClients
-from polarlm.server.running.listening import quiet_accept_errors
+from polarlm.server.running.listening import EarlyClients, quiet_accept_errors
 from polarlm.server.socket.connection import SocketServer
 
 _DRAIN_SECONDS = 30.0

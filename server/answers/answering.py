@@ -84,20 +84,17 @@ async def answer(
                 yield _piece(chunk, plan.params.stop)
                 continue
             ids += chunk.token_ids
-            found = list(_parsed(chunk, plan.parser, plan.params.stop))
-            pieces += found
+            parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
+            pieces += parsed
             if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
                 _keep(conversation, fold(pieces), ids)
-            for piece in found:
+            for piece in parsed:
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
 
 
 def _numbered(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of answer `index`. Each answer has a seed of its own, so that they differ and can be repeated."""
     return params if params.seed < 0 else replace(params, seed=params.seed + index)
-
-
-# -- before generation -------------------------------------------------------------------------------------------------
 
 
 def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:
@@ -181,11 +178,8 @@ def _plan_of_channels(
     return _Plan(replace(params, shown_tokens=shown), parser, begun)
 
 
-# -- during generation -------------------------------------------------------------------------------------------------
-
-
 def _parsed(chunk: Chunk, parser: AnswerParser | ChannelParser, stops: tuple[str, ...]) -> Iterable[Piece]:
-    """The pieces of a chunk. An answer with calls, all of which are complete, ends with "tool_calls"."""
+    """The pieces of a chunk. An answer with calls that are all complete ends with "tool_calls"."""
     last = chunk.finish_reason is not None
     parts = parser.push(chunk.text)
     if last:
@@ -214,9 +208,6 @@ def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
         usage=chunk.usage,
         stopped_by=chunk.stopped_by if chunk.stopped_by in stops else None,
     )
-
-
-# -- ids of answers ----------------------------------------------------------------------------------------------------
 
 
 def _keep(conversation: Conversation | None, answer: Answer, ids: Sequence[int]) -> None:

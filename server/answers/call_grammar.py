@@ -25,8 +25,6 @@ ID = "[a-zA-Z0-9]{9}"  # the id of a call, if the model writes one
 
 @dataclass(frozen=True)
 class Function:
-    """A function that may be called: its name and the JSON schema of its arguments."""
-
     name: str
     schema: Mapping[str, Any]
     strict: bool = False  # whether every keyword of the schema must be known
@@ -42,7 +40,7 @@ class Grammar:
     calls: Literal["may", "must", "none"]
     several: bool  # whether there may be more than one call, if the format has several
     tags: Tags | None = None  # the tags around reasoning that may begin the answer
-    schema: Mapping[str, Any] | None = None  # of the text of an answer without calls, prepared for %json
+    schema: Mapping[str, Any] | None = None  # for the text of an answer without calls, prepared for %json
 
     def text(self) -> str:
         return "\n".join(["%llguidance {}", *self._start(), *self._free(), *self._calls()]) + "\n"
@@ -151,7 +149,6 @@ def schema_of(function: Function, separators: tuple[str, str]) -> dict[str, Any]
 
 @contextmanager
 def _refused(function: Function) -> Iterator[None]:
-    """Raises ConstraintError for a ValueError in the parameters of a function."""
     try:
         yield
     except ValueError as error:
@@ -181,12 +178,12 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
     return [_function(tool["function"]) for tool in tools]
 
 
-def _function(given: Mapping[str, Any]) -> Function:
-    schema = dict(given.get("parameters") or {})
+def _function(declared: Mapping[str, Any]) -> Function:
+    schema = dict(declared.get("parameters") or {})
     schema.setdefault("type", "object")
     if not any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf", "additionalProperties")):
         schema.setdefault("properties", {})  # the function has no use for names that the schema does not list
-    return Function(given["name"], schema, bool(given.get("strict")))
+    return Function(declared["name"], schema, bool(declared.get("strict")))
 
 
 def channel_grammar(

@@ -13,8 +13,6 @@ from polarlm.server.answers.pieces import CallStart, Piece
 
 
 class ChannelParser:
-    """Parses one answer, as `AnswerParser` does for answers of one message."""
-
     def __init__(
         self,
         channels: Channels,

@@ -133,7 +133,6 @@ class Front(ABC):
         return JSONResponse({"status": "closing" if self.closing else "ok"}, 503 if self.closing else 200)
 
     async def version(self, _request: Request) -> Response:
-        """{"version"}, as vLLM's endpoint."""
         return JSONResponse({"version": release() or "0.0.0"})
 
 
@@ -147,7 +146,6 @@ class _OneModel(Front):
         return self._driver.closing
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
-        """The model and its adapters."""
         engine = self._driver.engine
         context, parent = {"context_length": engine.context}, {"parent": engine.model.name}
         return {engine.model.name: context, **dict.fromkeys(engine.adapters.by_name, context | parent)}

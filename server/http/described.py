@@ -75,7 +75,6 @@ def _in_short(count: int) -> str:
 
 
 def _shape(model: Model, context: int) -> dict[str, Any]:
-    """The shape of a model under the names of GGUF files."""
     config = model.config
     shape = {
         "context_length": context,

@@ -117,5 +117,4 @@ class ErrorShapes:
         return JSONResponse(self.body(path, error), error.status, error.headers)
 
     async def handle(self, request: Request, error: Exception) -> Response:
-        """The response to an exception, as an exception handler of Starlette's."""
         return self.response(request.url.path, api_error(error))

@@ -43,13 +43,11 @@ class WebConnection(H11Protocol):
         self._refused = False
         self._waiting: asyncio.TimerHandle | None = None
 
-    # -- called by the event loop ------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.logger = _Addressed(self.logger, self.client)  # type: ignore[assignment]
         notice_lost_peers(transport.get_extra_info("socket"))
-        if self._is_one_too_many():
+        if self._most is not None and len(self.connections) - self._others_refused() > self._most:
             self._refuse()
         else:
             self._watch()
@@ -64,9 +62,7 @@ class WebConnection(H11Protocol):
         self._stop_watching()
         super().connection_lost(error)
 
-    # -- called by uvicorn -------------------------------------------------------------------------------------
-
-    def on_response_complete(self) -> None:
+    def on_response_complete(self) -> None:  # called by uvicorn, as the next methods are
         super().on_response_complete()
         if self._has_answer_before_its_body():
             self._watch()
@@ -85,16 +81,10 @@ class WebConnection(H11Protocol):
         """False, without uvicorn's warning, which advises to install packages."""
         return False
 
-    # -- too many connections, and slow ones -------------------------------------------------------------------
-
-    def _is_one_too_many(self) -> bool:
-        return self._most is not None and len(self.connections) - self._others_refused() > self._most
-
     def _others_refused(self) -> int:
         return sum(isinstance(other, WebConnection) and other._refused for other in self.connections)
 
     def _refuse(self) -> None:
-        """Send the error at once, without waiting for a request."""
         at_once = self._others_refused() >= _MOST_REFUSED
         self._refused = True
         refusal = busy(TOO_MANY_CONNECTIONS, 1)
@@ -185,7 +175,6 @@ class Web(uvicorn.Server):
         self._listens.set()
 
     async def adopt(self, accepted: Sequence[socket.socket]) -> None:
-        """Serve connections that were accepted elsewhere."""
         loop = asyncio.get_running_loop()
         for connected in accepted:
             await loop.connect_accepted_socket(
@@ -198,7 +187,6 @@ class Web(uvicorn.Server):
         yield
 
     def refuse(self) -> None:
-        """Accept no more connections; open connections continue."""
         for server in self.servers:
             server.close()
 
@@ -209,11 +197,8 @@ class Web(uvicorn.Server):
 
 
 def _in_origin_form(app: ASGIApp) -> ASGIApp:
-    """ASGI middleware for requests of clients that take the server for a proxy: `GET http://host/health`.
-
-    The host of the target becomes the header Host. If the client has sent another one there, the guard sees both, and
-    refuses that.
-    """
+    """ASGI middleware for clients that take the server for a proxy, `GET http://host/health`: the target's host becomes
+    the header Host. If the client has sent another one there, the guard sees both, and refuses that."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         if target := _ABSOLUTE.fullmatch(scope.get("raw_path", b"")):

@@ -81,8 +81,6 @@ class _Watched(anyio.abc.ObjectReceiveStream[Any]):
 
 
 class _Messages:
-    """The last messages of a program at its standard error."""
-
     def __init__(self) -> None:
         read, write = os.pipe()
         self.file: TextIO = os.fdopen(write, "w")
@@ -273,9 +271,6 @@ def _parts(content: list[Any]) -> Iterator[str]:
             yield f"[{part.type}, {media}, {size:,} kB: only text is passed on]"
 
 
-# -- processes that the server has started and left behind, also in sessions of their own ------------------------------
-
-
 def _adopt() -> None:
     """Become the parent of what the server starts and leaves behind, where the system can do that: on Linux."""
     if sys.platform == "linux":
@@ -301,9 +296,6 @@ def _end_all() -> None:
             with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=_ROUND_SECONDS)
-
-
-# -- the process ------------------------------------------------------------------------------------------------------
 
 
 async def _main() -> None:

@@ -57,7 +57,6 @@ def read_mcp_file(path: str) -> list[McpServer]:
 
 
 def _server(name: str, entry: Any) -> McpServer:
-    """One server. Raises ValueError with the end of a sentence."""
     if not isinstance(entry, dict):
         raise ValueError(f"has to be an object: {_EXAMPLE}")
     if re.fullmatch(r"[^\x00-\x1f\x7f]{1,64}", name) is None:

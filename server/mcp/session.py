@@ -50,8 +50,6 @@ class McpServers:
 
 
 class Session:
-    """One server. Its methods belong to one event loop."""
-
     def __init__(self, server: McpServer, most: int) -> None:
         """most: bytes that an answer may have."""
         self.name = server.name
@@ -103,8 +101,6 @@ class Session:
         if late:
             self._child.kill()
             await asyncio.wait([self._ended])
-
-    # -- the child -------------------------------------------------------------------------------------------------
 
     def _opened(self, opening: asyncio.Future[None]) -> None:
         self._opening = None

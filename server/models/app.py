@@ -15,21 +15,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from polarlm import model_loaders
 from polarlm.engine import EngineError
 from polarlm.model_loaders import LoadError, hub
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import OLLAMA
+from polarlm.server.http.described import OLLAMA, listed, shown
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
-from polarlm.server.models.lists import Lists
 from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.proxy import Proxy
-from polarlm.server.models.registry import Registry, listed
-from polarlm.server.models.served import READY, Served
+from polarlm.server.models.registry import NamedModel, Registry, in_words
+from polarlm.server.models.served import FAILED, LOADING, READY, STOPPING, WAITING, Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
@@ -37,7 +37,7 @@ from polarlm.server.running.listening import quiet_accept_errors
 from polarlm.server.running.refused import Refused
 from polarlm.server.serving import together, until_signalled
 
-__all__ = ["Registry", "create_models_app", "listed", "serve"]
+__all__ = ["Registry", "create_models_app", "in_words", "serve"]
 
 # Paths that a model's process answers, by method; those with * also without /v1.
 POSTED = (
@@ -102,14 +102,11 @@ class _SeveralModels(Front):
         self._lists = Lists(supervisor)
         self._pulls = asyncio.Semaphore(_PULLS_AT_ONCE)
 
-    # -- OpenAI's, Anthropic's and llama-server's --------------------------------------------------------------
-
     @property
     def closing(self) -> bool:
         return self._supervisor.closing
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
-        """Every model, with llama-server's fields."""
         return {one.model.name: self._lists.openai(one) for one in self._supervisor.all()}
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
@@ -125,8 +122,7 @@ class _SeveralModels(Front):
         return JSONResponse({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        """POST /models/unload: ends a model's process once it has answered its requests, and a load or download
-        at once. Raises ApiError or Refused."""
+        """POST /models/unload: ends a model's process after its answers, and a load or download at once."""
         served = await self._named(request)
         if not served.is_loading and served.state != READY:
             raise ApiError(400, f"{served.model.name} is {served.state}, not loaded", "invalid_request", "model")
@@ -137,10 +133,8 @@ class _SeveralModels(Front):
         body = await read_body(request, self._config.max_body)
         name = text("model", body.get("model") or body.get("name") or "")
         if not name:
-            raise BadRequest("model", f"model must name one of {listed(self._supervisor.registry.models())}")
+            raise BadRequest("model", f"model must name one of {in_words(self._supervisor.registry.models())}")
         return self._supervisor.find(name)
-
-    # -- Ollama's ----------------------------------------------------------------------------------------------
 
     async def tags(self, _request: Request) -> Response:
         return JSONResponse({"models": [await self._lists.ollama(one) for one in self._supervisor.all()]})
@@ -152,7 +146,7 @@ class _SeveralModels(Front):
         """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refused."""
         served = await self._named(request)
         try:
-            shown = await self._lists.ollama_shown(served.model)
+            shown = await asyncio.to_thread(self._lists.ollama_shown, served.model)
         except LoadError as error:
             raise ApiError(500, str(error), "model_unavailable") from None
         if shown is None:
@@ -189,8 +183,6 @@ class _SeveralModels(Front):
                     yield line
         except (EngineError, Refused) as error:
             yield {"error": api_error(error).message}
-
-    # -- for monitors ------------------------------------------------------------------------------------------
 
     async def ollama_version(self, _request: Request) -> Response:
         return JSONResponse({"version": OLLAMA})
@@ -255,3 +247,85 @@ async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[d
     finally:
         fetching.cancel()
         await asyncio.gather(fetching, process.end_at_once(), return_exceptions=True)
+
+
+_NEVER = "9999-12-31T23:59:59Z"
+_EPOCH = "1970-01-01T00:00:00Z"
+
+
+class Lists:
+    """The models in the shapes of several APIs. What is read from files is kept as long as these do not change."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._read: dict[tuple[str, float], dict[str, Any]] = {}
+
+    def openai(self, served: Served) -> dict[str, Any]:
+        """The fields of llama-server's router in OpenAI's lists: aliases, and "unloaded", "loading", "loaded"."""
+        value = {STOPPING: READY, WAITING: LOADING}.get(served.state, served.state)
+        status: dict[str, Any] = {"value": value, "args": []}
+        if served.state == FAILED:
+            status |= {"value": "unloaded", "failed": True, "error": str(served.error or "an unexpected error")}
+        described: dict[str, Any] = {
+            "aliases": list(served.model.aliases),
+            "status": status,
+            "pinned": served.model.pinned,
+        }
+        if served.need is not None and served.need.tokens:
+            described |= {"context_length": served.need.tokens, "memory": served.need.bytes}
+        return described
+
+    async def ollama(self, served: Served) -> dict[str, Any]:
+        """An entry of /api/tags, without details if the model has to be fetched yet or its files are wrong."""
+        return await asyncio.to_thread(self._entry, served.model)
+
+    async def ollama_loaded(self) -> list[dict[str, Any]]:
+        entries = []
+        for one in self._supervisor.all():
+            if one.state in (READY, STOPPING):
+                until, need = one.expires, one.need
+                on_gpu = need is not None and need.device != "cpu"
+                entries.append(
+                    await self.ollama(one)
+                    | {
+                        "size": need.bytes if need else 0,
+                        "size_vram": need.bytes if need and on_gpu else 0,
+                        "expires_at": _NEVER if until is None else until.isoformat().replace("+00:00", "Z"),
+                        "context_length": need.tokens if need else 0,
+                    }
+                )
+        return entries
+
+    def _entry(self, model: NamedModel) -> dict[str, Any]:
+        name, path = model.name, model.path
+        empty = {"name": name, "model": name, "modified_at": _EPOCH, "size": 0, "digest": "", "details": _NO_DETAILS}
+        if path is None:
+            return empty
+        try:
+            key = (str(path), path.stat().st_mtime)
+            if key not in self._read:
+                config, weights, dtype = model_loaders.load_weights(path)
+                try:
+                    self._read[key] = listed(name, config, weights, dtype, path.is_dir())
+                finally:
+                    weights.close()
+            return self._read[key] | {"name": name, "model": name}
+        except (model_loaders.LoadError, OSError):
+            return empty
+
+    def ollama_shown(self, model: NamedModel) -> dict[str, Any] | None:
+        """The answer of /api/show, from the model's files; None if they have to be fetched yet. Raises LoadError."""
+        if model.path is None:
+            return None
+        read = model_loaders.load(model.path)
+        try:
+            context = model.config.ctx_size or read.config.max_context
+            return shown(read, context, self._entry(model))
+        finally:
+            read.weights.close()
+
+
+_NO_DETAILS = {
+    **dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), ""),
+    "families": [],
+}

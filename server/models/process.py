@@ -38,8 +38,7 @@ class ModelProcess:
     """A running process. Its methods belong to one event loop."""
 
     def __init__(self, model: NamedModel, config: ServerConfig | None, ended: Callable[[int], object]) -> None:
-        """Start it. config: of the parent; None for a process that only fetches the model. ended: called with the exit
-        code."""
+        """config: of the parent; with None, the process only fetches the model. ended: called with the exit code."""
         self.name = model.name
         self.key = secrets.token_urlsafe()  # that its HTTP server asks for
         self.port = 0

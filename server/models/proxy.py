@@ -47,8 +47,6 @@ _DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(ms|us|µs|ns|h|m|s)")
 
 
 class Proxy:
-    """The endpoint of every path that a model's process answers."""
-
     def __init__(self, supervisor: Supervisor, config: ServerConfig, errors: ErrorShapes) -> None:
         self._supervisor, self._config, self._errors = supervisor, config, errors
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=20)
@@ -59,7 +57,6 @@ class Proxy:
         await self._client.aclose()
 
     async def serve(self, request: Request) -> Response:
-        """The answer. Raises ApiError, BadRequest, Refused, or ClientDisconnect."""
         path, data, fields = request.url.path, b"", dict[str, Any]()
         if request.method == "POST":
             data = bytes(await read_bytes(request, self._config.max_body))
@@ -75,15 +72,11 @@ class Proxy:
             keep = keep_alive(fields["keep_alive"])
             has_prompt = any(fields.get(name) for name in ("messages", "prompt", "suffix", "images"))
             if keep == 0 and path in _OF_OLLAMA and not has_prompt:
-                return self._unload(served, path)
+                if not served.model.pinned:
+                    self._supervisor.give_up(served)
+                return JSONResponse(empty_piece(path, served.model.name) | {"done": True, "done_reason": "unload"})
         streams = path in _OF_OLLAMA if fields.get("stream") is None else fields["stream"] is True
         return _Passed(self, request, served, data, keep, streams=streams)
-
-    def _unload(self, served: Served, path: str) -> Response:
-        if not served.model.pinned:
-            self._supervisor.give_up(served)
-        written = empty_piece(path, served.model.name) | {"done": True, "done_reason": "unload"}
-        return Response(json.dumps(written), media_type="application/json")
 
 
 class _Passed(Response):
@@ -189,7 +182,6 @@ class _Passed(Response):
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _send_error(self, send: Send, body: dict[str, Any]) -> None:
-        """End a stream with an error in the API's shape."""
         error = body.get("error")
         if self._path.startswith(_RESPONSES) and isinstance(error, dict):
             told = {name: error.get(name) for name in ("code", "message", "param")}

@@ -54,7 +54,6 @@ class Served:
         return datetime.now(timezone.utc) + timedelta(seconds=self.used + self.keep - time.monotonic())
 
     def progress(self) -> str:
-        """What it is doing, for users who wait."""
         if self.state != LOADING or self.process is None or self.process.fetching is None:
             return self.state
         done, total = self.process.fetching
@@ -65,7 +64,6 @@ class Served:
 
 
 def ended(name: str, code: int) -> Refused:
-    """The error of requests whose model's process has ended."""
     return Refused(
         "model_ended",
         f"The process of {name} {how_ended(code)} while it answered: send the request again, which starts it",

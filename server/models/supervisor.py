@@ -13,7 +13,7 @@ from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.memory import Memory
 from polarlm.server.models.process import ModelProcess
-from polarlm.server.models.registry import NamedModel, Registry, listed
+from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.models.served import (
     FAILED,
     LOADING,
@@ -35,10 +35,9 @@ _SWEEP_SECONDS = 1.0  # most between two looks for idle models
 class Supervisor:
     """The processes of all models. All methods belong to one event loop.
 
-    Models are downloaded and loaded beside each other, each in a task. What decides between them is the memory that
-    each has, or that is set aside for it (`Memory`), and is decided without waiting in between: a process says whether
-    its model fits into what is left, and is asked again if that has changed meanwhile. A model without room queues for
-    it and has others unloaded. It waits for these, for models that are being loaded, and for those before it in the
+    Models are downloaded and loaded beside each other, each in a task. A process says whether its model fits into the
+    memory that is left (`Memory`), and is asked again if that has changed meanwhile. A model without room queues for it
+    and has others unloaded. It waits for these, for models that are being loaded, and for the models before it in the
     queue, so no two wait for each other.
     """
 
@@ -49,8 +48,6 @@ class Supervisor:
         self._memory = Memory(self._served, most)
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = False
-
-    # -- which models there are --------------------------------------------------------------------------------
 
     def all(self) -> list[Served]:
         return [self._of(model) for model in self.registry.models()]
@@ -65,7 +62,7 @@ class Supervisor:
                 return self._of(models[0])
         model = self.registry.find(name)
         if model is None:
-            raise unknown_model(name, listed(self.registry.models()))
+            raise unknown_model(name, in_words(self.registry.models()))
         return self._of(model)
 
     def _of(self, model: NamedModel) -> Served:
@@ -73,8 +70,6 @@ class Supervisor:
         if served.state in (UNLOADED, FAILED):
             served.model = model  # the folder may have another file of this name by now
         return served
-
-    # -- asking for one ----------------------------------------------------------------------------------------
 
     async def ready(self, served: Served) -> None:
         """Return when the model takes requests; load it if need be. Raises EngineError or Refused. The model then has
@@ -100,8 +95,7 @@ class Supervisor:
 
     @contextmanager
     def using(self, served: Served, keep: float | None) -> Iterator[ModelProcess]:
-        """The process, with the request that `ready` admitted. keep: as `Served.keep`, afterwards. Raises Refused if it
-        has ended."""
+        """The process, for the request that `ready` admitted. keep: see `Served`. Raises Refused if it has ended."""
         try:
             if served.process is None or served.state not in (READY, STOPPING):
                 sentence = f"The process of {served.model.name} has ended: send the request again, which starts it"
@@ -115,7 +109,6 @@ class Supervisor:
                 self.unload(served)
 
     def release(self, served: Served) -> None:
-        """End a request that `ready` admitted."""
         served.active -= 1
         served.touch()
         served.free.set()
@@ -156,8 +149,6 @@ class Supervisor:
         given_up = [one.stopping for one in self._served.values() if one.stopping is not None and one.process is None]
         ends = [one.process.end() for one in self._served.values() if one.process is not None]
         await asyncio.gather(*given_up, *ends, return_exceptions=True)
-
-    # -- loading and unloading ---------------------------------------------------------------------------------
 
     async def _load(self, served: Served) -> None:
         """Start the model's process, and have it load the model when there is room. Raises EngineError or Refused."""
@@ -229,7 +220,6 @@ class Supervisor:
             self._memory.set_aside(served, served.need)
 
     async def _stop(self, served: Served) -> None:
-        """End the process of a loaded model when it has no requests."""
         if served.state != READY or served.process is None:
             return
         served.state = STOPPING
@@ -252,8 +242,6 @@ class Supervisor:
             served.error = ended(served.model.name, code)
             note(f"The process of {served.model.name} {how_ended(code)}; the next request starts it again")
             served.free.set()
-
-    # -- idle models -------------------------------------------------------------------------------------------
 
     def usual_keep(self, served: Served) -> float | None:
         """Seconds without requests after which a model is unloaded; None: as long as there is room."""

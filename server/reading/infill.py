@@ -65,7 +65,7 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
         return ids[0] if text.strip(" ▁") == name else None
 
     def first(names: tuple[str, ...]) -> int | None:
-        return next((found for name in names if (found := token(name)) is not None), None)
+        return next((token_id for name in names if (token_id := token(name)) is not None), None)
 
     for names in _NAMES:
         prefix, suffix, middle = map(token, names)

@@ -21,7 +21,7 @@ _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "requir
 
 @dataclass(frozen=True)
 class Tools:
-    given: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
+    every: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
     callable: tuple[dict[str, Any], ...]  # the functions that this answer may call
     calls: Literal["may", "must", "none"]
     several: bool  # whether there may be more than one call
@@ -167,7 +167,6 @@ def in_namespace(namespace: str, name: str) -> str:
 
 
 def check_depth(field: str, value: Any) -> None:
-    """Raises BadRequest for JSON that is nested too deeply."""
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [inner for each in level for inner in _inside(each)]

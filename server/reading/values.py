@@ -34,7 +34,7 @@ def read_json(data: bytes) -> dict[str, Any]:
         # Some shells write a byte order mark. NaN and Infinity are accepted here: `number` refuses them by name.
         written = data.decode("utf-8-sig")
         if "\\ud" in written or "\\uD" in written:
-            written = _ESCAPE.sub(lambda found: "\\ufffd" if found[1] else found[0], written)
+            written = _ESCAPE.sub(lambda match: "\\ufffd" if match[1] else match[0], written)
         value = json.loads(written)
     except UnicodeDecodeError:
         raise BadRequest(None, "the request is not UTF-8 text") from None
@@ -101,16 +101,16 @@ def text(field: str, value: Any) -> str:
 
 def texts(field: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
     """The strings in a string or an array, but for empty ones; at most `most`, each of at most `longest` characters."""
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list):
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list):
         raise wrong(field, "a string or an array of strings", value)
-    if len(given) > most:
-        raise BadRequest(field, f"{field} has {len(given)} strings, but at most {most} are taken")
-    for index, one in enumerate(given):
-        place = field if given is not value else f"{field}[{index}]"
+    if len(values) > most:
+        raise BadRequest(field, f"{field} has {len(values)} strings, but at most {most} are taken")
+    for index, one in enumerate(values):
+        place = field if values is not value else f"{field}[{index}]"
         if len(text(place, one)) > longest:
             raise BadRequest(place, f"{place} must have at most {longest} characters, not {len(one)}")
-    return tuple(one for one in given if one)
+    return tuple(one for one in values if one)
 
 
 def wrong(field: str, wanted: str, value: Any) -> BadRequest:

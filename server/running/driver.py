@@ -36,8 +36,6 @@ _LAST_SECONDS = 5.0  # time for a session that is being saved when the server en
 
 @dataclass
 class _Queue:
-    """Current requests that count against the same limit."""
-
     room: int
     jobs: set[Job] = field(default_factory=set)
 
@@ -53,8 +51,7 @@ class _Place:
 
 
 class Driver:
-    """Lets coroutines of one event loop, to which all methods belong, stream from an engine, which `stop` leaves
-    open."""
+    """Lets coroutines of one event loop stream from an engine, which `stop` leaves open."""
 
     def __init__(self, engine: Engine, config: ServerConfig, sessions: SessionFolder | None = None) -> None:
         self.engine = engine
@@ -72,8 +69,6 @@ class Driver:
         # A request whose constraint is being compiled waits in a thread, so each request may need one.
         self._grammar_pool = ThreadPoolExecutor(self.room, thread_name_prefix="grammars")
         self._disk = Worker("sessions")
-
-    # -- life --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -109,8 +104,6 @@ class Driver:
         for job in [job for queue in self._queues for job in queue.jobs]:
             job.end(reason)
         self._thread.wake()
-
-    # -- requests ----------------------------------------------------------------------------------------------
 
     async def stream(
         self,
@@ -272,8 +265,6 @@ class Driver:
         entry.prompt_tokens += ticket.prompt_tokens
         return ticket
 
-    # -- sessions ------------------------------------------------------------------------------------------------
-
     async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
         """Save the stored part of `prompt`; return its number of tokens. Raises Refused or EngineError."""
         folder = self._folder
@@ -308,8 +299,7 @@ class Driver:
         await self._on_disk("removed", remove)
 
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
-        """The result of `work`, which runs in the thread for sessions, one at a time, to its end even if nobody waits
-        for it."""
+        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits."""
         return await self._counted(self._transfers, self._disk.submit, outcome, work)
 
     @property
@@ -318,14 +308,11 @@ class Driver:
             raise Refused("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
         return self._sessions
 
-    # -- status and texts ----------------------------------------------------------------------------------------
-
     def snapshot(self) -> Totals:
         active = sum(len(queue.jobs) for queue in self._queues)
         return replace(deepcopy(self._totals), active=active)
 
     async def status(self) -> Status:
-        """The engine's status, which waits for the current unit of work."""
         return await self._aside(self.engine.status, None)  # slow templates may hold all threads of a pool
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
@@ -340,8 +327,7 @@ class Driver:
             return result
 
     async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor | None) -> T:
-        """The result of `function`, run in a thread of the pool, or of the event loop's. Raises its EngineErrors, or
-        Refused."""
+        """The result of `function`, run in a thread of the pool or of the event loop. Raises EngineError or Refused."""
         try:
             return await self._loop.run_in_executor(pool, function)
         except Exception as error:

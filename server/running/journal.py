@@ -80,8 +80,6 @@ def entry(client: str, route: str) -> Iterator[Entry]:
 
 
 class Journaled:
-    """ASGI middleware that gives each HTTP request an entry."""
-
     def __init__(self, app: Any) -> None:
         self._app = app
 

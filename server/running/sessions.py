@@ -14,8 +14,7 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.config import ServerConfig
-from polarlm.server.reading.adapters import with_adapter
-from polarlm.server.reading.prompts import read_options
+from polarlm.server.reading.prompts import read_options, with_adapter
 from polarlm.server.reading.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -47,8 +46,7 @@ class SessionFolder:
     """The sessions of a server. Its methods block on the disk."""
 
     def __init__(self, folder: str, most: int) -> None:
-        """Make the folder, which only its owner can open, if need be. most: bytes of all sessions. Raises
-        EngineError."""
+        """Make the folder, which only its owner can open. most: bytes of all sessions. Raises EngineError."""
         self._most = most
         try:
             self._folder = Path(folder).expanduser()
@@ -77,8 +75,7 @@ class SessionFolder:
         return sessions
 
     def limit(self, name: str) -> Callable[[int, int], None]:
-        """A `progress` function for saving a session, in place of the one of its name. Raises EngineError if it is too
-        large."""
+        """A `progress` function for saving a session in place of its old one. Raises EngineError if it is too large."""
         others = sum(saved.bytes for saved in self.all() if saved.name != name)
 
         def check(_done: int, size: int) -> None:
@@ -92,8 +89,7 @@ class SessionFolder:
         return check
 
     def remove(self, name: str) -> bool:
-        """Remove a session; return whether it existed. Raises EngineError if it cannot be removed, and for other files
-        in the folder."""
+        """Remove a session; return whether it existed. Raises EngineError if it cannot be, and for other files."""
         file = self.file(name)
         try:
             if os.path.lexists(file) and not is_session(file):

@@ -14,7 +14,7 @@ import jiter
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
-from polarlm.server.http.dialects import _llama_answers, anthropic, ollama, responses
+from polarlm.server.http.dialects import anthropic, llama_server, ollama, responses
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import Completions
 from tests.server.http_server import Serving
@@ -378,7 +378,7 @@ APIS = {
     "generate": API("/api/generate", ollama.GENERATE, write_generate, line, lines, is_raw=True),
     "completions": API("/v1/completions", Completions(), write_raw, chat_piece, chat_pieces, is_raw=True),
     "completion": API(
-        "/completion", _llama_answers.Completion(), write_completion, completion, completion_events, is_raw=True
+        "/completion", llama_server.Completion(), write_completion, completion, completion_events, is_raw=True
     ),
 }
 CONVERSATIONS = {name: api for name, api in APIS.items() if not api.is_raw}

@@ -13,8 +13,7 @@ from polarlm.server.reading.values import BadRequest, wrong
 
 
 class Places(dict[str, str]):
-    """Paths in the client's body, by our relative paths in a message or a tool; "" is the whole. JSON has no such
-    class."""
+    """The client's paths, by our relative paths in a message or a tool; "" is the whole. JSON has no such class."""
 
 
 def read_own(
@@ -40,9 +39,9 @@ def read_own(
     )
 
 
-def _absolute(at: str, given: Any) -> dict[str, str]:
-    """Our path → the client's path, for each part of `given` that has a place; the longest path first."""
-    places = given.get("places") if isinstance(given, dict) else None
+def _absolute(at: str, value: Any) -> dict[str, str]:
+    """Our path → the client's path, for each part of `value` that has a place; the longest path first."""
+    places = value.get("places") if isinstance(value, dict) else None
     if not isinstance(places, Places):
         return {}
     return {at + ours: places[ours] for ours in sorted(places, key=len, reverse=True)}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request
@@ -15,24 +16,22 @@ from starlette.routing import Route
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders.forks import cached_property
+from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.described import OLLAMA, listed, shown
-from polarlm.server.http.dialects._ollama_answers import LinesWriter, error_body, head, nanoseconds
-from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation
+from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import LINES
+from polarlm.server.http.streams import LINES, Event
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
-
-__all__ = ["PATHS", "error_body", "routes"]
 
 PATHS = ("/api",)
 
@@ -85,16 +84,14 @@ def routes(driver: Driver) -> list[Route]:
 
 @dataclass(frozen=True)
 class Generating(Endpoint):
-    """One of the two endpoints that generate."""
-
-    own: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
+    prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
     content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
     framing = LINES
     known = _KNOWN
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
-        body = given(body)
-        asked = read_own(self.own(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
+        body = asking(body)
+        asked = read_own(self.prompt_of(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
         logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
         return asked, LinesWriter(about.model.name, self.content, logprobs)
 
@@ -152,7 +149,7 @@ class _Embedded:
         isolated = {name: body.get(name) for name in _SAME_NAMES}
         options = read_options(isolated, parse_special=self.driver.config.parse_special)
         options = self.driver.engine.embedding_options(None, options)
-        options = replace(options, **read_vector_options(given(body), truncates=True))
+        options = replace(options, **read_vector_options(asking(body), truncates=True))
         return await vectors_of(request, self.driver, prompts, options)
 
 
@@ -163,11 +160,9 @@ class _Facts:
         self._driver = driver
 
     async def tags(self, _request: Request) -> Response:
-        """GET /api/tags: the models."""
         return JSONResponse({"models": [self._entry]})
 
     async def running(self, _request: Request) -> Response:
-        """GET /api/ps: the models that are in memory."""
         on_gpu = (await self._driver.status()).threads is None
         size = self._entry["size"] if on_gpu else 0
         loaded = {"expires_at": _NEVER, "size_vram": size, "context_length": self._driver.engine.context}
@@ -183,9 +178,9 @@ class _Facts:
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""
         body = await read_body(request, self._driver.config.max_body)
-        name, own = text("model", body.get("model") or body.get("name") or ""), self._driver.engine.model.name
-        if name.removesuffix(":latest") != own:
-            raise ApiError(501, f"This server pulls no models: it has {own} alone", "not_supported", "model")
+        name, model = text("model", body.get("model") or body.get("name") or ""), self._driver.engine.model.name
+        if name.removesuffix(":latest") != model:
+            raise ApiError(501, f"This server pulls no models: it has {model} alone", "not_supported", "model")
         stream = flag("stream", True if body.get("stream") is None else body["stream"])
         done = {"status": "success"}
         return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
@@ -201,23 +196,23 @@ class _Facts:
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of both endpoints except the prompt, in our own names. Raises BadRequest."""
-    own: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
+    """The fields of both endpoints except the prompt, in our ours names. Raises BadRequest."""
+    ours: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
     for name, value in members("options", body.get("options", {})).items():
         if name in _OPTIONS:
-            own[_OPTIONS[name]] = value
+            ours[_OPTIONS[name]] = value
     format = body.get("format", "")
     if format == "json":
-        own["response_format"] = {"type": "json_object"}
+        ours["response_format"] = {"type": "json_object"}
     elif isinstance(format, dict):
-        own["response_format"] = {"type": "json_schema", "json_schema": {"schema": format}}
+        ours["response_format"] = {"type": "json_schema", "json_schema": {"schema": format}}
     elif format != "":
         raise wrong("format", 'a JSON schema or "json"', format)
     if flag("logprobs", body.get("logprobs", False)):
-        own["logprobs"] = body.get("top_logprobs", 0)
+        ours["logprobs"] = body.get("top_logprobs", 0)
     if "think" in body:
-        own["chat_template_kwargs"] = _thinking(body["think"])
-    return own
+        ours["chat_template_kwargs"] = _thinking(body["think"])
+    return ours
 
 
 def _thinking(value: Any) -> dict[str, Any]:
@@ -250,7 +245,6 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_response(content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an answer of /api/generate, where the text is called "response"."""
     return {("response" if name == "content" else name): value for name, value in content.items()}
 
 
@@ -259,3 +253,88 @@ CHAT = Generating(_conversation, lambda content: {"message": {"role": "assistant
 
 GENERATE = Generating(_completion, _as_response)
 """POST /api/generate"""
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    return {"error": error.told("ollama")}
+
+
+@dataclass
+class LinesWriter(Writer):
+    model: str
+    content: Callable[[dict[str, Any]], dict[str, Any]]
+    logprobs: ChatLogprobs | None
+    _since: float = field(default_factory=time.monotonic)
+    _call: Call | None = None  # the current call, which is written when it is complete
+    _calls: int = 0
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        content: dict[str, Any] = {"content": answer.text}
+        if answer.reasoning:
+            content["thinking"] = answer.reasoning
+        if calls := [written for call in answer.calls for written in self._written(call)]:
+            content["tool_calls"] = calls
+        piece = Piece(logprobs=answer.logprobs, finish_reason=answer.finish_reason, usage=answer.usage)
+        return self._object(content, piece) | self._end(piece)
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
+        """The lines of a piece; one without text for a piece that is still waited for."""
+        content: dict[str, Any] = {"content": piece.text}
+        if piece.reasoning:
+            content["thinking"] = piece.reasoning
+        calls: list[dict[str, Any]] = []
+        if piece.call is not None:
+            calls += self._written(self._call)
+            self._call = Call(piece.call.id, piece.call.name, "")
+        if self._call is not None:
+            self._call = Call(self._call.id, self._call.name, self._call.arguments + piece.arguments)
+        if piece.finish_reason is not None:
+            calls += self._written(self._call)
+        if calls:
+            content["tool_calls"] = calls
+        if piece.text or piece.reasoning or calls or piece.logprobs or piece.is_waiting:
+            yield self._object(content, piece) | {"done": False}
+        if piece.finish_reason is not None:
+            yield self._object({"content": ""}, Piece()) | self._end(piece)
+
+    def failure(self, error: ApiError) -> Event:
+        return error_body(error)
+
+    def _written(self, call: Call | None) -> list[dict[str, Any]]:
+        """A list with a whole call; empty for one that was cut off."""
+        if call is None or (arguments := arguments_of(call.arguments)) is None:
+            return []
+        self._calls += 1
+        function = {"index": self._calls - 1, "name": call.name, "arguments": arguments}
+        return [{"id": call.id, "function": function}]
+
+    def _object(self, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        written = head(self.model) | self.content(content)
+        if self.logprobs is not None and piece.logprobs:
+            written["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
+        return written
+
+    def _end(self, piece: Piece) -> dict[str, Any]:
+        usage = piece.usage
+        assert usage is not None
+        return {
+            "done": True,
+            "done_reason": "length" if piece.finish_reason == "length" else "stop",
+            "total_duration": nanoseconds(time.monotonic() - self._since),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": nanoseconds(usage.prefill_seconds),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": nanoseconds(usage.generation_seconds),
+        }
+
+
+def head(model: str) -> dict[str, Any]:
+    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    return {"model": model, "created_at": now}
+
+
+def nanoseconds(seconds: float) -> int:
+    """`seconds` in whole nanoseconds, the unit of this API."""
+    return round(seconds * 1e9)

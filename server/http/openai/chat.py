@@ -12,8 +12,6 @@ from polarlm.server.reading.parameters import ParsedRequest, read
 
 
 class ChatCompletions(Endpoint):
-    """POST /v1/chat/completions"""
-
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ChatWriter]:
         tokenizer, special = about.model.tokenizer, about.parse_special
         asked = read(body, tokenizer.tokenize, ("messages",), switched_logprobs=True, parse_special=special)
@@ -22,8 +20,6 @@ class ChatCompletions(Endpoint):
 
 
 class ChatWriter(ChoicesWriter):
-    """Makes the JSON objects of one response, with messages and what streams add to them."""
-
     prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     opening: ClassVar[dict[str, Any] | None] = {"delta": {"role": "assistant", "content": ""}}
 

@@ -15,7 +15,7 @@ from polarlm.server.http.generation import About, Endpoint
 from polarlm.server.http.openai.logprobs import TextLogprobs
 from polarlm.server.http.openai.shapes import ChoicesWriter
 from polarlm.server.http.streams import Event
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.infill import Mixed, infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_prompts
@@ -25,10 +25,8 @@ MOST_PROMPTS = 1024
 
 
 class Completions(Endpoint):
-    """POST /v1/completions"""
-
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, TextWriter]:
-        body = given(body)
+        body = asking(body)
         echo, suffix = flag("echo", body.pop("echo", False)), text("suffix", body.pop("suffix", ""))
         asked = read_raw(body, about)
         if suffix:
@@ -74,8 +72,6 @@ def text_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
 
 @dataclass(frozen=True)
 class TextWriter(ChoicesWriter):
-    """Makes the JSON objects of one response, which may repeat the prompts."""
-
     prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
 
     echoes: Sequence[Callable[[], str]] = field(default=())  # texts of prompts, if answers begin with theirs
@@ -99,8 +95,8 @@ class TextWriter(ChoicesWriter):
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         if self.echoes and piece.progress is None and index not in self._echoed:
             self._echoed.add(index)
-            prompt, found = self._prompt(index, piece)
-            yield self._part({"index": index, "text": prompt, "logprobs": found, "finish_reason": None})
+            prompt, logprobs = self._prompt(index, piece)
+            yield self._part({"index": index, "text": prompt, "logprobs": logprobs, "finish_reason": None})
         yield from super().events(index, piece, first=first)
 
     def _prompt(self, index: int, begin: Piece | Answer) -> tuple[str, dict[str, Any] | None]:

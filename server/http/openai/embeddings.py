@@ -17,7 +17,7 @@ from polarlm.engine.limits import POOLINGS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.streams import while_there
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import one_given, read_options, read_prompts, read_vector_options
 from polarlm.server.reading.values import BadRequest, text, wrong
 from polarlm.server.running.driver import Driver
@@ -28,8 +28,6 @@ _ENCODINGS = ("float", "base64")
 
 
 class Embeddings:
-    """Three endpoints, which read requests in the same way."""
-
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
@@ -60,7 +58,7 @@ class Embeddings:
 
     async def _embed(self, request: Request) -> tuple[list[str], int, PromptOptions]:
         """(JSON of each vector, tokens of all texts, options) of a request. Raises BadRequest and as `vectors_of`."""
-        body = given(await read_body(request, self._driver.config.max_body))
+        body = asking(await read_body(request, self._driver.config.max_body))
         name = one_given(body, ("input", "content"))
         prompts = read_prompts(name, body[name], MOST_INPUTS)
         if body.get("truncate_prompt_tokens") not in (None, -1):
@@ -76,8 +74,8 @@ class Embeddings:
         truncates = body.get("truncate_prompt_tokens") == -1
         options = replace(options, **read_vector_options(body, truncates=truncates))
         encoding = _one_of("encoding_format", body.get("encoding_format"), _ENCODINGS)
-        found = await vectors_of(request, self._driver, prompts, options, as_base64=encoding == "base64")
-        return *found, options
+        vectors, tokens = await vectors_of(request, self._driver, prompts, options, as_base64=encoding == "base64")
+        return vectors, tokens, options
 
 
 async def vectors_of(

@@ -54,8 +54,6 @@ class _Content(Response):
 
 
 class Blocks:
-    """The endpoint for the blocks of a tier."""
-
     def __init__(self, place: Folder, most: int) -> None:
         """most: bytes of the largest possible block."""
         self._place, self._most = place, most
@@ -64,7 +62,6 @@ class Blocks:
         self._waiting = 0
 
     def routes(self) -> list[Route]:
-        """GET, which includes HEAD, and PUT."""
         return [
             Route("/blocks/{name}", self.get, methods=["GET"]),
             Route("/blocks/{name}", self.put, methods=["PUT"]),
@@ -88,10 +85,10 @@ class Blocks:
             content = await self._do(partial(self._read, name))
             if content is None:
                 raise _missing()
-            found = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
-            if found is None:
+            wanted = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
+            if wanted is None:
                 return _Content(memoryview(content), room.pop_all())
-            start, stop = int(found[1]), min(int(found[2] or len(content)) + 1, len(content))
+            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
             if start >= stop:
                 raise ApiError(
                     416, f"The block has {len(content)} bytes", headers={"Content-Range": f"bytes */{len(content)}"}
@@ -127,7 +124,6 @@ class Blocks:
         self._place.write(name, b"", memoryview(body))
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """The result of `work`, run in the worker's thread. Raises ApiError."""
         if self._waiting >= _MOST_WAITING:
             raise _busy()
         job = Job(asyncio.get_running_loop())

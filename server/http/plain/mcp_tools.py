@@ -50,8 +50,7 @@ class McpTools:
         return JSONResponse(_described(session))
 
     async def call(self, request: Request) -> Response:
-        """{"server", "tool", "arguments"} → {"text", "is_error"}. A client that disconnects cancels it. Raises
-        ApiError."""
+        """{"server", "tool", "arguments"} → {"text", "is_error"}. A client that disconnects cancels it."""
         body = await self._body(request)
         session = self._session(body)
         tool, arguments = text("tool", body.get("tool", "")), body.get("arguments", {})

@@ -1,8 +1,6 @@
 """/metrics: counters, times and the load of the server, in Prometheus' text format. docs/server.md lists them all.
-
-The page has our own names, and those of vLLM that routers read by default (the model server protocol of the Gateway
-API's inference extension): queued and running requests, the used part of the KV store, and the size of its blocks.
-"""
+Beside our own names there are names of vLLM that routers read (the model server protocol of the Gateway API's inference
+extension): queued and running requests, the used part of the KV store, and the size of its blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ from polarlm.server.running.counters import Totals
 
 
 class _Page(Collector):
-    """Metrics whose values are known already."""
-
     def __init__(self, *metrics: Iterator[Metric]) -> None:
         self._metrics = list(chain(*metrics))
 
@@ -156,7 +152,6 @@ def _for_routers(engine: Engine, now: Status) -> Iterator[Metric]:
 
 
 def _counters(name: str, meaning: str, label: str, counts: Mapping[str, float]) -> Metric:
-    """A counter for each value of a label."""
     family = CounterMetricFamily(f"polarlm_{name}", meaning, labels=[label])
     for value, count in counts.items():
         family.add_metric([value], count)

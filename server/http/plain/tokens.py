@@ -13,7 +13,7 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.http.bodies import read_body
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.values import LARGEST, count, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
@@ -42,7 +42,7 @@ class Tokens:
         names of control tokens become these tokens, as in raw prompts. "with_pieces": {"id", "piece"} in place of ids.
         """
         sent = await read_body(request, self._driver.config.max_body)
-        body = given(sent)
+        body = asking(sent)
         if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
             return await self._tokenize_as_vllm(body)
         content = text("content", body.get("content"))

@@ -43,7 +43,7 @@ def about(hermes_engine: Engine) -> About:
 
 
 def pieces(engine: Engine, texts: list[str], reason: str = "length", stopped_by: str | None = None) -> list[Piece]:
-    """Those of an answer whose text comes in `texts`, and ends for this reason."""
+    """The pieces of an answer whose text comes in `texts`, and ends for this reason."""
     parser = AnswerParser(engine.model.template.calls, NAMES, engine.model.tokenizer.control_tokens())
     stops = () if stopped_by is None else (stopped_by,)
     chunks = [Chunk(one, ()) for one in texts]

@@ -10,7 +10,7 @@ from polarlm.server.answers.pieces import CallStart, Piece, fold
 from polarlm.server.http.openai.chat import ChatWriter
 from polarlm.server.http.openai.shapes import usage
 from polarlm.server.reading.parameters import ParsedRequest, read
-from polarlm.server.socket.messages import last_of
+from polarlm.server.socket.connection import last_of
 from tests.server.http_server import Serving
 from tests.tiny import forget
 

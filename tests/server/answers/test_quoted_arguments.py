@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polarlm.engine.errors import ConstraintError
 from polarlm.model_loaders.chat.call_arguments import quoted
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.server.answers.arguments import QuotedArguments
+from polarlm.server.answers.answer_parser import QuotedArguments
 from polarlm.server.answers.call_grammar import Grammar, functions_of
 from tests.call_templates import GEMMA
 from tests.pairs import in_turn

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from polarlm.server.answers.pieces import fold
-from polarlm.server.http.dialects._response_events import ResponseWriter
+from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter
 from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai
 from tests.server.apis import alone
@@ -71,7 +71,7 @@ def test_openais_client_accumulates_reasoning_and_calls() -> None:
     from openai.lib.streaming.responses._responses import ResponseStreamState
 
     def writer() -> ResponseWriter:
-        return ResponseWriter("m", True, {"parallel_tool_calls": True, "tool_choice": "auto"}, None)
+        return ResponseWriter("m", True, {"parallel_tool_calls": True, "tool_choice": "auto"}, None, ResponseTools())
 
     stream = writer()
     events = [event for i, piece in enumerate(PIECES) for event in stream.events(0, piece, first=i == 0)]

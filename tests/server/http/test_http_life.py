@@ -173,7 +173,7 @@ def test_signs_of_life_never_come_between_other_pieces_or_after_the_last() -> No
     wrong: list[str] = []
 
     async def one(rng: random.Random) -> None:
-        sent: list[bool | None] = []  # of each message, whether it is the last of the body; None for the headers
+        sent: list[bool | None] = []  # whether each message is the last one of the body; None for the headers
         under_way, gone = False, asyncio.Event()
 
         async def events() -> AsyncGenerator[streams.Event, None]:

@@ -21,7 +21,7 @@ from tests.tiny import forget
 
 PAGE = _whole()
 SCRIPTS = sorted((Path(str(server_package.__file__)).parent / "page").glob("*.js"))
-BLOCK = 8  # of the tiny model's engine
+BLOCK = 8  # tokens, in the tiny model's engine
 
 
 def policy(response: httpx.Response) -> dict[str, str]:
@@ -95,7 +95,7 @@ def test_the_page_needs_no_key_as_it_asks_for_it_and_its_numbers_do(tiny: Engine
 
 def test_the_numbers_of_an_idle_server(server: Serving) -> None:
     stats, status = server.http.get("/stats").json(), server.engine.status()
-    values = 2 * 2 * 2 * 8  # of a token: keys and values, layers, heads, channels
+    values = 2 * 2 * 2 * 8  # a token's keys and values, layers, heads, channels
     assert stats["f16_bytes_per_token"] == 2 * values
     assert stats["bytes_per_token"] == stats["bits_per_value"] * values / 8
     assert stats == {

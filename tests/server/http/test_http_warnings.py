@@ -109,7 +109,7 @@ def of_responses() -> set[str]:
     return own | {"client_metadata"}  # Codex sends it
 
 
-CLIENTS: dict[str, Callable[[], set[str]]] = {  # those of OpenAI's older endpoints: tests/server/reading/test_fields.py
+CLIENTS: dict[str, Callable[[], set[str]]] = {  # OpenAI's older endpoints: tests/server/reading/test_fields.py
     "/v1/responses": of_responses,
     "/v1/messages": of_messages,
     "/api/chat": lambda: models(ollama._types.ChatRequest),

@@ -175,7 +175,7 @@ def found(house: Household, model: str) -> dict[str, int]:
 
 
 def begun(house: Household, model: str, answers: int = 8) -> Any:
-    """The stream of so many answers of 255 tokens; 64, of which 8 are computed at a time, last for seconds."""
+    """The stream of so many answers of 255 tokens; 64 last for seconds, since 8 are computed at a time."""
     body = LONG | {"model": model, "prompt": ["on"] * answers, "stream_options": {"include_usage": True}}
     return house.http.stream("POST", "/v1/completions", json=body)
 

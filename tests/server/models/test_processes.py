@@ -22,7 +22,7 @@ FLAGS = ("--device", "cpu", "--no-calibration", "--cache-type", "f16", "--port",
 
 
 class Server:
-    """A server of the models `big` and `small`, of which `big` is loaded."""
+    """A server of the models `big` and `small`; `big` is loaded."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.errors = folder / "stderr"

@@ -42,7 +42,7 @@ class Machine:
 class FakeProcess:
     """As `ModelProcess`."""
 
-    pid = 0  # of no process
+    pid = 0  # no process has it
 
     fetching = None
 

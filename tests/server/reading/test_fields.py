@@ -17,10 +17,10 @@ from polarlm.server.reading.values import BadRequest
 from tests.lazily import openai
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-NEWEST_CLIENT = Version("3.52.0")  # of OpenAI's, whose fields are in the table; later ones may have more
+NEWEST_CLIENT = Version("3.52.0")  # the client of OpenAI whose fields are in the table; later ones may have more
 
 ANYTHING = (True, False, 0, 1, -1, 5, 0.5, "x", "none", ["x"], {"x": 1})
-# Of fields whose values a rule tells apart: values that ask for something, and values that do not.
+# Fields whose values a rule tells apart: values that ask for something, and values that do not.
 BY_RULE: dict[str, tuple[list[Any], list[Any]]] = {
     "best_of": ([2, True], [1, 0]),
     "top_n_sigma": ([1.5, False, "0"], [-1, 0, ""]),
@@ -39,7 +39,7 @@ SAME_NAME: dict[str, tuple[Any, ...]] = {  # as the parameter of sampling
     "dry_penalty_last_n": (5, -2),
     "ignore_eos": (True,),
 }
-HONOURED: dict[str, tuple[Any, Any]] = {  # of the others: a value, and what it becomes
+HONOURED: dict[str, tuple[Any, Any]] = {  # the other fields: a value, and what it becomes
     "parse_special": (False, PromptOptions(parse_special=False)),
     "chat_template_kwargs": ({"a": 1}, PromptOptions(parse_special=True, template_variables={"a": 1})),
     "reasoning_effort": (

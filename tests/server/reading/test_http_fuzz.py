@@ -134,7 +134,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "/sessions/load": {"name": "talk", "cache_salt": "a"},
     "/v1/rerank": {"query": "the rain", "documents": ["a", {"text": "b"}], "top_n": 1, "return_documents": True},
 }
-OUTCOMES = {404, 409, 422}  # of these: no such session, a change that comes too late, nothing of the prompt is there
+OUTCOMES = {404, 409, 422}  # no such session, a change that comes too late, nothing of the prompt is there
 JUNK: list[Any] = [
     *(
         None,
@@ -231,7 +231,7 @@ def schema(rng: random.Random) -> dict[str, Any]:
 
 
 def constraint(rng: random.Random) -> Any:
-    """What may stand in a field that constrains an answer, of whichever dialect it is."""
+    """What may stand in a field that constrains an answer, in any dialect."""
     given = schema(rng)
     wrapped = {"type": "json_schema", "name": "a", "schema": given, "json_schema": {"name": "a", "schema": given}}
     return rng.choice(

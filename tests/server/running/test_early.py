@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.uvicorn_server import Web
-from polarlm.server.running.early import EarlyClients
-from polarlm.server.running.listening import tcp_socket
+from polarlm.server.running.listening import EarlyClients, tcp_socket
 from tests.server.lines import eventually
 
 

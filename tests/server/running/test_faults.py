@@ -28,7 +28,7 @@ SLOW, HEAD = 0.4, 0.6  # limits in seconds, shorter than the server's own
 MORE_MEMORY = 24 << 20  # bytes, by the end of all tests
 ENDLESS = {**LONG, "max_tokens": -1, "stream": True}
 
-# Limits, each of which is short while there is a file of its name in the folder IMPATIENT, and longer than tests take
+# Limits; each is short while there is a file of its name in the folder IMPATIENT, and longer than tests take
 # otherwise; buffers that are soon full, and a note of the moment at which one is.
 IMPATIENT = """
 import os, socket, time

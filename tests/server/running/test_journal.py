@@ -30,7 +30,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Stream]]:
     """Sets the log up on a standard error that is a terminal, or none."""
     root, requests = logging.getLogger(), logging.getLogger("server.requests")
     before = root.handlers[:], root.level, requests.level
-    root.handlers = []  # those of pytest are not to be closed
+    root.handlers = []  # the handlers of pytest are not to be closed
 
     def to(terminal: bool) -> Stream:
         stream = Stream(terminal)

@@ -84,5 +84,5 @@ def test_nginx_sends_a_conversation_to_the_same_server(tiny_path: Path, tmp_path
             assert usage["prompt_tokens_details"]["cached_tokens"] >= first[talk]["prompt_tokens"] // 8 * 8
         two.process.kill()
         two.process.wait(60)
-        for talk in CONVERSATIONS:  # those of the server that is gone, too
+        for talk in CONVERSATIONS:  # also conversations of the server that is gone
             assert ask(url, talk, "the rain ran on and on and then")["completion_tokens"]

@@ -73,7 +73,7 @@ def test_times_of_answers_are_counted_in_buckets(server: Serving) -> None:
 
 
 def test_a_slow_reader_does_not_make_the_gaps_larger() -> None:
-    """They are those of the engine: a chunk's time is that of its thread."""
+    """They are the engine's: its thread notes the time of a chunk."""
     job = JobAt(10.0)
     totals = Totals()
     for at, tokens in ((12.0, 0), (13.0, 1), (13.5, 2), (14.5, 1)):

@@ -90,7 +90,7 @@ def test_the_socket_tells_the_place_of_a_hit(tiny_path: Path, tmp_path: Path) ->
 @pytest.mark.slow
 def test_killed_servers_leave_only_right_blocks(model: Path, tmp_path: Path) -> None:
     """The first one ends in order; each of the others is killed while it writes, at another point; the next one's
-    answers are those of a server without a disk."""
+    answers are the same as without a disk."""
     prompts = [{"role": "user", "content": f"{number} abcdefgh" * 6} for number in range(4)]
     with start(model, tmp_path / "plain", disk=False) as server:
         expected = [(chat(server.url, prompt, tokens=8), chat(server.url, prompt, tokens=8)) for prompt in prompts]
