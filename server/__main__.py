@@ -23,7 +23,7 @@ from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
-from polarlm.server.mcp.file import read_mcp_file
+from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal
 from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.driver import Driver

@@ -98,12 +98,8 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server could not answer this request", "internal", headers=CLOSE)
 
 
-ErrorBody = Callable[[ApiError], dict[str, Any]]
-"""The body of the response with an error, in the shape of an API."""
-
-
 class ErrorShapes:
-    def __init__(self, bodies: Mapping[str, ErrorBody] | None = None) -> None:
+    def __init__(self, bodies: Mapping[str, Callable[[ApiError], dict[str, Any]]] | None = None) -> None:
         """bodies: first part of a path, such as "/api" → shape of errors; other paths have OpenAI's."""
         self._bodies = bodies or {}
 

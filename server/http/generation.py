@@ -149,8 +149,6 @@ def _sign(writer: Writer, framing: Framing) -> bytes:
 
 
 class Counting:
-    """An endpoint that counts the tokens of prompts for another endpoint."""
-
     def __init__(self, driver: Driver, endpoint: Endpoint, more: Mapping[str, Any] | None = None) -> None:
         """more: fields of the response besides the count."""
         self._driver = driver

@@ -94,8 +94,6 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 @dataclass(frozen=True)
 class Framing:
-    """How events are written to the body of a streamed response."""
-
     media_type: str
     frame: Callable[[Event], bytes]
 

@@ -107,8 +107,7 @@ class WebConnection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
     def _watch(self) -> None:
-        """Start or stop the time limit of a client that sends no request, an incomplete head, or an incomplete body.
-        Bytes that arrive do not extend it."""
+        """Limit the time of a client that sends no request, or a part of one. Bytes that arrive do not extend it."""
         begins = self.conn.states == {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
         if not begins and not self._has_answer_before_its_body():
             self._stop_watching()

@@ -37,7 +37,7 @@ from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 from pydantic import ValidationError
 
 from polarlm.children import Parent
-from polarlm.server.mcp.file import McpServer
+from polarlm.server.mcp.session import McpServer
 
 _MEMORY = 32 << 20  # bytes that what a server sends may take here, besides several times what an answer may have
 _LOOK_SECONDS = 0.1  # between two looks at that

@@ -21,15 +21,14 @@ from polarlm.model_loaders import LoadError, hub
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import OLLAMA, listed, shown
+from polarlm.server.http.described import listed, ollama_version, shown
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
-from polarlm.server.models.process import ModelProcess
+from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, WAITING, ModelProcess, Served
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import NamedModel, Registry, in_words
-from polarlm.server.models.served import FAILED, LOADING, READY, STOPPING, WAITING, Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
@@ -67,7 +66,7 @@ def create_models_app(
         Route("/api/ps", front.running),
         Route("/api/show", front.show, methods=["POST"]),
         Route("/api/pull", front.pull, methods=["POST"]),
-        Route("/api/version", front.ollama_version),
+        Route("/api/version", ollama_version),
         *(Route(path, proxy.serve, methods=["POST"]) for path in spelt(POSTED)),
         *(Route(path, proxy.serve) for path in spelt(ASKED)),
         Route("/sessions/{name}", proxy.serve, methods=["DELETE"]),
@@ -183,9 +182,6 @@ class _SeveralModels(Front):
                     yield line
         except (EngineError, Refused) as error:
             yield {"error": api_error(error).message}
-
-    async def ollama_version(self, _request: Request) -> Response:
-        return JSONResponse({"version": OLLAMA})
 
     async def metrics(self, request: Request) -> Response:
         """The models' states; with ?model=NAME, the metrics of a loaded one."""

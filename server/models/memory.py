@@ -12,8 +12,8 @@ import psutil
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes
+from polarlm.server.models.process import LOADING, READY, STOPPING, WAITING, Served
 from polarlm.server.models.registry import in_words
-from polarlm.server.models.served import LOADING, READY, STOPPING, WAITING, Served
 
 
 class Memory:

@@ -21,8 +21,7 @@ from polarlm.server.http.bodies import read_bytes
 from polarlm.server.http.errors import ErrorShapes, api_error
 from polarlm.server.http.streams import DATA, LINES, NAMED, send_soon, while_there
 from polarlm.server.models.child import CLIENT
-from polarlm.server.models.process import ModelProcess
-from polarlm.server.models.served import READY, Served, ended
+from polarlm.server.models.process import READY, ModelProcess, Served, ended
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, is_empty, read_json, text, wrong
 from polarlm.server.running import journal
@@ -192,7 +191,6 @@ class _Passed(Response):
 
 def keep_alive(value: Any) -> float | None:
     """Seconds that Ollama's field says, as a number or as "1h30m"; None, for a negative one or a century: without end.
-
     Raises BadRequest.
 
     >>> keep_alive("1h30m"), keep_alive(90), keep_alive("0"), keep_alive(-1), keep_alive(10**400)

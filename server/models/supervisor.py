@@ -12,19 +12,19 @@ from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.memory import Memory
-from polarlm.server.models.process import ModelProcess
-from polarlm.server.models.registry import NamedModel, Registry, in_words
-from polarlm.server.models.served import (
+from polarlm.server.models.process import (
     FAILED,
     LOADING,
     READY,
     STOPPING,
     UNLOADED,
     WAITING,
+    ModelProcess,
     Served,
     ended,
     without_folder,
 )
+from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.running import refused
 from polarlm.server.running.journal import note
 from polarlm.server.running.refused import Refused, unknown_model

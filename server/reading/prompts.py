@@ -65,8 +65,7 @@ def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> 
 
 
 def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
-    """Whether the answer continues the last message, the assistant's. As at llama-server, it does unless one of two
-    fields of vLLM's says otherwise. Raises BadRequest."""
+    """Whether the answer continues the last message, unless a field of vLLM's says otherwise. Raises BadRequest."""
     asks = {
         name: flag(name, body[name]) is wanted
         for name, wanted in (("continue_final_message", True), ("add_generation_prompt", False))

@@ -16,10 +16,8 @@ _ESCAPE = re.compile(rf"\\(?:{_HALF('89abAB')}\\{_HALF('c-fC-F')}|({_HALF('89a-f
 
 
 class BadRequest(Exception):
-    """A request is malformed or asks for an unsupported feature. The message is a sentence for the client.
-
-    `field` is the path of the wrong field, such as "messages[2].content"; None for the request as a whole.
-    """
+    """A request is malformed or asks for an unsupported feature. The message is a sentence for the client; `field` is
+    the path of the wrong field, such as "messages[2].content", or None for the request as a whole."""
 
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(message)

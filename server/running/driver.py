@@ -186,8 +186,7 @@ class Driver:
 
     @contextmanager
     def _job(self, queue: _Queue) -> Iterator[tuple[journal.Entry, Job]]:
-        """Yields a job in `queue`, which ends after --request-seconds, and its entry in the log. Raises Refused if the
-        queue is full or the server is about to end."""
+        """Yields a job in `queue`, which ends after --request-seconds, and its entry in the log. Raises Refused."""
         entry = journal.current() or journal.Entry("", "")
         job = self._admit(entry, queue)
         timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
@@ -245,8 +244,7 @@ class Driver:
         *,
         compiles: bool = False,
     ) -> Ticket:
-        """Submit a request with `start`, in a thread of a pool; the engine accepts it between two units of work. into:
-        gets its chunks, in place of the job."""
+        """Submit a request with `start`, in a thread of a pool. into: gets its chunks, in place of the job."""
 
         def submit() -> Ticket:
             ticket = start(into=into or job, gone=lambda: job.closed)

@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._client = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unix"
         notice_lost_peers(transport.get_extra_info("socket"))
         if len(self._others) >= self._config.max_connections:
-            self._complain(None, busy(TOO_MANY_CONNECTIONS, 1))
+            self._send(None, error_of(busy(TOO_MANY_CONNECTIONS, 1)))
             self._close()
         self._others.add(self)
         self._await_request()
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
                 self._start(request_id, message)
         except BadRequest as error:
             if self._greeted:
-                self._complain(request_id, error)
+                self._send(request_id, error_of(error))
             elif not self._known:
                 self._refuse_key()
             else:
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._hang_up('send {"api_key": …} with the right key as the first message', "unauthorized")
 
     def _hang_up(self, reason: str, code: str = "invalid_request") -> None:
-        self._complain(None, Refused(code, reason))
+        self._send(None, error_of(Refused(code, reason)))
         self._close()
 
     def _start(self, request_id: Id, message: dict[str, Any]) -> None:
@@ -242,9 +242,6 @@ class Connection(asyncio.Protocol):
     def _await_request(self) -> None:
         reason = f"there was no request under way for {IDLE_SECONDS:.0f} seconds"
         self._after("idle", IDLE_SECONDS, partial(self._hang_up, reason, "timeout"))
-
-    def _complain(self, request_id: Id | None, error: Exception) -> None:
-        self._send(request_id, error_of(error))
 
     def _send(self, request_id: Id | None, message: dict[str, Any]) -> None:
         line = json.dumps({"id": request_id, **message}, ensure_ascii=False)

@@ -18,7 +18,7 @@ from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders.forks import cached_property
 from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import OLLAMA, listed, shown
+from polarlm.server.http.described import listed, ollama_version, shown
 from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
@@ -78,7 +78,7 @@ def routes(driver: Driver) -> list[Route]:
         Route("/api/tags", facts.tags),
         Route("/api/ps", facts.running),
         Route("/api/show", facts.show, methods=["POST"]),
-        Route("/api/version", facts.version),
+        Route("/api/version", ollama_version),
     ]
 
 
@@ -184,10 +184,6 @@ class _Facts:
         stream = flag("stream", True if body.get("stream") is None else body["stream"])
         done = {"status": "success"}
         return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
-
-    async def version(self, _request: Request) -> Response:
-        """GET /api/version: the version of Ollama whose API this is; clients compare it with the one they need."""
-        return JSONResponse({"version": OLLAMA})
 
     @cached_property
     def _entry(self) -> dict[str, Any]:

@@ -23,8 +23,6 @@ MOST_PIECES = 1 << 15
 
 
 class Tokens:
-    """Two endpoints, whose requests are counted and queued as requests for answers are."""
-
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._tokenizer = driver.engine.model.tokenizer

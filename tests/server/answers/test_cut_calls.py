@@ -28,7 +28,6 @@ NAMES = [name for name, _, _ in CALLS]
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 USAGE = Usage(3, 2, 0, 0.0, 0.0)
 QUESTION: Any = {"role": "user", "content": "How is it?"}
-MARKUP = ("<tool", "<", '"name"', "arguments", "tool_call")
 
 
 @pytest.fixture

@@ -103,15 +103,3 @@ def test_a_client_that_hangs_up_ends_its_request(tiny: Engine) -> None:
         server.gate.open()
         eventually(lambda: not server.busy)
         assert len(embed(server).data) == 1
-
-
-def test_answers_go_on_while_texts_are_embedded(tiny: Engine) -> None:
-    with serving(tiny) as server:
-        given: Any = {"model": "any", "prompt": TEXT, "max_tokens": 60, "temperature": 0}
-        alone = server.openai.completions.create(**given, extra_body={"ignore_eos": True}).choices[0].text
-        stream = server.openai.completions.create(**given, stream=True, extra_body={"ignore_eos": True})
-        parts = [next(stream).choices[0].text]
-        assert len(embed(server, input=[[7] * 100] * 4).data) == 4
-        parts += [part.choices[0].text for part in stream]
-        assert "".join(parts) == alone
-        assert server.outcomes()["embedded"] == 1

@@ -163,13 +163,6 @@ def test_a_server_is_healthy_until_it_is_about_to_end(server: Serving) -> None:
     assert (response.status_code, response.json()) == (503, {"status": "closing"})
 
 
-def test_a_server_is_healthy_while_its_engine_is_busy(server: Serving) -> None:
-    server.gate.close()
-    with server.send("/v1/completions", {"prompt": "the"}):
-        eventually(lambda: server.busy)
-        assert server.http.get("/health").status_code == 200
-
-
 def test_an_unexpected_error_is_generic_for_clients(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise RuntimeError("a secret of the server's")

@@ -13,7 +13,7 @@ import pytest
 from polarlm.engine import Engine, EngineError
 from polarlm.server import __main__
 from polarlm.server.__main__ import main
-from polarlm.server.mcp.file import McpServer, read_mcp_file
+from polarlm.server.mcp.session import McpServer, read_mcp_file
 from tests.server.http_server import KEY, serving
 from tests.server.mcp.faults import mcp_file
 

@@ -16,7 +16,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.models import proxy
 from polarlm.server.models.app import ASKED, POSTED, create_models_app, spelt
-from polarlm.server.models.served import FAILED, LOADING, READY, UNLOADED
+from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.encoders import make_folder
 from tests.lazily import anthropic, openai

@@ -12,8 +12,8 @@ import ollama
 import pytest
 
 from polarlm.server.models import app
+from polarlm.server.models.process import READY
 from polarlm.server.models.registry import Registry
-from polarlm.server.models.served import READY
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.models.running import KEY, common, front, two_models
 

@@ -29,10 +29,6 @@ def tokens(server: Serving, **more: Any) -> int:
     return complete(server, **more)["usage"]["completion_tokens"]
 
 
-def cached(answer: dict[str, Any]) -> int:
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
 # -- honoured --------------------------------------------------------------------------------------------------------
 
 
@@ -43,16 +39,6 @@ def test_tokens_that_end_an_answer(server: Serving) -> None:
     liked = {"logit_bias": {"50": 1e5}, "stop_token_ids": [60, 50]}
     assert tokens(server, **liked) == 0
     assert tokens(server, **liked, min_tokens=2) == 2
-
-
-def test_the_cache_is_left_out_or_kept_apart(server: Serving) -> None:
-    assert cached(complete(server, cache_prompt=None)) == 0
-    assert cached(complete(server, cache_prompt=None)) > 0
-    assert cached(complete(server, cache_prompt=True)) > 0
-    assert cached(complete(server, cache_prompt=False)) == 0
-    assert cached(complete(server, cache_prompt=None, cache_salt="ours")) == 0
-    assert cached(complete(server, cache_prompt=None, cache_salt="ours")) > 0
-    assert cached(complete(server, cache_prompt=None, cache_salt="theirs")) == 0
 
 
 def test_a_raw_prompt_has_control_tokens(server: Serving) -> None:

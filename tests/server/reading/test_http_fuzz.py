@@ -22,6 +22,7 @@ from polarlm.server.http.app import create_app
 from polarlm.server.reading import constraints
 from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
+from tests.server.reading.test_histories import ANTHROPIC, OLLAMA, RESPONSES
 from tests.tiny import assert_idle
 
 CHAT: dict[str, Any] = {
@@ -311,28 +312,10 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
     json.loads(server.http.get("/conversations").text, parse_constant=pytest.fail)  # as a page reads it
 
 
-_CALL = {"name": "weather", "arguments": '{"city": "Rome"}'}
 _TOOL = {"name": "time", "description": "a", "parameters": {"type": "object", "properties": {"a": {}}}}
 HISTORIES: dict[str, list[Any]] = {  # an answer that calls a tool, and the tool's result
-    "messages": [
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm", "signature": ""},
-                {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}},
-            ],
-        },
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "rain"}]},
-    ],
-    "responses": [
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "function_call", "call_id": "a", **_CALL},
-        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "rain"}]},
-    ],
-    "ollama": [
-        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"function": _CALL}]},
-        {"role": "tool", "tool_name": "weather", "content": "rain"},
-    ],
+    name: [*pieces["call"]("rain", "a"), *pieces["result"]("rain", "a")]
+    for name, pieces in (("messages", ANTHROPIC), ("responses", RESPONSES), ("ollama", OLLAMA))
 }
 
 

@@ -139,30 +139,6 @@ def test_a_wrong_switch_or_number_is_named(fields: dict[str, Any], field: str) -
     assert field in caught.value.message
 
 
-def test_unknown_fields_are_ignored() -> None:
-    assert read({"prompt": "a", "nothing_like_it": {"x": [1]}}) == read({"prompt": "a"})
-
-
-@in_turn(
-    "name value",
-    [
-        ("tools", []),
-        ("tool_choice", "none"),
-        ("response_format", {"type": "text"}),
-        ("grammar", ""),
-        ("guided_regex", ""),
-        ("guided_choice", []),
-        ("structured_outputs", {"regex": None, "json_object": False}),
-        ("logprobs", False),
-        ("top_logprobs", 0),
-        ("seed", -1),
-        ("max_tokens", -1),
-    ],
-)
-def test_values_that_ask_for_nothing_are_accepted(name: str, value: Any) -> None:
-    assert read({"prompt": "a", name: value}) == read({"prompt": "a"})
-
-
 def test_fields_that_are_not_sampling_parameters() -> None:
     asked = read({"prompt": "a", "stream": True, "n": 3, "stream_options": {"include_usage": True}, "model": "m"})
     assert (asked.stream, asked.n, asked.include_usage) == (True, 3, True)
@@ -198,13 +174,6 @@ def test_messages() -> None:
 )
 def test_types_are_called_by_their_names_in_json(fields: dict[str, Any], sentence: str) -> None:
     assert str(complaint({"prompt": "a", **fields})) == sentence
-
-
-@pytest.mark.parametrize(("name", "value"), [("dry_penalty_last_n", -3), ("dry_allowed_length", -1)])
-def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value: int) -> None:
-    with pytest.raises(BadRequest) as caught:
-        params(**{name: value})
-    assert caught.value.message.startswith(f"{name} is {value}, but must be a whole number")
 
 
 @in_turn(

@@ -389,23 +389,6 @@ def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    with start(tiny_path, tmp_path, "--parallel", "1", "--max-queue", "1", prelude=WAITING, GO=str(go)) as process:
-        turn(process, [USER])
-        asking, told = save_that_waits(process, go)
-        waiting = threading.Thread(target=ask, args=(process, "/sessions", "GET"))
-        waiting.start()
-        eventually(lambda: "polarlm_requests_active 2.0" in process.get("/metrics"))
-        message(ask(process, "/sessions", "GET"), 429, "busy")
-        assert turn(process, [AGAIN])[1]["completion_tokens"] == 3
-        go.touch()
-        for thread in (asking, waiting):
-            thread.join(PATIENCE)
-        assert told[0][0] == 200
-
-
-@pytest.mark.slow
 def test_the_end_of_a_server_does_not_wait_for_a_disk_that_hangs(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     impatient = """

@@ -40,13 +40,6 @@ def test_log_probabilities_come_with_the_pieces(socket_server: Running, stream: 
     assert len(pieces) == 1 or stream
 
 
-@pytest.mark.parametrize("field", [{"logprobs": 21}, {"logprobs": True}, {"top_logprobs": 2}])
-def test_a_wrong_number_of_log_probabilities_is_named(socket_server: Running, field: dict[str, Any]) -> None:
-    with Client(socket_server.address) as client:
-        client.send(id=1, prompt="a", **field)
-        assert client.receive()["error"]["field"] == next(iter(field))
-
-
 def test_a_whole_answer_larger_than_what_may_wait_arrives(socket_server: Running, monkeypatch) -> None:
     def small(peer: Any) -> None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
