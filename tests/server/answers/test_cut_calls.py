@@ -93,7 +93,7 @@ def test_nothing_of_a_call_is_text(hermes_engine: Engine, text: str, ended: str)
         answer = fold(pieces(hermes_engine, [text[:end]], ended, stop))
         assert "I look.\n".startswith(answer.text)
         assert [call.name for call in answer.calls] == NAMES[: len(answer.calls)]
-        are_whole = all(call.arguments == given for call, (_, given, _) in zip(answer.calls, CALLS, strict=False))
+        are_whole = all(call.arguments == wanted for call, (_, wanted, _) in zip(answer.calls, CALLS, strict=False))
         if ended == "length":
             assert answer.finish_reason == "length"
         elif answer.finish_reason == "tool_calls":

@@ -92,6 +92,6 @@ def test_clients_know_a_prompt_that_is_too_long(shared: Serving, monkeypatch: py
     with pytest.raises(openai.BadRequestError) as caught:
         shared.openai.chat.completions.create(model="any", messages=messages)
     assert caught.value.code == "context_length_exceeded"
-    given = {"api_base": str(shared.openai.base_url), "api_key": "none", "max_retries": 0}
+    fields = {"api_base": str(shared.openai.base_url), "api_key": "none", "max_retries": 0}
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion("openai/any", messages, **given)
+        litellm.completion("openai/any", messages, **fields)

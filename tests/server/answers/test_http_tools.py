@@ -53,8 +53,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def ask(server: Serving, **more: Any) -> Any:
-    given = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 200, **more}
-    return server.openai.chat.completions.create(**given)
+    fields = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 200, **more}
+    return server.openai.chat.completions.create(**fields)
 
 
 def at_once(server: Serving) -> Any:
@@ -289,7 +289,7 @@ def allowed(what: Any) -> dict[str, Any]:
 
 
 @in_turn(
-    "given field sentence",
+    "wrong field sentence",
     [
         ({"tools": {"a": 1}}, "tools", "tools must be an array of functions"),
         ({"tools": [TOOLS[0]] * 129}, "tools", "has 129 functions, but at most 128 are taken"),
@@ -341,10 +341,10 @@ def allowed(what: Any) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_a_sentence(
-    hermes: Serving, given: dict[str, Any], field: str | None, sentence: str
+    hermes: Serving, wrong: dict[str, Any], field: str | None, sentence: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=sentence) as caught:
-        ask(hermes, max_tokens=1, **given)
+        ask(hermes, max_tokens=1, **wrong)
     assert caught.value.param == field
 
 
@@ -365,7 +365,7 @@ def test_keywords_that_are_not_supported_are_refused_where_a_schema_is_strict(he
     schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
     for choice in answers_with(hermes, schema=schema, strict=False).json()["choices"]:
         assert len(json.loads(choice["message"]["content"])) <= 2
-    for given in (schema, json.dumps(schema)):
-        refused = answers_with(hermes, schema=given, strict=True)
+    for fields in (schema, json.dumps(schema)):
+        refused = answers_with(hermes, schema=fields, strict=True)
         assert refused.status_code == 400
         assert "uniqueItems" in refused.json()["error"]["message"]

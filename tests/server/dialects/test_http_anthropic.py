@@ -84,9 +84,9 @@ def test_the_system_prompt_and_blocks_are_text_of_the_conversation(
         {"type": "text", "text": "then "},
         {"type": "text", "text": "on"},
     ]
-    for given in ("then on", system):
+    for prompt in ("then on", system):
         forget(server.engine)
-        message = client.messages.create(**arguments(system=given, messages=blocks))
+        message = client.messages.create(**arguments(system=prompt, messages=blocks))
         assert "".join(block.text for block in message.content if block.type == "text") == expected
 
 
@@ -98,8 +98,8 @@ def test_the_stop_sequence_is_named(server: Serving, client: anthropic.Anthropic
 
 def test_a_last_message_of_the_assistants_is_continued(server: Serving, client: anthropic.Anthropic) -> None:
     messages: list[Any] = [*QUESTION, {"role": "assistant", "content": "he ran"}]
-    given = {"model": "any", "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
-    expected = server.openai.chat.completions.create(messages=messages, **given)
+    fields = {"model": "any", "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    expected = server.openai.chat.completions.create(messages=messages, **fields)
     forget(server.engine)
     message = client.messages.create(**arguments(messages=messages, ignore_eos=True))
     (block,) = message.content

@@ -55,12 +55,12 @@ def test_a_stream_is_the_default_and_has_a_line_for_each_piece(server: Serving) 
 
 def test_generate_asks_a_question_unless_the_text_is_raw(server: Serving, client: ollama.Client) -> None:
     system = {"role": "system", "content": "then on"}
-    for given, prompt in (
+    for asked, prompt in (
         ({"prompt": "then he ran on"}, QUESTION),
         ({"prompt": "then he ran on", "system": "then on"}, [system, *QUESTION]),
     ):
         expected = alone(server.engine, prompt, temperature=0, max_tokens=24, ignore_eos=True).text
-        assert client.generate("any", **given, options=OPTIONS).response == expected
+        assert client.generate("any", **asked, options=OPTIONS).response == expected
         forget(server.engine)
 
 
@@ -112,9 +112,9 @@ def test_the_size_of_a_model_in_parts_is_that_of_all(tmp_path: Path) -> None:
 def test_the_model_that_is_there_is_pulled(server: Serving, client: ollama.Client) -> None:
     """Clients pull before they chat."""
     name = server.engine.model.name
-    for given in (name, f"{name}:latest"):
-        assert client.pull(given).status == "success"
-        assert [part.status for part in client.pull(given, stream=True)] == ["success"]
+    for asked in (name, f"{name}:latest"):
+        assert client.pull(asked).status == "success"
+        assert [part.status for part in client.pull(asked, stream=True)] == ["success"]
     for stream in (False, True):
         with pytest.raises(ollama.ResponseError, match=f"pulls no models: it has {name} alone") as caught:
             list(client.pull("llama3.2", stream=stream))

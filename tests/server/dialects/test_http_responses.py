@@ -97,7 +97,7 @@ def test_items_are_the_messages_of_a_conversation(server: Serving) -> None:
         {"role": "user", "content": "and on"},
     ]
     expected = alone(server.engine, messages, temperature=0, max_tokens=24, ignore_eos=True).text
-    given: list[Any] = [
+    items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "he "}, {"type": "input_text", "text": "ran"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
         {
@@ -110,7 +110,7 @@ def test_items_are_the_messages_of_a_conversation(server: Serving) -> None:
         {"type": "message", "role": "developer", "content": "and"},
         {"type": "message", "role": "user", "content": "and on"},
     ]
-    assert server.openai.responses.create(**endless(instructions="then on", input=given)).output_text == expected
+    assert server.openai.responses.create(**endless(instructions="then on", input=items)).output_text == expected
 
 
 def test_what_a_request_says_is_repeated(server: Serving) -> None:

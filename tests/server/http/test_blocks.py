@@ -32,14 +32,14 @@ OBJECT = b"".join(pack_ids(NAME, [5, 6, 7]))
 @contextmanager
 def sharing(model: Path, folder: Path) -> Iterator[Serving]:
     kept = {"cache_disk": "1M", "cache_disk_folder": str(folder)}
-    with load_tiny(model, **PLAIN, **kept) as engine, serving(engine, share_blocks=True, api_key="secret") as found:
-        yield found
+    with load_tiny(model, **PLAIN, **kept) as engine, serving(engine, share_blocks=True, api_key="secret") as running:
+        yield running
 
 
 @pytest.fixture
 def server(tiny_path: Path, tmp_path: Path) -> Iterator[Serving]:
-    with sharing(tiny_path, tmp_path) as found:
-        yield found
+    with sharing(tiny_path, tmp_path) as running:
+        yield running
 
 
 def ask(

@@ -18,8 +18,8 @@ PROMPTS = ["the rain", "he ran", "then on and on"]
 
 
 def complete(server: Serving, **more: Any) -> Any:
-    given = {"model": "any", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}, **more}
-    return server.openai.completions.create(**given)
+    fields = {"model": "any", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}, **more}
+    return server.openai.completions.create(**fields)
 
 
 def choices(server: Serving, **more: Any) -> list[Any]:
@@ -27,12 +27,12 @@ def choices(server: Serving, **more: Any) -> list[Any]:
     whole = complete(server, **more)
     parts = list(complete(server, stream=True, **more))
     for choice in whole.choices:
-        own = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
-        assert "".join(part.text for part in own) == choice.text
-        assert [part.finish_reason for part in own] == [None] * (len(own) - 1) + [choice.finish_reason]
+        pieces = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
+        assert "".join(part.text for part in pieces) == choice.text
+        assert [part.finish_reason for part in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
         if choice.logprobs is not None:
             for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-                joined = [value for part in own if part.logprobs for value in getattr(part.logprobs, name)]
+                joined = [value for part in pieces if part.logprobs for value in getattr(part.logprobs, name)]
                 assert joined == getattr(choice.logprobs, name)
     return list(whole.choices)
 
@@ -44,9 +44,9 @@ def test_several_prompts_are_answered_as_each_alone(shared: Serving) -> None:
     alone = [complete(shared, prompt=prompt).choices[0].text for prompt in PROMPTS]
     ids = [shared.engine.tokenize(prompt) for prompt in PROMPTS]
     for several in (PROMPTS, ids, [PROMPTS[0], ids[1], [*ids[2][:2], shared.engine.detokenize(ids[2][2:])]]):
-        found = choices(shared, prompt=several)
-        assert [choice.index for choice in found] == [0, 1, 2]
-        assert [choice.text for choice in found] == alone
+        several_choices = choices(shared, prompt=several)
+        assert [choice.index for choice in several_choices] == [0, 1, 2]
+        assert [choice.text for choice in several_choices] == alone
 
 
 def test_answers_to_several_prompts_are_in_the_order_of_the_prompts(shared: Serving) -> None:
@@ -100,16 +100,21 @@ def test_echo_with_logprobs_has_those_of_the_prompt(shared: Serving) -> None:
     expected = answer.prompt_logprobs
     for prompt in ("then he ran", ids):
         (choice,) = choices(shared, prompt=prompt, echo=True, logprobs=2)
-        found = choice.logprobs
+        several_choices = choice.logprobs
         assert choice.text == "then he ran" + answer.text
-        assert found.token_logprobs == [None, *(t.logprob for t in expected), *(t.logprob for t in answer.logprobs)]
-        assert found.top_logprobs[0] is None
-        assert [len(top) for top in found.top_logprobs[1:]] == [
+        assert several_choices.token_logprobs == [
+            None,
+            *(t.logprob for t in expected),
+            *(t.logprob for t in answer.logprobs),
+        ]
+        assert several_choices.top_logprobs[0] is None
+        assert [len(top) for top in several_choices.top_logprobs[1:]] == [
             len({token.id, *(other for other, _ in token.top)}) for token in (*expected, *answer.logprobs)
         ]
-        assert "".join(found.tokens[: len(ids)]) == "then he ran"
+        assert "".join(several_choices.tokens[: len(ids)]) == "then he ran"
         assert all(
-            choice.text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True)
+            choice.text[at:].startswith(token)
+            for at, token in zip(several_choices.text_offset, several_choices.tokens, strict=True)
         )
 
 

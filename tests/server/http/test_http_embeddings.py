@@ -26,12 +26,12 @@ def test_a_text_has_the_vector_that_the_engine_gives_it(shared: Serving, pooling
     expected = shared.engine.embed(TEXT, pooling or "mean")
     body = {"input": TEXT, "pooling": pooling, "encoding_format": encoding}
     answer = shared.post("/v1/embeddings", body).json()
-    (found,) = answer["data"]
-    vector = found["embedding"]
+    (entry,) = answer["data"]
+    vector = entry["embedding"]
     if encoding == "base64":
         vector = np.frombuffer(base64.b64decode(vector), "<f4")
     assert np.asarray(vector, np.float32).tolist() == expected.vector.tolist()
-    assert (found["index"], found["object"], answer["object"]) == (0, "embedding", "list")
+    assert (entry["index"], entry["object"], answer["object"]) == (0, "embedding", "list")
     assert answer["pooling"] == (pooling or "mean")
     tokens = expected.usage.prompt_tokens
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -39,8 +39,8 @@ def test_a_text_has_the_vector_that_the_engine_gives_it(shared: Serving, pooling
 
 def test_openais_client_reads_several_vectors(shared: Serving) -> None:
     ids = shared.engine.tokenize(OTHER)
-    for given in ([TEXT, OTHER], [shared.engine.tokenize(TEXT), ids]):
-        answer = embed(shared, input=given)
+    for texts in ([TEXT, OTHER], [shared.engine.tokenize(TEXT), ids]):
+        answer = embed(shared, input=texts)
         assert [one.index for one in answer.data] == [0, 1]
         for one, text in zip(answer.data, (TEXT, OTHER), strict=True):
             np.testing.assert_array_equal(np.float32(one.embedding), shared.engine.embed(text).vector)

@@ -98,8 +98,8 @@ def test_a_request_needs_exactly_one_host_header() -> None:
 @pytest.mark.parametrize("name", ["host.docker.internal:8080", "Shelf.lan", "shelf.lan.:80", "[fd00::1]:8080"])
 def test_names_that_the_server_is_given_pass(name: str) -> None:
     headers = [(b"host", name.encode())]
-    given = ("host.docker.internal", "shelf.lan", "fd00::1")
-    assert passes("0.0.0.0", "172.17.0.2", headers, allowed_host=given)
+    names = ("host.docker.internal", "shelf.lan", "fd00::1")
+    assert passes("0.0.0.0", "172.17.0.2", headers, allowed_host=names)
     assert not passes("127.0.0.1", "127.0.0.1", headers, allowed_host=("other.lan",))
 
 
@@ -187,12 +187,12 @@ def preflight(server: Serving, origin: str) -> httpx.Response:
     return httpx.options(f"{server.http.base_url}/v1/chat/completions", headers=asks)
 
 
-@pytest.mark.parametrize(("given", "told"), [((PAGE, "http://localhost:3000"), PAGE), (("*",), "*")])
+@pytest.mark.parametrize(("origins", "told"), [((PAGE, "http://localhost:3000"), PAGE), (("*",), "*")])
 def test_a_page_gets_the_permission_that_the_server_was_started_with(
-    tiny: Engine, given: tuple[str, ...], told: str
+    tiny: Engine, origins: tuple[str, ...], told: str
 ) -> None:
     """Also to read errors; a browser asks for it without the key."""
-    with serving(tiny, api_key=KEY, cors_origin=given) as server:
+    with serving(tiny, api_key=KEY, cors_origin=origins) as server:
         permission = preflight(server, PAGE)
         assert permission.status_code == 200
         assert permission.headers["access-control-allow-origin"] == told
@@ -228,7 +228,7 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
 
 
 @in_turn(
-    "given",
+    "headers_sent",
     [
         [],
         [(b"Authorization", b"Bearer sk-another")],
@@ -242,17 +242,17 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
         [(b"X-Api-Key", KEY.encode()), (b"X-Api-Key", KEY.encode())],
     ],
 )
-def test_without_the_key_there_is_only_the_health(tiny: Engine, given: list[tuple[bytes, bytes]]) -> None:
+def test_without_the_key_there_is_only_the_health(tiny: Engine, headers_sent: list[tuple[bytes, bytes]]) -> None:
     with serving(tiny, api_key=KEY) as server:
         bare = httpx.Client(base_url=server.http.base_url)
         for path in ("/v1/models", "/metrics", "/nowhere"):
-            response = bare.get(path, headers=given)
+            response = bare.get(path, headers=headers_sent)
             assert_error(response, 401, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
-        assert_error(bare.post("/v1/completions", json=BODY, headers=given), 401, "invalid_api_key")
-        assert bare.get("/health", headers=given).status_code == 200
-        assert bare.get("/ping", headers=given).status_code == 200
-        assert_error(bare.get("/version", headers=given), 401, "invalid_api_key")
+        assert_error(bare.post("/v1/completions", json=BODY, headers=headers_sent), 401, "invalid_api_key")
+        assert bare.get("/health", headers=headers_sent).status_code == 200
+        assert bare.get("/ping", headers=headers_sent).status_code == 200
+        assert_error(bare.get("/version", headers=headers_sent), 401, "invalid_api_key")
         assert server.outcomes() == {}
 
 

@@ -18,13 +18,13 @@ PROMPT = "the rain"  # shorter than a block, so that finding it in the cache cha
 
 
 def chat(server: Serving, **more: Any) -> Any:
-    given = {"model": "any", "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **more}
-    return server.openai.chat.completions.create(**given)
+    fields = {"model": "any", "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **more}
+    return server.openai.chat.completions.create(**fields)
 
 
 def complete(server: Serving, **more: Any) -> Any:
-    given = {"model": "any", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, **more}
-    return server.openai.completions.create(**given)
+    fields = {"model": "any", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, **more}
+    return server.openai.completions.create(**fields)
 
 
 # -- answers ---------------------------------------------------------------------------------------------------
@@ -55,8 +55,8 @@ def test_n_answers_differ_and_are_those_of_the_seeds_that_follow(server: Serving
     params: dict[str, Any] = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
     expected = [alone(server.engine, PROMPT, seed=seed, **params).text for seed in (7, 8, 9)]
     more: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
-    given = {"temperature": 2, "max_tokens": 12, "seed": 7, "n": 3, "extra_body": {"ignore_eos": True}}
-    answer = complete(server, stream=stream, **given, **more)
+    fields = {"temperature": 2, "max_tokens": 12, "seed": 7, "n": 3, "extra_body": {"ignore_eos": True}}
+    answer = complete(server, stream=stream, **fields, **more)
     parts = list(answer) if stream else [answer]
     texts = ["", "", ""]
     for choice in (choice for part in parts for choice in part.choices):

@@ -61,10 +61,10 @@ def test_the_page_comes_with_a_strict_policy(server: Serving) -> None:
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert response.headers["x-content-type-options"] == "nosniff"
     assert response.headers["referrer-policy"] == "no-referrer"
-    found = policy(response)
+    directives = policy(response)
     for name in ("script-src", "style-src"):
-        assert re.fullmatch("'sha256-[A-Za-z0-9+/]{43}='", found.pop(name))
-    assert found == {
+        assert re.fullmatch("'sha256-[A-Za-z0-9+/]{43}='", directives.pop(name))
+    assert directives == {
         "default-src": "'none'",
         "img-src": "data:",
         "connect-src": "'self'",

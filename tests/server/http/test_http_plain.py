@@ -183,13 +183,13 @@ def metrics(server: Serving) -> dict[str, float]:
     response = server.http.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
-    found = {}
+    samples = {}
     for family in text_string_to_metric_families(response.text):
         assert family.documentation
         for sample in family.samples:
             outcome = sample.labels.get("outcome", sample.labels.get("type"))
-            found[sample.name if outcome is None else f"{sample.name}{{{outcome}}}"] = sample.value
-    return found
+            samples[sample.name if outcome is None else f"{sample.name}{{{outcome}}}"] = sample.value
+    return samples
 
 
 def test_metrics_count_what_was_served(server: Serving) -> None:
@@ -270,9 +270,9 @@ def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None
 def test_vllms_names_are_taken(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.engine.model.tokenizer, "bos_id", 1)
     ids = shared.engine.tokenize("the rain")
-    found = shared.post("/tokenize", {"prompt": "the rain", "return_token_strs": True, "model": "any"}).json()
-    assert (found["tokens"], found["count"], found["max_model_len"]) == ([1, *ids], len(ids) + 1, 256)
-    assert found["token_strs"][0] == "<s>"
+    reply = shared.post("/tokenize", {"prompt": "the rain", "return_token_strs": True, "model": "any"}).json()
+    assert (reply["tokens"], reply["count"], reply["max_model_len"]) == ([1, *ids], len(ids) + 1, 256)
+    assert reply["token_strs"][0] == "<s>"
     bare = shared.post("/tokenize", {"prompt": "the rain", "add_special_tokens": False}).json()
     assert (bare["tokens"], bare["token_strs"]) == (ids, None)
 
@@ -280,10 +280,10 @@ def test_vllms_names_are_taken(shared: Serving, monkeypatch: pytest.MonkeyPatch)
 def test_messages_are_tokenized_as_for_an_answer(shared: Serving) -> None:
     messages = [{"role": "user", "content": "he ran"}]
     used = shared.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
-    found = shared.post("/tokenize", {"messages": messages}).json()
-    assert found["count"] == len(found["tokens"]) == used
+    reply = shared.post("/tokenize", {"messages": messages}).json()
+    assert reply["count"] == len(reply["tokens"]) == used
     begun = [*messages, {"role": "assistant", "content": "the"}]
-    assert shared.post("/tokenize", {"messages": begun}).json()["tokens"][: found["count"]] == found["tokens"]
+    assert shared.post("/tokenize", {"messages": begun}).json()["tokens"][: reply["count"]] == reply["tokens"]
 
 
 # -- paths -----------------------------------------------------------------------------------------------------
@@ -291,13 +291,13 @@ def test_messages_are_tokenized_as_for_an_answer(shared: Serving) -> None:
 
 def test_a_client_may_leave_v1_out_of_its_base_url(shared: Serving) -> None:
     client = shared.openai.with_options(base_url=str(shared.http.base_url))
-    given: Any = {"model": "any", "temperature": 0, "max_tokens": 8}
+    fields: Any = {"model": "any", "temperature": 0, "max_tokens": 8}
     for one in (client, shared.openai):
         assert one.models.retrieve(shared.engine.model.name).id == one.models.list().data[0].id
     messages: Any = [{"role": "user", "content": "then he ran on"}]
-    chats = [one.chat.completions.create(messages=messages, **given) for one in (client, shared.openai)]
+    chats = [one.chat.completions.create(messages=messages, **fields) for one in (client, shared.openai)]
     assert chats[0].choices[0].message == chats[1].choices[0].message
-    texts = [one.completions.create(prompt="the rain", **given) for one in (client, shared.openai)]
+    texts = [one.completions.create(prompt="the rain", **fields) for one in (client, shared.openai)]
     assert texts[0].choices[0].text == texts[1].choices[0].text
 
 

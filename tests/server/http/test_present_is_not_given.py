@@ -105,7 +105,7 @@ def rounds(base: dict[str, Any], names: set[str], values: dict[str, list[Any]]) 
     if "options" in base:
         asked["options"] = values["options"]
     for at in range(max(map(len, asked.values()))):
-        yield base | {name: own[at % len(own)] for name, own in asked.items()}
+        yield base | {name: choices[at % len(choices)] for name, choices in asked.items()}
 
 
 def lasting(answer: Any) -> Any:

@@ -98,15 +98,15 @@ class Household:
 
     def processes(self) -> dict[str, psutil.Process]:
         """The models' processes, by name; all are remembered, with what they have started."""
-        found = {}
+        named = {}
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     self._seen.setdefault(process.pid, process)
                     name = "".join(process.cmdline()[-1:])
                     if process.ppid() == self.process.pid and name in NAMES:  # before exec, it is the server's own flag
-                        found[name] = process
-        return found
+                        named[name] = process
+        return named
 
     def left(self) -> list[psutil.Process]:
         """Remembered processes that run."""
@@ -155,11 +155,11 @@ def same(one: Any, other: Any) -> bool:
 
 def resident(house: Household) -> dict[str, int]:
     """Bytes of memory that each model's process has."""
-    found = {}
+    sizes = {}
     for name, process in house.processes().items():
         with suppress(psutil.NoSuchProcess):  # the encoder is unloaded when it likes
-            found[name] = process.memory_info().rss
-    return found
+            sizes[name] = process.memory_info().rss
+    return sizes
 
 
 def starts(house: Household) -> dict[str, int]:

@@ -89,8 +89,8 @@ def test_every_block_has_a_cell_up_to_a_long_context(page: Page) -> None:
     """
     for tokens, cells in ((1000, 16), (8000, 125), (131072, 2048)):
         counted, ratio = page.run(script, tokens, 131072)
-        free, own, shared, filled_own, filled_shared = counted
-        assert own + shared == filled_own + filled_shared == cells
+        free, apart, shared, filled_own, filled_shared = counted
+        assert apart + shared == filled_own + filled_shared == cells
         assert shared == int(tokens / 2) // 64
         assert free < 2 * 264 / 5
         assert ratio < 1.1

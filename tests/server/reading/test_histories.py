@@ -165,9 +165,9 @@ OLLAMA: dict[str, Piece] = {
 }
 APIS: dict[str, tuple[dict[str, Piece], Callable[[list[Any]], Any]]] = {
     "chat": (CHAT, list),
-    "responses": (RESPONSES, lambda given: responses._own({"input": given})["messages"]),
-    "anthropic": (ANTHROPIC, lambda given: anthropic._own({"messages": given})["messages"]),
-    "ollama": (OLLAMA, lambda given: ollama._conversation({"messages": given})["messages"]),
+    "responses": (RESPONSES, lambda history: responses._own({"input": history})["messages"]),
+    "anthropic": (ANTHROPIC, lambda history: anthropic._own({"messages": history})["messages"]),
+    "ollama": (OLLAMA, lambda history: ollama._conversation({"messages": history})["messages"]),
 }
 
 
@@ -194,9 +194,9 @@ def test_no_history_is_refused_and_no_turn_changes_an_earlier_one(api: str, data
         history.append(assistant(f"answer {number}."))
         for index, (name, id) in enumerate(behind):
             texts.append(f"text {number}, {index}.")
-            given = pieces[name](texts[-1], id)
-            texts = texts if texts[-1] in json.dumps(given) else texts[:-1]
-            history += given
+            added = pieces[name](texts[-1], id)
+            texts = texts if texts[-1] in json.dumps(added) else texts[:-1]
+            history += added
     prompt, warnings = read(api, [*history, user("the last question")])
     written = json.dumps(prompt)
     missing = [text for text in texts if text not in written]
@@ -281,12 +281,12 @@ def test_what_is_asked_now_must_be_text(part: dict[str, Any]) -> None:
 
 
 def test_earlier_messages_of_roles_that_no_api_has_are_the_users() -> None:
-    given = [{"role": role, "content": role} for role in ("critic", "human", "model", "ai")]
-    prompt, (warning,) = read("chat", [*given, NEXT])
+    history = [{"role": role, "content": role} for role in ("critic", "human", "model", "ai")]
+    prompt, (warning,) = read("chat", [*history, NEXT])
     assert [one["role"] for one in prompt] == ["user", "user", "assistant", "assistant", "user"]
     assert warning == "earlier messages are put as the user's, of role 'critic'"
     with pytest.raises(BadRequest, match="one of system, developer, user, assistant, tool"):
-        read("chat", given[:1])
+        read("chat", history[:1])
 
 
 # -- over HTTP, and over the socket ------------------------------------------------------------------------------------

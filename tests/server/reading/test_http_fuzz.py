@@ -233,11 +233,11 @@ def schema(rng: random.Random) -> dict[str, Any]:
 
 def constraint(rng: random.Random) -> Any:
     """What may stand in a field that constrains an answer, in any dialect."""
-    given = schema(rng)
-    wrapped = {"type": "json_schema", "name": "a", "schema": given, "json_schema": {"name": "a", "schema": given}}
+    wanted = schema(rng)
+    wrapped = {"type": "json_schema", "name": "a", "schema": wanted, "json_schema": {"name": "a", "schema": wanted}}
     return rng.choice(
         (
-            *(given, json.dumps(given), wrapped, {"format": wrapped}, {"type": "json_object"}, {"json": given}),
+            *(wanted, json.dumps(wanted), wrapped, {"format": wrapped}, {"type": "json_object"}, {"json": wanted}),
             *(rng.choice(GRAMMARS), rng.choice(GRAMMARS), {"regex": rng.choice(GRAMMARS)}, ["a", "12"]),
             *(copy.deepcopy(rng.choice(TOOLS)), "required", "auto", {"type": "function", "function": {"name": "look"}}),
         )

@@ -82,10 +82,10 @@ def test_an_engine_error_is_raised_before_the_first_chunk(engine: Engine) -> Non
     run(test, engine)
 
 
-@pytest.mark.parametrize(("asked", "given"), [(-1, 5), (9, 5), (5, 5), (2, 2)])
-def test_the_limit_of_tokens(engine: Engine, asked: int, given: int) -> None:
+@pytest.mark.parametrize(("asked", "generated"), [(-1, 5), (9, 5), (5, 5), (2, 2)])
+def test_the_limit_of_tokens(engine: Engine, asked: int, generated: int) -> None:
     async def test(driver: Driver) -> None:
-        assert (await whole(driver, params=greedy(asked))).usage.completion_tokens == given
+        assert (await whole(driver, params=greedy(asked))).usage.completion_tokens == generated
 
     run(test, engine, max_tokens=5)
 

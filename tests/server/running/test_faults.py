@@ -78,8 +78,8 @@ def stream(process: Process, **more: Any) -> socket.socket:
 
 def ended(process: Process) -> Counter[str]:
     """Requests so far, by how they ended."""
-    found = re.findall(r'(?m)^polarlm_requests_total{outcome="(\w+)"} (\S+)', process.get("/metrics"))
-    return Counter({outcome: int(float(count)) for outcome, count in found})
+    outcomes = re.findall(r'(?m)^polarlm_requests_total{outcome="(\w+)"} (\S+)', process.get("/metrics"))
+    return Counter({outcome: int(float(count)) for outcome, count in outcomes})
 
 
 def everything(connection: socket.socket) -> bytes:

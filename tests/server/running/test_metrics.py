@@ -25,18 +25,18 @@ BODY = {"prompt": "the rain then ran on and on and on", "temperature": 0, "ignor
 @pytest.fixture
 def server(tiny_path: Path, tmp_path: Path) -> Iterator[Serving]:
     kept = {"cache_disk": "1M", "cache_disk_folder": str(tmp_path)}
-    with load_tiny(tiny_path, **PLAIN, **kept) as engine, serving(engine) as found:
-        yield found
+    with load_tiny(tiny_path, **PLAIN, **kept) as engine, serving(engine) as running:
+        yield running
 
 
 def metrics(server: Serving) -> dict[str, Any]:
     """Every sample, as "name" or "name{labels}"."""
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
         for sample in family.samples:
             labels = ",".join(value for _, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
+            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return values
 
 
 def ask(server: Serving, **more: Any) -> dict[str, Any]:

@@ -195,13 +195,13 @@ def test_over_long_lines(start: Start) -> None:
 @pytest.mark.parametrize("sizes", [[1], [2, 7], [3, 1, 11], [1000]])
 def test_lines_however_they_are_cut(sizes: list[int]) -> None:
     data = b"short\n" + b"12345678\n" + b"123456789\n" + b"\n" + b"x" * 50 + b"\nlast"
-    lines, found, start = Lines(8), [], 0
+    lines, cut, start = Lines(8), [], 0
     for size in itertools.cycle(sizes):
-        found += lines.feed(data[start : start + size])
+        cut += lines.feed(data[start : start + size])
         start += size
         if start >= len(data):
             break
-    assert found == [b"short", b"12345678", None, b"", None]
+    assert cut == [b"short", b"12345678", None, b"", None]
     assert lines.rest() == b"last"
 
 
