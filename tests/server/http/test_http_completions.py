@@ -44,9 +44,9 @@ def test_several_prompts_are_answered_as_each_alone(shared: Serving) -> None:
     alone = [complete(shared, prompt=prompt).choices[0].text for prompt in PROMPTS]
     ids = [shared.engine.tokenize(prompt) for prompt in PROMPTS]
     for several in (PROMPTS, ids, [PROMPTS[0], ids[1], [*ids[2][:2], shared.engine.detokenize(ids[2][2:])]]):
-        several_choices = choices(shared, prompt=several)
-        assert [choice.index for choice in several_choices] == [0, 1, 2]
-        assert [choice.text for choice in several_choices] == alone
+        answers = choices(shared, prompt=several)
+        assert [choice.index for choice in answers] == [0, 1, 2]
+        assert [choice.text for choice in answers] == alone
 
 
 def test_answers_to_several_prompts_are_in_the_order_of_the_prompts(shared: Serving) -> None:
@@ -100,22 +100,15 @@ def test_echo_with_logprobs_has_those_of_the_prompt(shared: Serving) -> None:
     expected = answer.prompt_logprobs
     for prompt in ("then he ran", ids):
         (choice,) = choices(shared, prompt=prompt, echo=True, logprobs=2)
-        several_choices = choice.logprobs
+        told = choice.logprobs
         assert choice.text == "then he ran" + answer.text
-        assert several_choices.token_logprobs == [
-            None,
-            *(t.logprob for t in expected),
-            *(t.logprob for t in answer.logprobs),
-        ]
-        assert several_choices.top_logprobs[0] is None
-        assert [len(top) for top in several_choices.top_logprobs[1:]] == [
+        assert told.token_logprobs == [None, *(t.logprob for t in expected), *(t.logprob for t in answer.logprobs)]
+        assert told.top_logprobs[0] is None
+        assert [len(top) for top in told.top_logprobs[1:]] == [
             len({token.id, *(other for other, _ in token.top)}) for token in (*expected, *answer.logprobs)
         ]
-        assert "".join(several_choices.tokens[: len(ids)]) == "then he ran"
-        assert all(
-            choice.text[at:].startswith(token)
-            for at, token in zip(several_choices.text_offset, several_choices.tokens, strict=True)
-        )
+        assert "".join(told.tokens[: len(ids)]) == "then he ran"
+        assert all(choice.text[at:].startswith(token) for at, token in zip(told.text_offset, told.tokens, strict=True))
 
 
 def test_echo_without_tokens_scores_the_prompt_alone(shared: Serving) -> None:
