@@ -17,7 +17,6 @@ from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running import journal
 from tests.pairs import in_turn
-from tests.server.conftest import Running
 from tests.server.http_server import Serving
 from tests.server.lines import Client
 
@@ -311,7 +310,7 @@ def test_what_is_left_out_is_told_in_a_header(hermes: Serving, path: str) -> Non
         assert "a[image left out]" in response.json()["prompt"]
 
 
-def test_the_log_has_what_the_socket_left_out(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_has_what_the_socket_left_out(start: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch) -> None:
     entries: list[journal.Entry] = []
     monkeypatch.setattr(journal.Entry, "line", lambda entry: entries.append(entry) or {})  # type: ignore[func-returns-value]
     with Client(start().address) as client:

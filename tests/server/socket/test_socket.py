@@ -25,15 +25,14 @@ from polarlm.children import Lines
 from polarlm.engine import Engine, SamplingParams
 from polarlm.server.running.listening import ListenError, unix_socket
 from polarlm.server.socket import connection
-from tests.server.conftest import Running
-from tests.server.http_server import Gate
+from tests.server.http_server import Serving
 from tests.server.lines import PATIENCE, Client, eventually
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "socket-protocol.md"
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LONG = {**GREEDY, "prompt": [7, 8, 9] * 20, "max_tokens": 150}
 
-Start = Callable[..., Running]
+Start = Callable[..., Serving]
 
 
 def expected(engine: Engine, prompt: Any, tokens: int) -> str:
@@ -53,7 +52,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 @pytest.mark.parametrize(
     ("prompt", "stream"), [({"prompt": "once"}, {}), (CHAT, {"stream": False}), (CHAT, {"stream": None})]
 )
-def test_an_answer(socket_server: Running, prompt: dict[str, Any], stream: dict[str, Any]) -> None:
+def test_an_answer(socket_server: Serving, prompt: dict[str, Any], stream: dict[str, Any]) -> None:
     with Client(socket_server.address) as client:
         client.send(id=1, max_tokens=20, **prompt, **stream, **GREEDY)
         pieces = []
@@ -71,7 +70,7 @@ def test_an_answer(socket_server: Running, prompt: dict[str, Any], stream: dict[
 
 
 @pytest.mark.slow
-def test_interleaved_requests_on_one_connection(socket_server: Running) -> None:
+def test_interleaved_requests_on_one_connection(socket_server: Serving) -> None:
     prompts = {f"request {number}": [5 + number] * (4 * number + 1) for number in range(6)}
     texts, last, order = dict.fromkeys(prompts, ""), {}, []
     with Client(socket_server.address) as client:
@@ -90,7 +89,7 @@ def test_interleaved_requests_on_one_connection(socket_server: Running) -> None:
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_cancel(socket_server: Running) -> None:
+def test_cancel(socket_server: Serving) -> None:
     with Client(socket_server.address) as client:
         client.send(id="long", **LONG)
         assert "delta" in client.receive()
@@ -103,7 +102,7 @@ def test_cancel(socket_server: Running) -> None:
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_an_id_names_one_request_at_a_time(socket_server: Running) -> None:
+def test_an_id_names_one_request_at_a_time(socket_server: Serving) -> None:
     with Client(socket_server.address) as client:
         client.send(id=1, **LONG)
         assert "delta" in client.receive()
@@ -115,7 +114,7 @@ def test_an_id_names_one_request_at_a_time(socket_server: Running) -> None:
         assert client.rest_of(1)[1]["finish_reason"] == "cancelled"
 
 
-def test_a_client_that_ends_its_side_gets_its_answers(socket_server: Running) -> None:
+def test_a_client_that_ends_its_side_gets_its_answers(socket_server: Serving) -> None:
     with Client(socket_server.address) as client:
         for number in range(3):
             client.send(id=number, prompt="once", max_tokens=30, stream=False, **GREEDY)
@@ -125,7 +124,7 @@ def test_a_client_that_ends_its_side_gets_its_answers(socket_server: Running) ->
     assert {message["id"] for message in messages if message.get("done")} == {0, 1, 2, "no line end"}
 
 
-def test_a_message_in_pieces(socket_server: Running) -> None:
+def test_a_message_in_pieces(socket_server: Serving) -> None:
     with Client(socket_server.address) as client:
         for byte in '{"id": "é", "prompt": "é", "max_tokens": 1}\r\n'.encode():
             client.send_raw(bytes([byte]))
@@ -165,7 +164,7 @@ WRONG: list[tuple[bytes, int | None, str | None]] = [
 ]
 
 
-def test_wrong_messages_get_errors_and_the_connection_lives(socket_server: Running) -> None:
+def test_wrong_messages_get_errors_and_the_connection_lives(socket_server: Serving) -> None:
     with Client(socket_server.address) as client:
         assert answers(client)
         for line, request_id, field in WRONG:
@@ -251,7 +250,7 @@ def test_a_web_page_cannot_talk_to_it(start: Start, first: bytes, key: str | Non
     assert server.driver.snapshot().requests == {}
 
 
-def test_an_idle_connection_is_closed(socket_server: Running, monkeypatch) -> None:
+def test_an_idle_connection_is_closed(socket_server: Serving, monkeypatch) -> None:
     """However much else it says."""
     monkeypatch.setattr(connection, "IDLE_SECONDS", 0.3)
     with Client(socket_server.address) as client, suppress(EOFError, ConnectionError):
@@ -264,7 +263,7 @@ def test_an_idle_connection_is_closed(socket_server: Running, monkeypatch) -> No
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_a_client_that_waits_for_an_answer_is_not_idle(socket_server: Running, monkeypatch) -> None:
+def test_a_client_that_waits_for_an_answer_is_not_idle(socket_server: Serving, monkeypatch) -> None:
     for seconds, tokens in ((0.5, 10), (10, 40)):  # a request may take a while to arrive; its steps take longer
         monkeypatch.setattr(connection, "IDLE_SECONDS", seconds)
         with Client(socket_server.address) as client, suppress(EOFError, ConnectionError):
@@ -274,14 +273,13 @@ def test_a_client_that_waits_for_an_answer_is_not_idle(socket_server: Running, m
         pytest.fail("a client that waits was hung up on")
 
 
-def test_a_client_is_idle_when_it_has_its_answers(socket_server: Running, monkeypatch) -> None:
-    gate = Gate(socket_server.engine)
-    gate.close()
+def test_a_client_is_idle_when_it_has_its_answers(socket_server: Serving, monkeypatch) -> None:
+    socket_server.gate.close()
     with Client(socket_server.address) as client:
         client.send(id=1, prompt="a", max_tokens=3, **GREEDY)
         eventually(lambda: socket_server.engine.status().waiting)
         monkeypatch.setattr(connection, "IDLE_SECONDS", 0.1)
-        gate.open()
+        socket_server.gate.open()
         assert client.rest_of(1)[1]["done"]
         assert client.receive()["error"]["code"] == "timeout"
         with pytest.raises(EOFError):
@@ -321,7 +319,7 @@ def test_a_client_without_the_key_is_disconnected(start: Start, monkeypatch) -> 
             client.receive()
 
 
-def test_a_key_is_ignored_where_none_is_needed(socket_server: Running) -> None:
+def test_a_key_is_ignored_where_none_is_needed(socket_server: Serving) -> None:
     with Client(socket_server.address) as client:
         client.send(api_key="whatever")
         assert answers(client)
@@ -340,7 +338,7 @@ sys.stdin.read()
 
 @pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_is_killed(socket_server: Running, stream: bool) -> None:
+def test_a_client_that_is_killed(socket_server: Serving, stream: bool) -> None:
     request = json.dumps({"id": 1, "stream": stream, **LONG})
     arguments = [str(socket_server.address[1]), request, "streams" if stream else "waits"]
     client = subprocess.Popen(
@@ -355,7 +353,7 @@ def test_a_client_that_is_killed(socket_server: Running, stream: bool) -> None:
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_a_client_that_resets_the_connection_with_requests_in_the_queue(socket_server: Running) -> None:
+def test_a_client_that_resets_the_connection_with_requests_in_the_queue(socket_server: Serving) -> None:
     client = Client(socket_server.address)
     for number in range(6):
         client.send(id=number, **LONG)
@@ -368,7 +366,7 @@ def test_a_client_that_resets_the_connection_with_requests_in_the_queue(socket_s
     assert socket_server.driver.snapshot().requests == {"cancelled": 6}
 
 
-def test_half_open_connections(socket_server: Running) -> None:
+def test_half_open_connections(socket_server: Serving) -> None:
     """Clients that say nothing, or half of something, keep nobody from being served."""
     silent = [Client(socket_server.address) for _ in range(10)]
     for client in silent[5:]:
@@ -393,7 +391,7 @@ def flood(client: Client, lines: int, stop: threading.Event) -> None:
 
 @pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize(("seconds", "pending"), [(0.2, 1 << 40), (PATIENCE, 1 << 16)])
-def test_a_slow_reader_is_cut_off(socket_server: Running, monkeypatch, seconds: float, pending: int) -> None:
+def test_a_slow_reader_is_cut_off(socket_server: Serving, monkeypatch, seconds: float, pending: int) -> None:
     """Either its buffers stay full for too long, or more and more waits for it."""
     monkeypatch.setattr(connection, "SLOW_SECONDS", seconds)
     monkeypatch.setattr(connection, "MOST_PENDING", pending)
@@ -497,7 +495,7 @@ def test_a_file_that_replaced_the_socket_stays(tmp_path: Path) -> None:
 # -- the document ----------------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_document(socket_server: Running) -> None:
+def test_the_example_of_the_document(socket_server: Serving) -> None:
     """What the document shows in Python runs as it is, but for the port, and an answer that cannot end at once."""
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     assert len(code.splitlines()) <= 10

@@ -10,14 +10,14 @@ import pytest
 
 from polarlm.engine import SamplingParams
 from polarlm.server.socket import connection
-from tests.server.conftest import Running
+from tests.server.http_server import Serving
 from tests.server.lines import Client, eventually
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.mark.parametrize(("stream", "count"), [(True, 3), (False, 3), (True, 0)])
-def test_log_probabilities_come_with_the_pieces(socket_server: Running, stream: bool, count: int) -> None:
+def test_log_probabilities_come_with_the_pieces(socket_server: Serving, stream: bool, count: int) -> None:
     with Client(socket_server.address) as client:
         client.send(id=1, prompt="once", max_tokens=20, logprobs=count, stream=stream, **GREEDY)
         pieces = []
@@ -40,7 +40,7 @@ def test_log_probabilities_come_with_the_pieces(socket_server: Running, stream: 
     assert len(pieces) == 1 or stream
 
 
-def test_a_whole_answer_larger_than_what_may_wait_arrives(socket_server: Running, monkeypatch) -> None:
+def test_a_whole_answer_larger_than_what_may_wait_arrives(socket_server: Serving, monkeypatch) -> None:
     def small(peer: Any) -> None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
