@@ -123,8 +123,8 @@ class Process:
 
     def blocks(self) -> tuple[int, int]:
         """How many quantized blocks there are, and how many of them no request holds."""
-        sample = dict(re.findall(r"(?m)^polarlm_(kv_blocks\S*) (\S+)", self.get("/metrics")))
-        return int(float(sample["kv_blocks"])), int(float(sample["kv_blocks"])) - int(float(sample["kv_blocks_used"]))
+        blocks = int(self.metric("kv_blocks"))
+        return blocks, blocks - int(self.metric("kv_blocks_used"))
 
     def resident(self) -> int:
         """Bytes of memory that the process has."""
