@@ -40,7 +40,6 @@ NO_HINT = words(PrefetchHint(keys=None, values=None, pieces=_EMPTY, first=0))
 
 class Prefetch:
     def __init__(self, e: Emitter, hint: Value) -> None:
-        """hint: address of a `PrefetchHint`."""
         self._e = e
         self._keys, self._values, self._pieces, self._first = read(e, PrefetchHint, hint)
         self._count = e.load(self._pieces, I64) * 2
