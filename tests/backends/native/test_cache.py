@@ -18,7 +18,7 @@ from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.target import levels
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 from tests.backends.native.launching import launcher
 from tests.jit.levels import some_levels
 from tests.pairs import each

@@ -11,18 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.attention.step_records import FullBlock, SpanHeader
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer, read, words
-from polarlm.engine.jit.lang.values import I64, Value
+from polarlm.engine.backends.native.kernels.attention.partials import FullBlock, SpanHeader
+from polarlm.engine.jit.lang import I64, Emitter, Int64, Kernel, Pointer, Value, read
+from polarlm.engine.jit.lang.records import words
 
-PIECE = 4096
-"""Bytes of a piece, the unit in which prefetches are handed out."""
+PIECE = 4096  # bytes of a piece, the unit in which prefetches are handed out
 
 _STEP = 256  # bytes to prefetch with 32 inputs of a weight tile: many lines at once stall the core
-STEPS = PIECE // _STEP
-"""Steps of a product that prefetch one piece."""
+STEPS = PIECE // _STEP  # steps of a product that prefetch one piece
 
 _EMPTY = np.zeros(1, np.int64)
 
@@ -43,10 +39,7 @@ NO_HINT = words(PrefetchHint(keys=None, values=None, pieces=_EMPTY, first=0))
 
 
 class Prefetch:
-    """Emits a product's prefetches."""
-
     def __init__(self, e: Emitter, hint: Value) -> None:
-        """hint: address of a `PrefetchHint`."""
         self._e = e
         self._keys, self._values, self._pieces, self._first = read(e, PrefetchHint, hint)
         self._count = e.load(self._pieces, I64) * 2
@@ -62,8 +55,6 @@ class Prefetch:
 
 
 class PieceArguments(NamedTuple):
-    """Arguments of `list_pieces`."""
-
     headers: Pointer
     full: Pointer
     pieces: Pointer

@@ -12,7 +12,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.codecs import Field
-from polarlm.engine.jit.run.zeros import zeros
+from polarlm.engine.jit.run.buffers import zeros
 
 Make = Callable[[tuple[int, ...], Any], np.ndarray]
 
