@@ -29,12 +29,12 @@ def backends() -> dict[str, Callable[[], Any]]:
     """NumPy, and the compiled kernels for each level of this CPU."""
     found: dict[str, Callable[[], Any]] = {"numpy": lambda: NumpyOps(1)}
     try:
-        from polarlm.engine.backends.native.recurrent_ops import DeltaOps
+        from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
         from polarlm.engine.jit.compile.target import levels
         from tests.backends.native.launching import launcher
     except ImportError:
         return found
-    return found | {level.name: lambda level=level: DeltaOps(launcher(level)) for level in levels()}
+    return found | {level.name: lambda level=level: RecurrentOps(launcher(level)) for level in levels()}
 
 
 BACKENDS = backends()
@@ -113,7 +113,7 @@ def test_rows_that_are_not_kept_leave_no_trace(name: str, shape: Recurrent, bloc
         kept.append(op_of(ops, w)(drafted, w, rejecting, at)[:1].copy())
         if (position + 1) % block == 0:
             ops.advance_delta([rejecting], [0], tiled=tiled(w))
-    alike = getattr(ops, "rows_alike", not isinstance(ops, NumpyOps))
+    alike = getattr(ops, "rows_alike", type(ops) is not NumpyOps)
     equal = np.testing.assert_array_equal if alike else assert_close
     for found, slots in ((at_once, together), (np.concatenate(kept), rejecting)):
         equal(found, one_by_one)
@@ -137,11 +137,11 @@ def test_a_step_of_several_sequences_changes_their_slots_alone(name: str, shape:
 @pytest.mark.parametrize("shape", [GatedDelta(1, 1, 8, 8, 2), Mamba2(1, 1, 8, 8, 2)])
 def test_heads_without_room_in_scratch_are_computed_by_numpy(shape: Recurrent) -> None:
     pytest.importorskip("llvmlite")
-    from polarlm.engine.backends.native.recurrent_ops import DeltaOps
+    from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
     from polarlm.engine.jit.compile.target import best
     from tests.backends.native.launching import launcher
 
     block, rng = 512, np.random.default_rng(0)
     w, rows = make_weights(rng, shape), make_rows(rng, shape, 5)
-    found = op_of(DeltaOps(launcher(best())), w)(rows, w, make_slots(shape, 1, block), span(0, 5))
+    found = op_of(RecurrentOps(launcher(best())), w)(rows, w, make_slots(shape, 1, block), span(0, 5))
     assert_close(found, recurrence(rows, w, shape)[0])

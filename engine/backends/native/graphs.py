@@ -35,14 +35,13 @@ class Graphs:
         if recorded is None:
             return work(*inputs)
         fixed, recording = recorded
-        for own, given in zip(fixed, inputs, strict=True):
-            if isinstance(own, StepTable):
-                own.copy_from(given)
-            elif isinstance(own, np.ndarray):
-                own[...] = given
+        for kept, new in zip(fixed, inputs, strict=True):
+            if isinstance(kept, StepTable):
+                kept.copy_from(new)
+            elif isinstance(kept, np.ndarray):
+                kept[...] = new
         self._launch.replay(recording)
-        result: Result = recording.result
-        return result
+        return recording.result
 
     def _record(self, work: Callable[..., Result], inputs: Sequence[Any]) -> tuple[list[Any], Recording] | None:
         """Copies of the inputs in fixed memory, and the launches of `work` on them; None if it cannot be recorded."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Result
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.library import library
@@ -20,7 +21,6 @@ from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
-Op = TypeVar("Op", bound=Callable[..., Any])
 _ENGINE = Path(__file__).resolve().parents[2]
 # The folders whose code decides what these kernels do; their language, `jit/`, is always hashed.
 _SOURCES = tuple(
@@ -132,6 +132,8 @@ class _Commands:
 class Launcher:
     """Runs kernels on up to `threads` workers of this process."""
 
+    computes = True  # whether kernels run, and weights are read
+
     def __init__(self, threads: int, level: Level | None = None) -> None:
         """level: what kernels are compiled for; None for the highest that this machine can run."""
         self.threads = threads
@@ -202,16 +204,11 @@ class Launcher:
         """Whether all kernels are compiled already."""
         return all(map(self.library.has, kernels))
 
-    def unrecorded(self, op: Op) -> Op:
-        """`op` wrapped to raise CannotRecord inside a recording, since it is not a kernel."""
-
-        @functools.wraps(op)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._recording is not None:
-                raise CannotRecord
-            return op(*args, **kwargs)
-
-        return cast(Op, run)
+    def in_numpy(self, op: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """op(*args, **kwargs). Raises CannotRecord inside a recording, since it is not a kernel."""
+        if self._recording is not None:
+            raise CannotRecord
+        return op(*args, **kwargs)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -226,6 +223,14 @@ class Launcher:
         """Run the recorded launches. The pool's memory is given back first, if no prompt uses any of it."""
         self._buffers.give_back()
         recording.replay(self.library.address, lambda commands: self._workers.run(commands, self.threads))
+
+
+class KernelOps(NumpyOps):
+    """Ops with compiled kernels. What a subclass does not override, NumPy computes."""
+
+    def __init__(self, launch: Launcher) -> None:
+        super().__init__()
+        self._launch = launch
 
 
 def _names(kernel: Kernel) -> tuple[str, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.native.launch import Launcher, Op, Recorded, Recording, Units
+from polarlm.engine.backends.native.launch import Launcher, Recorded, Recording, Units
 from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang.records import Record
 
@@ -15,8 +15,10 @@ from polarlm.engine.jit.lang.records import Record
 class WarmUpLauncher(Launcher):
     """Asks the library for kernels in the order of their launches instead of running them. Results are zeros.
 
-    Ops without kernels do not run either.
+    Ops without kernels do not run either, and no weights are read.
     """
+
+    computes = False
 
     def __init__(self, launch: Launcher) -> None:
         super().__init__(launch.threads, launch.level)
@@ -49,13 +51,9 @@ class WarmUpLauncher(Launcher):
         """True: loading waits for these kernels, even where an op could do without them."""
         return True
 
-    def unrecorded(self, op: Op) -> Op:
-        """A function that does nothing. It returns zeros like its first argument if that is an array, else None."""
-
-        def nothing(first: Any, *args: Any, **kwargs: Any) -> Any:
-            return np.zeros_like(first) if isinstance(first, np.ndarray) else None
-
-        return super().unrecorded(cast(Op, nothing))
+    def in_numpy(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Zeros like the first argument if that is an array, else None; `op` is not called."""
+        return super().in_numpy(lambda: np.zeros_like(args[0]) if isinstance(args[0], np.ndarray) else None)
 
     def replay(self, recording: Recording) -> None:
         for launch in recording.launches:

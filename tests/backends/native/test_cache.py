@@ -82,7 +82,7 @@ def test_tiles_do_not_depend_on_the_level(types: tuple[str, str], level: Level) 
     for one in (level, lowest):
         cache = ops.cache(format, 1, 1)
         ops.write_full(cache, 0, k, v)
-        EncodingOps(launcher(one), NumpyOps(1)).encode_blocks([FilledBlocks([cache], [0], [KVLocation(None, 0)])])
+        EncodingOps(launcher(one)).encode_blocks([FilledBlocks([cache], [0], [KVLocation(None, 0)])])
         stored.append(ops.read_blocks(cache, [0]))
     assert stored[0].keys() == stored[1].keys()
     assert all(array.tobytes() == stored[1][name].tobytes() for name, array in stored[0].items())

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.weight_formats import Linear
 from tests import weights
 from tests.backends.native.attending import SCALE, Sequence_, Shape, step
@@ -145,7 +144,7 @@ def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_f
     shape = Shape(block_size=64, types=("f16", "f16"))
     cases = [step(shape, SEQUENCES, None, seed) for seed in range(3)]  # the same places in three layers
     launch, rng = launcher(best()), np.random.default_rng(0)
-    linear, attention = LinearOps(launch), AttentionOps(launch, NumpyOps())
+    linear, attention = LinearOps(launch), AttentionOps(launch)
     dim = cases[0].q[0].size
     stored_matrix = weights.StoredBytes(weights.random_blocks(rng, "q4_1", dim, dim), "q4_1")
     matrix, table = Linear(linear.load([stored_matrix])), StepTable(cases[0].views, shape.block_size)

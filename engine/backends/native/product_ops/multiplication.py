@@ -44,7 +44,7 @@ _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
 
 
 class Multiplication:
-    """The product of rows with one matrix, or of each row with those of its experts.
+    """The product of rows with one matrix, or of each row with its experts' matrices.
 
     inputs: how the product with each part of the weights reads its inputs. activation: the gated one that the product's
     kernel applies, if any. width: outputs of a row.
@@ -88,7 +88,7 @@ class Multiplication:
     ) -> None:
         """Write the products of x (T, in) to y (T or P, width).
 
-        With experts, chosen (n, fields of `ExpertRows`) are theirs, and sources (P,) int32 the row of x of each place.
+        With experts: chosen (n, fields of `ExpertRows`), and sources (P,) int32, the row of x of each place.
         """
         panels: dict[Inputs, np.ndarray] = {}
         first = 0
