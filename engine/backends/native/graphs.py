@@ -10,7 +10,6 @@ import numpy as np
 
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Recording
-from polarlm.engine.backends.native.prefetching import add_prefetches
 from polarlm.engine.backends.ops import Result
 
 _MOST = 32  # recordings to keep; each owns the memory of a step
@@ -51,7 +50,6 @@ class Graphs:
                 recording.result = work(*fixed)
         except CannotRecord:
             return None
-        add_prefetches(recording)
         return fixed, recording
 
 

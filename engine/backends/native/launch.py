@@ -36,30 +36,16 @@ class CannotRecord(Exception):
 class Recorded(NamedTuple):
     """A recorded launch.
 
-    arguments: packed as the kernel reads them, int64. arrays: name of an argument → its array, for arrays whose memory
-    the recording does not own. spare, overlaps: see `Launcher.__call__`.
+    arguments: packed as the kernel reads them, int64. arrays: the arguments whose memory the recording does not own,
+    referenced here to keep them alive. overlaps: see `Launcher.__call__`.
     """
 
     kernel: Kernel
     arguments: np.ndarray
     units: Units
     grain: int
-    arrays: dict[str, np.ndarray]
-    spare: int
-    overlaps: bool = False
-
-    def number(self, name: str) -> int:
-        """The value of an argument that is an integer or an address."""
-        return int(self.arguments[self._place(name)])
-
-    def with_array(self, name: str, array: np.ndarray) -> Recorded:
-        """A copy of the launch, with `array` as this argument."""
-        arguments = self.arguments.copy()
-        arguments[self._place(name)] = array.ctypes.data
-        return self._replace(arguments=arguments, arrays={**self.arrays, name: array})
-
-    def _place(self, name: str) -> int:
-        return _names(self.kernel).index(name)
+    arrays: list[np.ndarray]
+    overlaps: bool
 
 
 class HostCall(NamedTuple):
@@ -153,33 +139,26 @@ class Launcher:
         return buffers.empty(shape, dtype)
 
     def __call__(
-        self,
-        kernel: Kernel[Record],
-        units: Units,
-        arguments: Record,
-        grain: int = 0,
-        spare: int = 0,
-        *,
-        overlaps: bool = False,
+        self, kernel: Kernel[Record], units: Units, arguments: Record, grain: int = 0, *, overlaps: bool = False
     ) -> None:
         """Run the kernel on its units, or record it.
 
         units: their number, or a function of it if it varies between replays. grain: units that a thread takes at a
-        time; 0 cuts them into a few chunks for each thread. spare: pieces that this product has the time to prefetch,
-        see `prefetching`. overlaps: whether the next launch need not wait for this one, if both are recorded.
+        time; 0 cuts them into a few chunks for each thread. overlaps: whether the next launch need not wait for this
+        one, if both are recorded.
         """
-        packed = kernel.pack(arguments)
-        if not grain:
-            now = units if isinstance(units, int) else units()
-            grain = max(1, now // (_CHUNKS * self.threads))
-        if self._recording is not None:
-            named = zip(_names(kernel), arguments, strict=True)
-            arrays = {name: x for name, x in named if isinstance(x, np.ndarray) and not is_leased(x)}
-            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, spare, overlaps))
-            return
-        count = units if isinstance(units, int) else units()
+        packed, count = kernel.pack(arguments), units if isinstance(units, int) else units()
+        grain = grain or max(1, count // (_CHUNKS * self.threads))
+        if self._recording is None:
+            self._run(kernel, packed, count, grain)
+        else:
+            arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
+            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
+
+    def _run(self, kernel: Kernel, arguments: np.ndarray, count: int, grain: int) -> None:
+        """Run the kernel on `count` units now."""
         if count:
-            call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
+            call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
             self._workers.run(CommandBuffer([call]), self.threads)
 
     def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
@@ -231,9 +210,3 @@ class KernelOps(NumpyOps):
     def __init__(self, launch: Launcher) -> None:
         super().__init__()
         self._launch = launch
-
-
-def _names(kernel: Kernel) -> tuple[str, ...]:
-    """The names of a kernel's arguments."""
-    names: tuple[str, ...] = kernel.arguments._fields
-    return names

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.native.launch import Launcher, Recorded, Recording, Units
+from polarlm.engine.backends.native.launch import Launcher, Recorded, Recording
 from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.records import Record
 
 
 class WarmUpLauncher(Launcher):
@@ -28,20 +27,8 @@ class WarmUpLauncher(Launcher):
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         return np.zeros(shape, dtype)
 
-    def __call__(
-        self,
-        kernel: Kernel[Record],
-        units: Units,
-        arguments: Record,
-        grain: int = 0,
-        spare: int = 0,
-        *,
-        overlaps: bool = False,
-    ) -> None:
-        if self._recording is None:
-            self._need(kernel)
-        else:
-            super().__call__(kernel, units, arguments, grain, spare, overlaps=overlaps)
+    def _run(self, kernel: Kernel, arguments: np.ndarray, count: int, grain: int) -> None:
+        self._need(kernel)
 
     def _need(self, kernel: Kernel) -> None:
         self._needed[kernel] = None

@@ -38,9 +38,12 @@ class EncodingOps(KernelOps):
             if not tiled:
                 self._launch.in_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
                 continue
+            format = tiled[0].format
             for side in (0, 1):
                 if isinstance(encoder := tiled[0].encoders[side], Encoder):
-                    launch = _launch(encoder.kernel, tiled[0], sources[0], side)
+                    is_half = tiled[0].full(sources[0])[side].dtype == np.float16
+                    codec = (format.codec_k, format.codec_v)[side].name
+                    launch = _Launch(encoder.kernel, format.head_dim, is_half, codec)
                     addresses = [_addresses(layer, blocks, sources, side) for layer in tiled]
                     launches.setdefault(launch, []).extend(x.reshape(-1, x.shape[-1]) for x in addresses)
                 else:
@@ -67,12 +70,6 @@ class EncodingOps(KernelOps):
         self._launch(launch.kernel, damaged.size, arguments)
         if damaged.any():
             raise NotFinite(launch.codec)
-
-
-def _launch(kernel: Kernel[EncodeArguments], layer: TileCache, source: KVLocation, side: int) -> _Launch:
-    format = layer.format
-    is_half = layer.full(source)[side].dtype == np.float16
-    return _Launch(kernel, format.head_dim, is_half, (format.codec_k, format.codec_v)[side].name)
 
 
 def _encode_side(layers: Sequence[TileCache], blocks: Sequence[int], sources: Sequence[KVLocation], side: int) -> None:

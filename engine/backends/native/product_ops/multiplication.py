@@ -25,12 +25,10 @@ from polarlm.engine.backends.native.kernels.linear.product import (
     ExpertRows,
     Product,
     ProductArguments,
-    prefetched_pieces,
     product,
     units,
 )
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling
-from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
@@ -143,17 +141,15 @@ class Multiplication:
     ) -> None:
         """Write the products of panels x with a part of the weights. memory: `count` matrices (out, in) of this shape,
         in tiles one after another. bias (out,); with experts (count, out)."""
-        (outputs, columns), level, half = shape, self._launch.level, 1 if spec.activation is None else 2
-        of_one = len(memory) // count
-        blocks, number = columns // spec.block_inputs, units(spec, of_one // half)
+        (outputs, columns), half, of_one = shape, 1 if spec.activation is None else 2, len(memory) // count
+        number = units(spec, of_one // half)
         arguments = ProductArguments(
             weights=memory,
             x=x,
             y=y,
             bias=bias,
-            hint=NO_HINT,
             chosen=chosen,
-            blocks=blocks,
+            blocks=columns // spec.block_inputs,
             tile_bytes=memory.shape[1],
             x_stride=x.strides[0],
             y_stride=y.strides[0],
@@ -166,10 +162,9 @@ class Multiplication:
         if chosen is not None:
             self._launch(product(spec), len(chosen) * number, arguments)
             return
-        at_once = are_matrices(level, spec.row_tile, spec.inputs)
+        at_once = are_matrices(self._launch.level, spec.row_tile, spec.inputs)
         grain = together(number, half, self._launch.threads) if at_once else 0
-        spare = prefetched_pieces(spec, level, number, blocks, self._rows)
-        self._launch(product(spec), number, arguments, grain, spare)
+        self._launch(product(spec), number, arguments, grain)
 
     def _product_of_cached(
         self,
