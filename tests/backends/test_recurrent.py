@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("llvmlite")
+
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
+from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.compile.target import best, levels
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
+from tests.backends.native.launching import launcher
 from tests.pairs import in_turn
 from tests.recurrence import Weights, conv_inputs, make_rows, make_slots, make_weights, recurrence
 
@@ -25,19 +30,10 @@ SHAPES = [  # and the tokens of a block
 ]
 
 
-def backends() -> dict[str, Callable[[], Any]]:
-    """NumPy, and the compiled kernels for each level of this CPU."""
-    found: dict[str, Callable[[], Any]] = {"numpy": lambda: NumpyOps(1)}
-    try:
-        from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
-        from polarlm.engine.jit.compile.target import levels
-        from tests.backends.native.launching import launcher
-    except ImportError:
-        return found
-    return found | {level.name: lambda level=level: RecurrentOps(launcher(level)) for level in levels()}
-
-
-BACKENDS = backends()
+BACKENDS: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: NumpyOps(1),
+    **{level.name: lambda level=level: RecurrentOps(launcher(level)) for level in levels()},
+}
 FULL = ("numpy", list(BACKENDS)[-1])  # every shape here; the other levels differ in how they compile a line
 CASES = [
     (name, *SHAPES[number]) for name in BACKENDS for number in range(len(SHAPES)) if name in FULL or number in (1, 4)
@@ -136,11 +132,6 @@ def test_a_step_of_several_sequences_changes_their_slots_alone(name: str, shape:
 
 @pytest.mark.parametrize("shape", [GatedDelta(1, 1, 8, 8, 2), Mamba2(1, 1, 8, 8, 2)])
 def test_heads_without_room_in_scratch_are_computed_by_numpy(shape: Recurrent) -> None:
-    pytest.importorskip("llvmlite")
-    from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
-    from polarlm.engine.jit.compile.target import best
-    from tests.backends.native.launching import launcher
-
     block, rng = 512, np.random.default_rng(0)
     w, rows = make_weights(rng, shape), make_rows(rng, shape, 5)
     found = op_of(RecurrentOps(launcher(best())), w)(rows, w, make_slots(shape, 1, block), span(0, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,16 +79,10 @@ class Recording:
     def _split(self, address: Callable[[Kernel], int]) -> list[HostCall | _Commands]:
         """The calls, and the launches between them as command buffers."""
         parts: list[HostCall | _Commands] = []
-        waiting: list[Recorded] = []
-        for launch in [*self.launches, None]:
-            if isinstance(launch, Recorded):
-                waiting.append(launch)
-                continue
-            if waiting:
-                parts.append(_Commands(waiting, address))
-                waiting = []
-            if launch is not None:
-                parts.append(launch)
+        for _, group in itertools.groupby(self.launches, type):
+            together = list(group)
+            launches = [launch for launch in together if isinstance(launch, Recorded)]
+            parts += [_Commands(launches, address)] if launches else together
         return parts
 
 

@@ -91,16 +91,6 @@ def test_inputs_of_any_size_are_multiplied_rightly(level: Level) -> None:
     assert not found[4:].any()
 
 
-def test_a_row_gives_the_same_alone_as_among_others() -> None:
-    rng = np.random.default_rng(1)
-    ops = LinearOps(Launcher(1))
-    stored = weights.StoredBytes(weights.random_blocks(rng, "q4_k", 48, 256), "q4_k")
-    w, x = Linear(ops.load([stored])), rng.standard_normal((13, 256)).astype(np.float32)
-    together = ops.linear(x, w).copy()
-    for row in range(13):
-        np.testing.assert_array_equal(ops.linear(x[row : row + 1], w)[0], together[row])
-
-
 @pytest.mark.skipif(best().lanes < 8, reason="kernels of this level take one row or two, which are the most")
 def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take those of many rows meanwhile, with the same results; steps, which are recorded, wait."""

@@ -96,11 +96,8 @@ def limited(machine: Path, quota: str) -> None:
     (machine / "sys/fs/cgroup/cpu.max").write_text(quota, encoding="ascii")
 
 
-def test_there_is_a_thread_for_each_core(machine: Path) -> None:
+def test_there_is_a_thread_for_each_core_that_the_quota_allows(machine: Path) -> None:
     assert thread_count(0, machine, {}) == Threads(4, "one for each core that this process may use")
-
-
-def test_a_quota_below_the_cores_counts(machine: Path) -> None:
     limited(machine, "250000 100000")
     assert thread_count(0, machine, {}) == Threads(3, "this process may use 3 CPUs at a time")
     limited(machine, "100000 100000")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine import Engine, EngineError
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.host_memory import cgroup_room
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -99,18 +98,6 @@ def test_weights_fit_with_swap_or_are_an_error_with_both_sizes(
     assert NumpyOps().room_beside(10 * GIB) == 0
     with pytest.raises(EngineError, match=r"20\.0 GiB .* 16\.0 GiB"):
         NumpyOps().room_beside(20 * GIB)
-
-
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_an_engine_loads_and_answers_without_sysconf(
-    tiny_path: Path, machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, system: str
-) -> None:
-    monkeypatch.delattr(os, "sysconf")
-    monkeypatch.setattr(host_memory.sys, "platform", system)
-    with Engine.load(tiny_path, device="cpu", block_size=8) as engine:
-        assert engine.context == CONTEXT
-        params = SamplingParams(max_tokens=4, ignore_eos=True)
-        assert len(engine.generate([7, 8, 9], params).token_ids) == 4
 
 
 def test_weights_that_cannot_fit_are_not_read(

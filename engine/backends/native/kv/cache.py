@@ -10,9 +10,8 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native import codecs
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-from polarlm.engine.backends.native.kernels.attention.unit import supports
+from polarlm.engine.backends.native.kv.cache_tiles import tiles
 from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
@@ -76,22 +75,6 @@ class TileCache(LayerCache):
         """A cache with the same format and slots, and memory of its own for one quantized block."""
         (k, v, mean), _ = stored_blocks(replace(self.format, finer=None), 1, transfer.TILES)
         return replace(self, k=k, v=v, mean=mean, finer=None)
-
-
-def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
-    """The tiles of a layer's keys and values, or the reason why no kernel attends over them."""
-    n, dim = format.block_size, format.head_dim
-    if n % 16:
-        return f"kernels read blocks of a multiple of 16 tokens, not of {n}"
-    if dim % 8:
-        return f"kernels read heads of a multiple of 8 channels, not of {dim}"
-    if not supports(dim):
-        return f"kernels have no room for heads of {dim} channels"
-    k, v = codecs.keys(format.codec_k, n, dim), codecs.values(format.codec_v, n, dim)
-    if k is None or v is None:
-        lacking = [codec.name for codec, side in ((format.codec_k, k), (format.codec_v, v)) if side is None]
-        return f"no kernel reads {' and '.join(dict.fromkeys(lacking))}"
-    return k, v
 
 
 class CacheOps(NumpyOps):
