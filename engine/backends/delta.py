@@ -28,7 +28,7 @@ class DeltaWeights(NamedTuple):
     decay: Array  # (H,): negative
     dt_bias: Array  # (H,)
     norm: Array  # (D,): of each head's result
-    eps: float  # of the norm
+    eps: float  # epsilon of the norm
     tiled: bool  # see `model_loaders.config.GatedDelta`
 
 
@@ -41,7 +41,7 @@ class Mamba2Weights(NamedTuple):
     dt_bias: Array  # (H,)
     skip: Array  # (H,): how much of its own x each head's result has
     norm: Array  # (I,): of the results, which are normalized in Q parts
-    eps: float  # of the norm
+    eps: float  # epsilon of the norm
 
 
 class DeltaSlots(NamedTuple):

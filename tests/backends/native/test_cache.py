@@ -48,11 +48,11 @@ def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str],
     for cache, blocks in ((caches[0], [1, 4]), (other, [2, 0])):
         stored = native.read_blocks(cache, blocks)
         assert stored["k.tiles"].tobytes() == cache.memory[0][:, blocks].swapaxes(0, 1).tobytes()
-        found = transfer.converted(format, 2, stored, transfer.FIELDS)
-        assert list(found) == list(wanted)
+        actual = transfer.converted(format, 2, stored, transfer.FIELDS)
+        assert list(actual) == list(wanted)
         for name, x in wanted.items():
-            assert found[name].dtype == x.dtype
-            assert found[name].tobytes() == x.tobytes()
+            assert actual[name].dtype == x.dtype
+            assert actual[name].tobytes() == x.tobytes()
 
 
 @pytest.mark.parametrize("types", TYPES)
@@ -79,7 +79,7 @@ def test_cache_bytes_are_those_of_the_arrays(types: tuple[str, str], monkeypatch
     ids=str,
 )
 def test_a_layer_says_why_numpy_computes_it(types: tuple[str, str], block_size: int, head_dim: int, why: str) -> None:
-    """test_status.py has layers of which kernels compute all, and a part."""
+    """test_status.py has layers that kernels compute, wholly or in part."""
     native = NativeOps(1)
     cache = native.cache(replace(format_of(types), block_size=block_size, head_dim=head_dim), 1, 1)
     assert native.in_numpy(cache) == {"attention and encoding": why}

@@ -43,7 +43,7 @@ def test_a_recording_follows_its_inputs(threads: int) -> None:
         x = rng.standard_normal((rows, 64)).astype(np.float32)
         recorded = graphs.run("step", model.forward, [x]).copy()
         np.testing.assert_array_equal(recorded, model.forward(x.copy()))
-    assert model.calls == 4 + 2  # of the recorded ones, the first of each shape
+    assert model.calls == 4 + 2  # the recorded function is called once for each shape
 
 
 def test_a_recorded_step_gives_back_what_a_prompt_took() -> None:

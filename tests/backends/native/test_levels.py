@@ -62,7 +62,7 @@ def broken(monkeypatch: pytest.MonkeyPatch):
 def test_a_level_with_a_missing_feature_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "_may_use_tiles", lambda: True)
     everything = frozenset(feature for other in LEVELS for feature in other.needs)
-    for level, missing in [(own, feature) for own in LEVELS for feature in own.needs]:
+    for level, missing in [(each, feature) for each in LEVELS for feature in each.needs]:
         monkeypatch.setattr(target, "machine", lambda level=level: level.machine)
         monkeypatch.setattr(target, "host_features", lambda missing=missing: everything - {missing})
         assert level not in target.levels()
@@ -169,14 +169,14 @@ def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.Monke
 
 
 def test_where_linux_lists_nothing_llvm_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = target.host_features()
+    actual = target.host_features()
     monkeypatch.setattr(target, "host_features", target.host_features.__wrapped__)
-    monkeypatch.setattr(target, "_known_to_llvm", lambda: found)
+    monkeypatch.setattr(target, "_known_to_llvm", lambda: actual)
     monkeypatch.setattr(target, "_CPUS", tmp_path / "cpuinfo")
     for content in (None, "Features\t: asimd\n", ""):
         if content is not None:
             (tmp_path / "cpuinfo").write_text(content)
-        assert target.host_features() is found
+        assert target.host_features() is actual
 
 
 def test_an_unknown_cpu_gets_kernels_without_special_instructions(

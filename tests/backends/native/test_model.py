@@ -53,8 +53,8 @@ def test_greedy_answers_are_those_of_float32(name: str, tmp_path: Path) -> None:
     with load_tiny(path, ops=NumpyOps(1), **settings) as engine:
         wanted = [decided(engine, prompt) for prompt in prompts]
     with load_tiny(path, ops=NativeOps(1), **settings) as engine:
-        found = [answer(engine, prompt, TOKENS)[0] for prompt in prompts]
-    assert [ids[: len(want)] for ids, want in zip(found, wanted, strict=True)] == wanted
+        actual = [answer(engine, prompt, TOKENS)[0] for prompt in prompts]
+    assert [ids[: len(want)] for ids, want in zip(actual, wanted, strict=True)] == wanted
     assert sum(map(len, wanted)) >= 8, "too few steps are decided"
 
 
@@ -141,11 +141,11 @@ def test_steps_over_codes_are_the_same_at_every_level(
         return list(answer.token_ids), [token.logprob for token in answer.logprobs]
 
     answers = {level: answered(level) for level in levels()}
-    fused = {level: found for level, found in answers.items() if "fma" in level.needs}
+    fused = {level: actual for level, actual in answers.items() if "fma" in level.needs}
     vbmi = [level for level in fused if cache_type == "polarquant" and "avx512vbmi" in level.needs]
-    others = {level: found for level, found in fused.items() if level not in vbmi}
-    for level, found in others.items():
-        assert found == next(iter(others.values())), level.name
+    others = {level: actual for level, actual in fused.items() if level not in vbmi}
+    for level, actual in others.items():
+        assert actual == next(iter(others.values())), level.name
     for level, (ids, logprobs) in answers.items():
         wanted_ids, wanted = answers[levels()[-1]]
         first = next((i for i, (a, b) in enumerate(zip(ids, wanted_ids, strict=True)) if a != b), len(ids))
@@ -161,10 +161,10 @@ def test_a_quantized_cache_costs_what_it_costs_in_float32(name: str, cache_type:
     settings = {"block_size": 16, "ctx_size": 128, "calibration": False}
     exact = scored(path, NumpyOps(1), ids, 50, "f16", **settings)
     wide = scored(path, NumpyOps(1), ids, 50, cache_type, **settings)
-    found = scored(path, NativeOps(1), ids, 50, cache_type, **settings)
+    actual = scored(path, NativeOps(1), ids, 50, cache_type, **settings)
     share = 0.2 if "moe" in name or "experts" in name else 0.1
-    assert kl(wide, found) < share * kl(exact, wide)
-    assert kl(exact, found) == pytest.approx(kl(exact, wide), rel=0.2)
+    assert kl(wide, actual) < share * kl(exact, wide)
+    assert kl(exact, actual) == pytest.approx(kl(exact, wide), rel=0.2)
 
 
 @pytest.mark.slow  # the contract of every family
@@ -174,15 +174,28 @@ def test_families_compute_as_transformers_does_and_packed_weights_as_numpy_does(
     prompts, they may differ by twice as much."""
     path, reference = make_model(tmp_path, name), np.load(FIXTURES / name / "reference.npz")
     ids, atol = reference["ids"].tolist(), 4 * 2**-11 * np.ptp(reference["logits"])
-    found = {}
+    actual = {}
     for weight_type, ops in (("f32", None), ("as-stored", None), ("q8_0", None), ("q8_0", NumpyOps())):
         settings = {"ctx_size": 128, "cache_type": "f16", "calibration": False, "weight_type": weight_type}
         with load_tiny(path, ops=ops, device="cpu", **settings) as engine:
             assert engine._model.ops.backend == ("numpy" if ops else "native")
-            found[weight_type, ops is None] = engine.score(ids, logits=True).logits
-    np.testing.assert_allclose(found["f32", True], reference["logits"], atol=atol, rtol=0)
-    np.testing.assert_allclose(found["as-stored", True], reference["logits"], atol=2 * atol, rtol=0)
-    np.testing.assert_allclose(found["q8_0", True], found["q8_0", False], atol=atol, rtol=0)
+            actual[weight_type, ops is None] = engine.score(ids, logits=True).logits
+    np.testing.assert_allclose(actual["f32", True], reference["logits"], atol=atol, rtol=0)
+    np.testing.assert_allclose(actual["as-stored", True], reference["logits"], atol=2 * atol, rtol=0)
+    np.testing.assert_allclose(actual["q8_0", True], actual["q8_0", False], atol=atol, rtol=0)
+
+
+def test_a_layer_without_kernels_is_numpys(tiny_path: Path) -> None:
+    prompt = np.random.default_rng(0).integers(5, VOCABULARY, 100).tolist()
+    greedy_params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    settings = {"block_size": 32, "ctx_size": 256, "cache_type_k": "f16", "cache_type_v": "kivi4@1,f16"}
+    answers = []
+    for ops, kinds in (NativeOps(1), ["TileCache", "LayerCache"]), (NumpyOps(1), ["LayerCache"] * 2):
+        with load_tiny(tiny_path, ops=ops, **settings) as engine:
+            first = engine.generate(prompt, greedy_params).token_ids
+            answers.append((first, engine.generate([*prompt, *first, *prompt[:20]], greedy_params).token_ids))
+            assert [type(engine._store.cache(layer)).__name__ for layer in (0, 1)] == kinds
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq3_s"])
@@ -190,8 +203,8 @@ def test_packed_weights_compute_as_float32_does(kind: str, tmp_path: Path) -> No
     path = tmp_path / "model.gguf"
     write(path, "tiny", TINY, kind, tokenizer_file(tmp_path))
     ids = np.random.default_rng(0).integers(5, 250, 200).tolist()
-    exact, found = (scored(path, ops, ids, 130, "f16") for ops in (NumpyOps(1), NativeOps(1)))
-    assert 0 < kl(exact, found) < 1e-7
+    exact, actual = (scored(path, ops, ids, 130, "f16") for ops in (NumpyOps(1), NativeOps(1)))
+    assert 0 < kl(exact, actual) < 1e-7
 
 
 def test_logits_are_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
@@ -199,15 +212,15 @@ def test_logits_are_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
     path, ids = make_model(tmp_path), np.random.default_rng(1).integers(5, VOCABULARY, 200).tolist()
     settings = {"block_size": 16, "calibration": False}
     one, *others = (scored(path, NativeOps(threads), ids, 120, "balanced", **settings) for threads in (1, 2, 5))
-    for found in others:
-        np.testing.assert_array_equal(found, one)
+    for actual in others:
+        np.testing.assert_array_equal(actual, one)
 
 
 @pytest.mark.slow  # needs a real model
 def test_greedy_answers_over_codes_are_those_of_float32() -> None:
     """Queries of 8 bits (7 on CPUs that add two products in 16 bits) and codes that round the other way change margins
-    by .02 to .07 nats, root mean square. Where the best two tokens are four times as far apart, the answer is that of
-    float32 over codes. Answers are so long that steps read quantized blocks."""
+    by .02 to .07 nats, root mean square. Where the best two tokens are four times as far apart, float32 over codes has
+    the same token. Answers are so long that steps read quantized blocks."""
     path, beginnings = shared("models", "stories15M"), ("Once upon a time", "Tom and his sister went to the sea")
     with load_tiny(path, ops=NativeOps(1), cache_type="balanced", ctx_size=512) as engine:
         prompts = [engine.tokenize(beginning) for beginning in beginnings]

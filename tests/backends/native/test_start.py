@@ -99,8 +99,8 @@ def test_a_model_is_in_memory_once_while_it_is_loaded(tmp_path: Path) -> None:
     model, cache = tmp_path / "random-Q8_0.gguf", tmp_path / "cache"
     write(model, "wide", SHAPE, "q8_0", tokenizer_file(tmp_path))
     ran(MEMORY, model, cache)  # the next process finds the kernels in the cache
-    found = ran(MEMORY, model, cache)
-    before, after, weights = found["before"], found["after"], found["weights"]
+    actual = ran(MEMORY, model, cache)
+    before, after, weights = actual["before"], actual["after"], actual["weights"]
     assert weights > 70 * MIB
     staging = 8 * MIB
     assert after["VmHWM"] <= after["VmRSS"] + staging + MATRIX

@@ -21,7 +21,7 @@ from polarlm.engine.backends.numpy import blas
 from polarlm.engine.jit.run import workers as working
 from polarlm.engine.jit.run.workers import Workers
 from polarlm.engine.outputs import Threads
-from tests.backends.numpy.cgroup_tree import tree
+from tests.backends.numpy.test_host_memory import tree
 
 ROOT = Path(__file__).resolve().parents[3]
 V1_LINES = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n1:name=systemd:/\n"
@@ -160,11 +160,11 @@ def wide(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_workers_of_an_engine_are_as_many_as_it_says(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Workers()
-    monkeypatch.setattr(working, "_of_this_process", [own])
+    started = Workers()
+    monkeypatch.setattr(working, "_of_this_process", [started])
     for setting, number in ((1, 1), (3, 3), (64, 4)):
         assert NativeOps(setting).threads().number == number
-        assert own._number == number - 1
+        assert started._number == number - 1
 
 
 def test_a_system_that_starts_no_more_threads_is_named(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:

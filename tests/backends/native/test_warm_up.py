@@ -91,8 +91,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
 
 def converse(path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 20, **settings: Any) -> tuple[list[str], int]:
     """Two turns of a conversation: a prompt of several blocks, an answer that completes blocks, and a second prompt
-    that reads them, also from the middle of a block. Return the kernels that they needed, all of which were announced,
-    and the number of drafted tokens."""
+    that reads them, also from the middle of a block. All kernels that they need have been announced; return their
+    names, and the number of drafted tokens."""
     watch = Watch(monkeypatch)
     with load_tiny(path, ops=NativeOps(1), **{**SETTINGS, **settings}) as engine:
         watch.needed.clear()
@@ -130,7 +130,7 @@ def test_a_conversation_needs_no_other_kernels(
 def test_a_draft_model_needs_no_other_kernels(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts over the ends of blocks, and has recurrent layers, which the model lacks."""
     path = make_model(tmp_path, "granite_hybrid_tied")
-    monkeypatch.setattr(StepSeconds, "__call__", lambda *given: 1.0)  # drafts pay, however busy the machine is
+    monkeypatch.setattr(StepSeconds, "__call__", lambda *counts: 1.0)  # drafts pay, however busy the machine is
     needed, drafted = converse(tiny_path, monkeypatch, 60, cache_type="f16", model_draft=str(path))
     assert drafted
     assert any(name.startswith(("gated_delta", "mamba2")) for name in needed)
@@ -242,7 +242,7 @@ def test_a_kernel_of_later_turns_that_cannot_be_compiled_is_an_error_of_these(
 def test_a_batch_goes_row_by_row_where_its_kernels_cannot_be_compiled(
     tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of steps of two rows, which no first request needs: the answers are the same."""
+    """No first request needs the kernels of steps of two rows: the answers are the same without them."""
     if largest_tiling(best()).rows == 2:
         pytest.skip("at this level prompts, too, take two rows at a time")
     answers = []

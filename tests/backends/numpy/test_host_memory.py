@@ -14,10 +14,21 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.host_memory import cgroup_room
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.state.plan import plan_for_tokens
-from tests.backends.numpy.cgroup_tree import tree
 from tests.tiny import CONTEXT
 
 MIB, GIB = 1 << 20, 1 << 30
+
+
+def tree(root: Path, groups: str, files: dict[str, object]) -> Path:
+    """`root` with a /proc/self/cgroup, and files below /sys/fs/cgroup."""
+    proc = root / "proc/self"
+    proc.mkdir(parents=True)
+    (proc / "cgroup").write_text(groups, encoding="utf-8")
+    for name, content in files.items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n", encoding="utf-8")
+    return root
 
 
 def v2(folder: str, limit: object, used: int, cached: int = 0) -> dict[str, object]:
@@ -69,12 +80,12 @@ def test_cgroup_room_is_the_tightest_limit_less_what_is_used(
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine whose memory can be set; it has no cgroups until they are."""
-    given = SimpleNamespace(total=16 * GIB, available=8 * GIB, swap=0, limit=None)
-    memory = lambda: SimpleNamespace(total=given.total, available=given.available)  # noqa: E731
+    numbers = SimpleNamespace(total=16 * GIB, available=8 * GIB, swap=0, limit=None)
+    memory = lambda: SimpleNamespace(total=numbers.total, available=numbers.available)  # noqa: E731
     monkeypatch.setattr(psutil, "virtual_memory", memory)
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=given.swap))
-    monkeypatch.setattr(host_memory, "cgroup_room", lambda: given.limit)
-    return given
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=numbers.swap))
+    monkeypatch.setattr(host_memory, "cgroup_room", lambda: numbers.limit)
+    return numbers
 
 
 def test_the_store_gets_half_of_the_memory_left_by_the_weights(machine: SimpleNamespace) -> None:

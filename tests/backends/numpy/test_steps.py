@@ -60,7 +60,7 @@ def alone(store: KVStore, layer: int, spans: list[Span], q: np.ndarray, window: 
 @pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
 def test_rows_of_many_sequences_get_what_each_gets_alone(types: tuple[str, str], rng: np.random.Generator) -> None:
     """One row and several, across block ends, with windows, with complete and incomplete sinks. Slots hold what a
-    damaged model has left in them, of which nothing is read."""
+    damaged model has left in them: none of it is read."""
     windows = (None, 11, 3 * N)
     store = make_store(*types, windows=windows, sequences=len(LENGTHS), step_rows=16)
     store = KVStore(store.ops, replace(store.plan, quantized_blocks=(32,) * 3), store.conditioning)
