@@ -81,8 +81,9 @@ class Recording:
         parts: list[HostCall | _Commands] = []
         for _, group in itertools.groupby(self.launches, type):
             together = list(group)
-            launches = [launch for launch in together if isinstance(launch, Recorded)]
-            parts += [_Commands(launches, address)] if launches else together
+            parts += [call for call in together if isinstance(call, HostCall)]
+            if launches := [launch for launch in together if isinstance(launch, Recorded)]:
+                parts.append(_Commands(launches, address))
         return parts
 
 

@@ -10,15 +10,8 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.thread_count import thread_count
-from polarlm.engine.backends.select import select
 from polarlm.engine.chat import session
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.loading import assembly
-
-
-@pytest.fixture(autouse=True)
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
 
 
 def test_it_names_level_threads_and_kernels(tiny_path: Path) -> None:

@@ -22,12 +22,11 @@ from polarlm.engine.backends.kv import CacheFormat, KVLocation
 from polarlm.engine.backends.native import launch as launch_module
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.select import select
 from polarlm.engine.jit.compile import library as library_module
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.loading import assembly, rehearsal
+from polarlm.engine.loading import rehearsal
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.requests.drafts import StepSeconds
 from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
@@ -70,10 +69,7 @@ class Watch:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]], None]:
-    """Gives the kernels of engines that are loaded from now on to a new library, which compiles those whose names pass.
-
-    `Engine.load` takes compiled kernels.
-    """
+    """Gives the kernels of engines that are loaded from now on to a new library, which compiles names that pass."""
 
     def only(passes: Callable[[str], bool]) -> None:
         def planted(kernel: Kernel, level: Any) -> bytes:
@@ -85,7 +81,6 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
         monkeypatch.setattr(launch_module, "library", lambda level, sources: fresh)
         monkeypatch.setattr(library_module, "compile_object", planted)
 
-    monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
     return only
 
 

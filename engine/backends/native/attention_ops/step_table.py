@@ -170,11 +170,6 @@ def _most_full(block_size: int) -> int:
     return 2 + (STEP_ROWS + block_size - 2) // block_size
 
 
-def is_step(views: Sequence[SpanView]) -> bool:
-    """Whether the new tokens of all spans go to full-precision slots."""
-    return all(view.current.buffer is None for view in views)
-
-
 def _least_blocks(block_size: int) -> int:
     """The least number of quantized blocks of a chunk."""
     return max(1, CHUNK_TOKENS // block_size)

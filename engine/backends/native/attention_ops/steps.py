@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.kv import SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
-from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable, is_step
+from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
@@ -23,7 +23,8 @@ class AttentionOps(PromptOps):
     """The ops `attention` and `spans`. Layers whose cache is not a `TileCache` are computed by NumPy."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
-        return StepTable(spans, block_size) if is_step(spans) else spans
+        in_slots = all(span.current.buffer is None for span in spans)
+        return StepTable(spans, block_size) if in_slots else spans
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
         if isinstance(cache, TileCache):

@@ -97,7 +97,7 @@ class CacheOps(NumpyOps):
         if isinstance(cache, TileCache):
             sides = zip(("keys", "values"), cache.encoders, strict=True)
             return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}
-        return {"attention and encoding": str(_reason(cache.format))}
+        return {"attention and encoding": _reason(cache.format) or ""}
 
 
 def _reason(format: CacheFormat) -> str | None:
