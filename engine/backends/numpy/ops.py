@@ -26,7 +26,7 @@ from polarlm.engine.backends.numpy.attention import ScoreRule, attend_alone, rea
 from polarlm.engine.backends.numpy.encoders import attend_to_texts, parts_of
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
-from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side, store_fields
+from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
@@ -296,7 +296,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for layers, blocks, sources in alike(filled):
             (k, mean), (v, _) = (encode_side(layers, sources, side) for side in (0, 1))
-            store_fields(layers, blocks, k, mean, v)
+            for number, cache in enumerate(layers):
+                heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
+                cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))
 
     def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         k, v = cache.full(source)
