@@ -15,7 +15,7 @@ import numpy as np
 from polarlm.engine.quantization.snapshot_codes import SnapshotCodes
 from polarlm.model_loaders.config import Recurrent
 
-Array = Any  # the backend's own, float32
+Array = Any  # the backend's array type, float32
 
 # Waits for states on the host, each (n, …): the fields of `SnapshotCodes`, and "inputs".
 FetchStates = Callable[[], Mapping[str, np.ndarray]]
