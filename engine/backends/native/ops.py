@@ -12,8 +12,8 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
 from polarlm.engine.backends.native.attention_ops.texts import EncoderOps
 from polarlm.engine.backends.native.graphs import Graphs
-from polarlm.engine.backends.native.kernels.best import BestArguments, best_of_rows
 from polarlm.engine.backends.native.kernels.linear.tiling import short_prompts
+from polarlm.engine.backends.native.kernels.rows import BestArguments, best_of_rows
 from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
 from polarlm.engine.backends.native.launch import Launcher

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.isa import VARIABLE
-from polarlm.engine.jit.isa.levels import LEVELS, Level
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.lang import Level
 
 _CPUS = Path("/proc/cpuinfo")
 # Features that Linux and LLVM name differently.
@@ -21,7 +22,7 @@ _TILES = "amx-tile"
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # Linux's numbers on x86-64: ARCH_REQ_XCOMP_PERM
 
 
-# Of AArch64: LLVM's name → the number of the auxiliary vector's entry and the bit in it (Linux, asm/hwcap.h), and the
+# AArch64: LLVM's name → the number of the auxiliary vector's entry and the bit in it (Linux, asm/hwcap.h), and the
 # name of macOS. Every AArch64 CPU that these systems run on has `neon`.
 _HWCAP, _HWCAP2 = 16, 26
 _OF_ARM = {"dotprod": (_HWCAP, 20, "hw.optional.arm.FEAT_DotProd"), "i8mm": (_HWCAP2, 13, "hw.optional.arm.FEAT_I8MM")}

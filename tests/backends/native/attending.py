@@ -17,7 +17,7 @@ from tests.backends.native.launching import launcher
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.attention_ops.heads import PreparedTransform
 from polarlm.engine.backends.native.kv.cache import CacheOps
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 SCALE = 0.3
 

@@ -10,7 +10,7 @@ pytest.importorskip("llvmlite")
 from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 from tests.backends.native.launching import launcher
 from tests.jit.levels import some_levels
 from tests.pairs import pairs

@@ -20,7 +20,7 @@ from tests.jit.levels import some_levels
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable  # isort: skip
 from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 ROTATIONS = {"none": None, "hadamard": signed_hadamard, "two-sided": twice_signed_hadamard, "dense": dense}
 ROWS = 5

@@ -15,10 +15,10 @@ from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.jit.compile import library as library_module
-from polarlm.engine.jit.compile.compiler import Kernel, compile_object
+from polarlm.engine.jit.compile.compiler import compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import is_gated
 from tests import weights

@@ -17,7 +17,7 @@ from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.jit.compile.target import VARIABLE, levels
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.model.forward import Transformer

@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort:
 from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 N = 32  # tokens of a block
 PLAIN = NumpyOps(1)

@@ -23,9 +23,10 @@ from polarlm.engine.backends.native import launch as launch_module
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.jit.compile import library as library_module
-from polarlm.engine.jit.compile.compiler import Kernel, compile_object
+from polarlm.engine.jit.compile.compiler import compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.loading import rehearsal
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.requests.drafts import StepSeconds

@@ -9,9 +9,16 @@ import numpy as np
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
-from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments, Decoding, decode
-from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments, Segment, attend
-from polarlm.engine.backends.native.kernels.attention.texts import TextArguments, attend_to_texts
+from polarlm.engine.backends.native.kernels.attention.prompts import (
+    DecodeArguments,
+    Decoding,
+    PromptArguments,
+    Segment,
+    TextArguments,
+    attend,
+    attend_to_texts,
+    decode,
+)
 from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import KernelOps

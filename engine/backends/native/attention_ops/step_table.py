@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.kv import SpanView, table_width
-from polarlm.engine.backends.native.kernels.attention.step_records import FullBlock, RowPlace, SpanHeader, Unit
+from polarlm.engine.backends.native.kernels.attention.partials import FullBlock, RowPlace, SpanHeader, Unit
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.jit.run.buffers import aligned
 from polarlm.model_loaders.forks import cached_property

@@ -11,8 +11,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, Sides
 from polarlm.engine.codecs import Field
-from polarlm.engine.jit.run.buffers import aligned
-from polarlm.engine.jit.run.zeros import zeros
+from polarlm.engine.jit.run.buffers import aligned, zeros
 
 SideFields = dict[str, dict[str, Field]]  # the arrays of a block of one KV head: keys "k", values "v", means "mean"
 

@@ -1,14 +1,14 @@
 """Rounding of a block to codes, with error feedback between pairs and along tokens.
 
 Rows are skewed: row d has pair j of token d − j in lane j. All cells of a row are rounded at once. They need errors of
-earlier rows: that of pair j − k of the same token is in row d − k, lane j − k; that of pair j of token t − m is in row
-d − m, lane j.
+earlier rows: the error of pair j − k of the same token is in row d − k, lane j − k; the error of pair j of token t − m
+is in row d − m, lane j.
 """
 
 from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
-from polarlm.engine.jit.lang.values import F32, I32, Value, vector
+from polarlm.engine.jit.lang import F32, I32, Value, vector
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 

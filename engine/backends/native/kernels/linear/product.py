@@ -15,19 +15,15 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     Outputs,
     add_block,
     ahead,
+    by_passes,
     number_sums,
-    passes,
 )
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.rows import gated
 from polarlm.engine.backends.native.tiles import layout
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer, read
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.lang import F32, Emitter, Int64, Kernel, Level, Pointer, Value, Values, Variable, read, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 _F16 = vector(F32, 16)
@@ -77,8 +73,6 @@ class ExpertRows(NamedTuple):
 
 
 class ProductArguments(NamedTuple):
-    """Arguments of `product`."""
-
     weights: Pointer
     x: Pointer
     y: Pointer
@@ -103,8 +97,8 @@ def product(spec: Product) -> Kernel[ProductArguments]:
     x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights, of `Product.block_inputs`. tiles:
     tiles of the weights; with an activation, of the gate projection alone.
 
-    With `by_expert`, each entry of chosen, an `ExpertRows`, has that many units. expert_bytes, bias_bytes: of the
-    weights and of the bias of an expert, of which `tiles` is the number.
+    With `by_expert`, each entry of chosen, an `ExpertRows`, has that many units. expert_bytes, bias_bytes: of an
+    expert's weights and bias. tiles: an expert's.
     """
 
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -112,19 +106,18 @@ def product(spec: Product) -> Kernel[ProductArguments]:
         parts, wide = _parts(spec, e.level), _tiles_of_unit(spec)
 
         def tiles_of(of: _Operands) -> list[Value]:
-            """The tiles that a unit multiplies."""
             tile = of.unit * wide
             others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
             return [tile, *others]
 
-        def write(of: _Operands, sums: Sequence[Sequence[Value]], tile: Value, first: Value) -> None:
+        def write(of: _Operands, sums: Sequence[Values], tile: Value, first: Value) -> None:
             """Store the outputs of the rows from `first` on. sums: of each row, of gate and up with an activation."""
             for row, totals in enumerate(zip(*sums, strict=True)):
                 with e.when(first + row < of.rows) if spec.row_tile > 1 else nullcontext():
                     at = of.y + (first + row) * args.y_stride
                     _write(e, spec, totals, at, of.bias, (tile, tiles), args.outputs, scratch)
 
-        def finish(of: _Operands, sums: Sequence[Sequence[Value]], first: Value) -> None:
+        def finish(of: _Operands, sums: Sequence[Values], first: Value) -> None:
             """Store the outputs of a unit. sums: of each tile and row."""
             by_tile = [sums] if spec.activation else [[own] for own in sums]
             for number, own in enumerate(by_tile):
@@ -158,7 +151,6 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
 
             def multiply(part: int) -> list[list[Value]]:
-                """The sums of each tile of part `part` and each row."""
                 own, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
                 if not spec.inputs.are_words:
                     panel = of.x + first // spec.row_tile * args.x_stride
@@ -225,7 +217,7 @@ def _parts(spec: Product, level: Level) -> int:
 def _write(
     e: Emitter,
     spec: Product,
-    totals: Sequence[Value],
+    totals: Values,
     row: Value,
     bias: Value,
     place: tuple[Value, Value],
@@ -241,7 +233,7 @@ def _write(
     y, left = row + tile * 64, outputs - tile * 16
     biases = [bias + (tile + distance * number) * 64 for number in range(len(totals))]
 
-    def finished(values: Sequence[Value], offset: Value) -> Value:
+    def finished(values: Values, offset: Value) -> Value:
         if spec.has_bias:
             values = [value + e.load(own + offset, value.type) for value, own in zip(values, biases, strict=True)]
         if spec.activation:
@@ -261,31 +253,27 @@ def _write(
 def _packed(
     e: Emitter,
     spec: Product,
-    tiles: Sequence[Value],
+    tiles: Values,
     x: Value,
     first: Value,
     blocks: Value,
     stride: Value,
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
-    format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
+    format, place = spec.format, layout(spec.format)
     codes, distance = Codes(e, place, spec.row_tile), place.codes + ahead(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
-    found: list[list[list[Value]]] = [[[] for _ in rows] for _ in tiles]
-    for outputs in passes(e.level, spec.row_tile):
-        sums = [[e.variable(e.zero(vector(F32, outputs.size))) for _ in rows] for _ in tiles]
+
+    def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:
         with e.loop(0, blocks) as block:
             starts = [tile + block * place.nbytes for tile in tiles]
             inputs = panel + block * (format.values // GROUP * row_bytes(e.level) * spec.row_tile)
 
-            def before_part(part: Value, outputs: Outputs = outputs, starts: Sequence[Value] = starts) -> None:
+            def before_part(part: Value) -> None:
                 if outputs.first == 0:
                     for at in starts:
                         e.prefetch(at + part * place.part_bytes + distance, place.part_bytes)
 
-            own = [Block(e, place, at, outputs=outputs) for at in starts]
-            add_block(e, codes, own, inputs, sums, before_part)
-        for of_tile, totals in zip(found, sums, strict=True):
-            for parts, total in zip(of_tile, totals, strict=True):
-                parts.append(total.get())
-    return [[e.join(parts) for parts in of_tile] for of_tile in found]
+            add_block(e, codes, [Block(e, place, at, outputs=outputs) for at in starts], inputs, sums, before_part)
+
+    return by_passes(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)
