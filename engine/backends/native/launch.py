@@ -13,10 +13,9 @@ import numpy as np
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Result
 from polarlm.engine.errors import KernelError
-from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.jit.lang.records import Record
 from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers

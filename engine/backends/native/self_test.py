@@ -13,12 +13,8 @@ import numpy as np
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.errors import KernelError
-from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import permitted
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Pointer
-from polarlm.engine.jit.lang.values import I8, I32, Value, vector
+from polarlm.engine.jit.lang import I8, I32, Emitter, Kernel, Level, Pointer, Value, vector
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 
 

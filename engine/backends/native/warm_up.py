@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.native.launch import Launcher, Recorded, Recording
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import Kernel
 
 
 class WarmUpLauncher(Launcher):

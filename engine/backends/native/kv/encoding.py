@@ -15,7 +15,7 @@ from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
 from polarlm.engine.codecs import NotFinite
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.encode import decode_centred, fill_up
 
 

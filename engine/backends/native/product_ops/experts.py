@@ -31,7 +31,7 @@ from polarlm.engine.backends.native.product_ops.multiplication import (
     experts_of,
 )
 from polarlm.engine.backends.ops import Routing
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Experts
 

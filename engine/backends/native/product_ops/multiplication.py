@@ -32,7 +32,7 @@ from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling
 from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
 from polarlm.model_loaders.config import is_gated
 
