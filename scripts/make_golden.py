@@ -37,7 +37,6 @@ _FAMILIES = (
     "f16",
     "kivi4",
     "polarquant",
-    "polarquant-online",
     "polarpair-m4n4/ring4",
     "turbo3",
     "trellis3.5",

@@ -15,7 +15,6 @@ import pytest
 from polarlm.engine import EngineError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts import gpu_test
-from tests.cuda.gpu_sizes import needs
 from tests.written_results import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,26 +40,6 @@ def test_every_test_of_a_gpu_is_found() -> None:
     """No file needs a package that is not there when it is imported."""
     collected = bare_pytest("--collect-only", *GPU_TESTS)
     assert all(f"{name}::" in collected for name in GPU_TESTS)
-
-
-def test_the_most_telling_files_come_first() -> None:
-    """Test files of the emulator and of texts alone are left out."""
-    names = [file.stem for file in gpu_test.files()]
-    assert names[: len(gpu_test.FIRST)] == [*gpu_test.FIRST]
-    assert len({*names}) == len(names)
-    assert not {"test_cupy_device", "test_compile", "test_docs"} & {*names}
-
-
-def test_processes_share_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert [gpu_test.workers_for(free << 30) for free in (1, 5, 12, 23, 79)] == [1, 1, 4, 7, 12]
-
-
-def test_what_does_not_fit_the_gpu_is_skipped_with_the_reason() -> None:
-    """Two processes share a GPU of 8 GB. A large model of bfloat16 takes 3.2 GiB."""
-    needs(int(3.2 * 2**30), 7 << 30)
-    with pytest.raises(pytest.skip.Exception, match=r"needs 5\.2 GiB of the GPU's memory, of which 4\.0 GiB are free"):
-        needs(int(4.2 * 2**30), 4 << 30)
 
 
 @pytest.mark.slow  # kernels are emulated

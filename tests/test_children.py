@@ -163,8 +163,8 @@ def test_an_end_has_its_exit_code() -> None:
 
 def test_the_current_folder_is_looked_at_where_this_project_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for given in ([""], [str(ROOT)], [os.curdir]):
-        monkeypatch.setattr(sys, "path", [*given, "/elsewhere"])
+    for paths in ([""], [str(ROOT)], [os.curdir]):
+        monkeypatch.setattr(sys, "path", [*paths, "/elsewhere"])
         *_, count, first, second = python("pip")
         assert (count, os.path.realpath(first), second) == ("2", str(ROOT), "/elsewhere")
 

@@ -143,10 +143,3 @@ def test_a_process_without_standard_output_does_its_work(words: str) -> None:
     done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
-
-
-def test_python_runs_the_package() -> None:
-    command = [sys.executable, "-m", "polarlm", "serev"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "(did you mean serve?)" in done.stderr

@@ -22,7 +22,6 @@ BEHIND_THE_ENGINE = {
     "chat",
     "codecs",
     "jit",
-    "loading.advice",
     "loading.encoding",
     "loading.fitting",
     "loading.placement",
@@ -55,7 +54,8 @@ ROOMS: dict[str, set[str]] = {
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
     "storage.waiting": {"state", "storage.copies", "storage.objects", "storage.payloads"},
-    "storage.tiers": {"codecs", "state", "storage.objects", "storage.copies", "storage.payloads", "storage.waiting"}
+    "storage.tiers": {"codecs", "state"}
+    | {f"storage.{name}" for name in ("copies", "files", "objects", "payloads", "waiting")}
     | TOLD,
     "state": {
         "backends.delta",
@@ -116,7 +116,6 @@ ROOMS["loading.checks"] = {
 } | TOLD
 ROOMS["loading.fit"] = ROOMS["loading.placement"] | {"loading.placement"}
 ROOMS["loading.need"] = ROOMS["loading.placement"] | {"loading.placement"}
-ROOMS["loading.advice"] = ROOMS["loading.fit"] | {"loading.fit"}
 ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.tile_cache"] = ROOMS["model"] | {
     "loading.kept_arrays",

@@ -125,7 +125,7 @@ def test_octopus_errs_as_published(bits: int, published: float, rng: np.random.G
 def test_bits_of_every_type() -> None:
     expected = {f"octopus{bits}": (22 * (1 + 3 * bits) + 32) / D for bits in (2, 3, 4)}
     expected |= {"fp8": 8, "nvfp4": 4.5 + 32 / (N * D), "int4-token-head": 4.5, "q4_0-rotated": 4.5}
-    expected |= {"q8_0-rotated": 8.5, "kvarn-k4": 4.75, "kvarn-v4": 4.75, "kvarn-v2": 2.75}
+    expected |= {"q8_0-rotated": 8.5, "kvarn-k4": 4.75, "kvarn-v4": 4.75, "kvarn-v2": 2.75, "polarquant-online": 3.875}
     assert {name: codecs.bits_per_value(codecs.get(name), N, D) for name in peers.NAMES} == expected
 
 
