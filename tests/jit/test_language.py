@@ -11,8 +11,9 @@ import pytest
 
 from polarlm.engine.jit.compile.compiler import source
 from polarlm.engine.jit.isa.levels import LEVELS
-from polarlm.engine.jit.lang import F16, F32, F64, I8, I16, I32, I64, Emitter, Kernel, Type, Value, vector
+from polarlm.engine.jit.lang import F32, F64, I8, I16, I32, I64, Emitter, Kernel, Type, Value, vector
 from polarlm.engine.jit.lang.level import Level
+from polarlm.engine.jit.lang.values import F16
 from tests.jit.levels import declared, every_level, run
 from tests.pairs import in_turn
 

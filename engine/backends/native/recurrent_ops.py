@@ -9,10 +9,10 @@ import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.native.kernels.recurrent import mamba2
+from polarlm.engine.backends.native.kernels.recurrent.common import AdvanceArguments, advance
 from polarlm.engine.backends.native.kernels.recurrent.gated_delta import Delta, DeltaArguments, gated_delta, supports
 from polarlm.engine.backends.native.kernels.recurrent.mamba2 import Mamba2, Mamba2Arguments, PartArguments
 from polarlm.engine.backends.native.kernels.recurrent.short_conv import ConvArguments, short_conv
-from polarlm.engine.backends.native.kernels.recurrent.state import AdvanceArguments, advance
 from polarlm.engine.backends.native.launch import KernelOps
 
 

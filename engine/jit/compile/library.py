@@ -160,5 +160,5 @@ def library(level: Level, sources: tuple[Path, ...] = ()) -> Library:
 
 
 def compiled() -> tuple[int, float]:
-    found = list(_of_this_process.values())
-    return sum(one.compiled for one in found), sum(one.compile_seconds for one in found)
+    libraries = list(_of_this_process.values())
+    return sum(each.compiled for each in libraries), sum(each.compile_seconds for each in libraries)

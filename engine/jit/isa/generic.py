@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polarlm.engine.jit.lang import F16, F32, I16, Emitter, Level, Value, vector
+from polarlm.engine.jit.lang import F32, I16, Emitter, Level, Value, vector
+from polarlm.engine.jit.lang.values import F16
 
 
 class Generic(Level):

@@ -224,13 +224,11 @@ class SoftcapArguments(NamedTuple):
 
 
 class ScaleArguments(NamedTuple):
-    """Arguments of `scale_rows`. factor: one number."""
-
     x: Pointer
     columns: Int64
     stride: Int64
     pieces: Int64
-    factor: Pointer
+    factor: Pointer  # one number
 
 
 ROW_PIECE = 4096  # columns of a unit

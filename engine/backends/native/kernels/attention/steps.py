@@ -12,14 +12,8 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
-from polarlm.engine.backends.native.kernels.attention.blocks import (
-    Query,
-    add_full_values,
-    cap_scores,
-    full_scores,
-    mask,
-    softmax,
-)
+from polarlm.engine.backends.native.kernels.attention import blocks
+from polarlm.engine.backends.native.kernels.attention.blocks import Query
 from polarlm.engine.backends.native.kernels.attention.partials import (
     LOWEST,
     WEIGHTED,
@@ -213,10 +207,10 @@ class _Body:
             lows = [query.position - args.window + 1 - start for query in queries]
             tokens = count * spec.block_size
             if spec.is_capped:
-                cap_scores(e, queries, tokens, spec.block_size, args.softcap)
+                blocks.cap_scores(e, queries, tokens, spec.block_size, args.softcap)
             with e.when(lows[-1] > 0):  # rows are in order of position
-                mask(e, queries, lows, [tokens] * len(queries), tokens)
-            softmax(e, queries, tokens, spec.block_size, spec.head_dim)
+                blocks.mask(e, queries, lows, [tokens] * len(queries), tokens)
+            blocks.softmax(e, queries, tokens, spec.block_size, spec.head_dim)
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
@@ -276,16 +270,16 @@ class _Body:
                 first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
                 widened = self.scratch + spec.query_tile * self._stride
                 places = first.vector, first.scores, len(queries), self._stride, widened
-                full_scores(e, keys, values, dim, count, *places)
+                blocks.full_scores(e, keys, values, dim, count, *places)
                 if spec.is_capped:
-                    cap_scores(e, queries, e.i64(n), n, args.softcap)
-                mask(e, queries, lows, highs, e.i64(n))
-                softmax(e, queries, e.i64(n), n, dim)
+                    blocks.cap_scores(e, queries, e.i64(n), n, args.softcap)
+                blocks.mask(e, queries, lows, highs, e.i64(n))
+                blocks.softmax(e, queries, e.i64(n), n, dim)
                 after = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
                 own_keys = args.full_k + self._offset(after, self.head)
                 after_keys = e.select(number + 1 < self.header.full, own_keys, following)
                 scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]
-                add_full_values(e, values, after_keys, dim, count, scores, weighted)
+                blocks.add_full_values(e, values, after_keys, dim, count, scores, weighted)
 
     def _full(self, sequence: Value) -> Value:
         return self.args.full + sequence * self.args.most_full * (8 * len(FullBlock._fields))

@@ -4,7 +4,7 @@ head.
 A row is a channel, its lanes are tokens, 16 per vector. Keys are rounded pair by pair, all tokens of the block at once,
 with one norm after another.
 With feedback along tokens, pair j of token t needs the errors of earlier pairs and of earlier tokens: then a row has
-the pairs with the same t + j (`skewed`), and rows are rounded in order.
+the pairs with the same t + j (`round_skewed`), and rows are rounded in order.
 Codes of `trellis` are searched as paths, four tokens at once (`paths`).
 
 Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector.
@@ -17,11 +17,11 @@ from polarlm.engine.backends.native.kernels.encode.paths import in_order, round_
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
     round_alone,
+    round_skewed,
     round_with_best_norms,
     write_codes,
     write_norms,
 )
-from polarlm.engine.backends.native.kernels.encode.skewed import round_skewed
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Encoding, PackedTiles, Unit, encoder
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.encode import LARGEST

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD
@@ -15,29 +13,23 @@ _WORDS, _BYTES, _ROW = vector(I32, ROWS), vector(I8, 4 * ROWS), 4 * ROWS
 _EVEN = 0x00FF00FF  # the even bytes of a word
 
 
-class Expander(Protocol):
-    """Expands blocks. layout: of what they become. factor: what their scales are to be multiplied by."""
-
-    layout: TileLayout
-    factor: float
-
-    def __call__(self, at: Value) -> Value:
-        """The expanded block of the block at an address: valid until the next."""
-
-
 def has_expander(format: WeightFormat) -> bool:
     return format.grid is not None or format.runs is not None
 
 
-def expander(e: Emitter, format: WeightFormat) -> Expander | None:
-    """The expander of a format whose blocks become codes of 8 bits; None for others."""
+def expander(e: Emitter, format: WeightFormat) -> LatticeExpander | TritExpander | None:
+    """The expander of a format whose blocks become codes of 8 bits; None for others.
+
+    layout: of expanded blocks. factor: what their scales are to be multiplied by. A call returns the expanded block of
+    the block at an address, valid until the next call.
+    """
     if not has_expander(format):
         return None
     return TritExpander(e, format) if format.runs is not None else LatticeExpander(e, format)
 
 
 class LatticeExpander:
-    """An `Expander` of blocks of a lattice. The points of an index are loaded one by one, since tables of 256 to 4096
+    """Expands blocks of a lattice. The points of an index are loaded one by one, since tables of 256 to 4096
     points fit no register; the lanes that they are loaded to are the rows."""
 
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
@@ -141,7 +133,7 @@ class LatticeExpander:
 
 
 class TritExpander:
-    """An `Expander` of blocks of digits of base 3."""
+    """Expands blocks of digits of base 3."""
 
     factor = 1.0
 

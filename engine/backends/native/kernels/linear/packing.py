@@ -29,11 +29,9 @@ _PART = 32  # inputs whose codes lie together
 
 
 class PackArguments(NamedTuple):
-    """Arguments of `pack`. row_bytes: of a row in the file."""
-
     raw: Pointer
     tiles: Pointer
-    row_bytes: Int64
+    row_bytes: Int64  # a row's in the file
     blocks: Int64
     tile_bytes: Int64
 

@@ -11,15 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
-from polarlm.engine.backends.native.kernels.recurrent.state import (
-    Matrix,
-    by_blocks,
-    kept_row,
-    product_tile,
-    silu,
-    softplus,
-    span_of,
-)
+from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
@@ -107,7 +99,7 @@ def gated_delta(spec: Delta) -> Kernel[DeltaArguments]:
 
     def emit(e: Emitter, args: DeltaArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            head, span = unit % spec.key_heads, span_of(e, args.spans, unit // spec.key_heads)
+            head, span = unit % spec.key_heads, common.span_of(e, args.spans, unit // spec.key_heads)
             own = e, spec, args, scratch, span.slot, head
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
@@ -116,7 +108,7 @@ def gated_delta(spec: Delta) -> Kernel[DeltaArguments]:
                     with e.when(place + count >= spec.block):
                         _Unit(*own).advance(number)
 
-            by_blocks(e, spec.block, span, add)
+            common.by_blocks(e, spec.block, span, add)
 
     return Kernel(spec.name, emit, DeltaArguments, scratch=_arrays(spec)[-1])
 
@@ -131,7 +123,7 @@ class _Unit:
         )
         self.keys = args.keys + (slot * spec.key_heads + head) * (4 * spec.key_dim * spec.block)
         self.inputs = args.inputs + slot * (4 * spec.channels * (spec.width - 1 + spec.block))
-        self.tile = product_tile(e, spec.is_prompt)
+        self.tile = common.product_tile(e, spec.is_prompt)
 
     def parts(self) -> list[tuple[Value, int]]:
         """The first channel, and the number of channels, of this head's queries and keys."""
@@ -150,9 +142,9 @@ class _Unit:
         spec = self.spec
         return self.args.matrices + (self.slot * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
 
-    def state(self, head: Value) -> Matrix:
+    def state(self, head: Value) -> common.Matrix:
         spec, of_slot = self.spec, self.slot * self.spec.value_heads + head
-        return Matrix(
+        return common.Matrix(
             self.matrix(head),
             self.keys,
             self.args.updates + of_slot * (4 * spec.block * spec.value_dim),
@@ -224,7 +216,7 @@ class _Unit:
             x = e.load(own, kind, 4 * first + back * row_bytes)
             total = e.fma(x, e.load(weights, kind, 4 * first + back * row_bytes), total)
         total = e.fma(newest, e.load(weights, kind, 4 * first + before * row_bytes), total)
-        return silu(e, total)
+        return common.silu(e, total)
 
     def _add_to(self, head: Value, row: Value, count: Value, place: Value) -> None:
         """Add rows to a value head, and compute its results; `rows` and `scores` are its key head's."""
@@ -284,7 +276,7 @@ class _Unit:
             own = args.projected + ((row + i) * spec.columns + head) * 4
             offset = 4 * (spec.channels + spec.value_heads * spec.value_dim)
             b, a = e.load(own, F32, offset), e.load(own, F32, offset + 4 * spec.value_heads)
-            total.add(rate * softplus(e, a + bias))
+            total.add(rate * common.softplus(e, a + bias))
             e.store(total.get(), decays + (place + i) * 4)
             e.store(e.exp(total.get()), self.since + i * 4)
             e.store(e.like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
@@ -306,7 +298,7 @@ class _Unit:
                 e.store(e.select(numbers <= last, queried, zero), self.weights + query, 4 * first)
 
     def _gate(self, head: Value, row: Value, count: Value, results: Value) -> None:
-        """RMSNorm(results) · silu(z) → out."""
+        """RMSNorm(results) · common.silu(z) → out."""
         e, spec, args = self.e, self.spec, self.args
         with e.loop(0, count) as i:
             own = results + i * (4 * spec.value_dim)
@@ -320,7 +312,7 @@ class _Unit:
             mean = squares.get() * (1.0 / spec.value_dim) + args.eps
             factor = e.like(1.0, mean) / e.sqrt(mean)
             for first, kind in parts:
-                gate = silu(e, e.load(z, kind, 4 * (spec.channels + first)))
+                gate = common.silu(e, e.load(z, kind, 4 * (spec.channels + first)))
                 x = e.load(own, kind, 4 * first) * factor * e.load(args.norm, kind, 4 * first)
                 e.store(x * gate, target, 4 * first)
 
@@ -328,7 +320,7 @@ class _Unit:
         """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
         e, spec, args = self.e, self.spec, self.args
         before = 4 * spec.channels * (spec.width - 1)
-        kept = kept_row(e, args.kept, args.blocks, number)
+        kept = common.kept_row(e, args.kept, args.blocks, number)
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)
             target = args.end_matrices + (kept * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)

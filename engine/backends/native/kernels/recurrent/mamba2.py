@@ -11,16 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
-from polarlm.engine.backends.native.kernels.recurrent.state import (
-    Matrix,
-    Span,
-    by_blocks,
-    kept_row,
-    product_tile,
-    silu,
-    softplus,
-    span_of,
-)
+from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
 from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
@@ -102,7 +93,7 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
     def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            span, channel = span_of(e, args.spans, unit // parts), unit % parts * PART
+            span, channel = common.span_of(e, args.spans, unit // parts), unit % parts * PART
             inputs = args.inputs + span.slot * (row_bytes * (before + spec.block)) + channel * 4
             columns = e.imin(-channel + spec.channels, PART)
 
@@ -121,12 +112,12 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
                             x = e.load(own + offset, kind, back * row_bytes)
                             total = e.fma(x, e.load(weights, kind, back * row_bytes), total)
                         total = e.fma(newest, e.load(weights, kind, before * row_bytes), total)
-                        e.store(silu(e, total), target + offset)
+                        e.store(common.silu(e, total), target + offset)
 
                     over_columns(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        end_block(kept_row(e, args.kept, args.blocks, number))
+                        end_block(common.kept_row(e, args.kept, args.blocks, number))
 
             def end_block(kept: Value) -> None:
                 target = args.end_inputs + kept * (before * row_bytes) + channel * 4
@@ -140,7 +131,7 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
                 over_columns(e, columns, repeat)
 
-            by_blocks(e, spec.block, span, add)
+            common.by_blocks(e, spec.block, span, add)
 
     return Kernel(spec.name("convolve"), emit, Mamba2Arguments)
 
@@ -152,7 +143,7 @@ def multiply_keys(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
     def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            span, group = span_of(e, args.spans, unit // spec.groups), unit % spec.groups
+            span, group = common.span_of(e, args.spans, unit // spec.groups), unit % spec.groups
             of_slot = args.keys + (span.slot * spec.groups + group) * key_bytes
 
             def copy(target: Value, source: Value) -> None:
@@ -178,14 +169,14 @@ def multiply_keys(spec: Mamba2) -> Kernel[Mamba2Arguments]:
                     (keys, spec.block),
                     lambda i, first, lanes: e.zero(vector(F32, lanes)),
                     lambda i, first, value: e.store(value, scores + i * (4 * spec.groups * spec.block), 4 * first),
-                    product_tile(e, spec.is_prompt),
+                    common.product_tile(e, spec.is_prompt),
                     seen=place + count,
                 )
                 if spec.is_prompt:
                     with e.when(place + count < spec.block):
                         copy(of_slot, keys)
 
-            by_blocks(e, spec.block, span, add)
+            common.by_blocks(e, spec.block, span, add)
 
     return Kernel(spec.name("multiply_keys"), emit, Mamba2Arguments)
 
@@ -211,15 +202,15 @@ def add_rows(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
     def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            head = _Head(e, spec, args, scratch, span_of(e, args.spans, unit // spec.heads), unit % spec.heads)
-            by_blocks(e, spec.block, head.span, head.add)
+            head = _Head(e, spec, args, scratch, common.span_of(e, args.spans, unit // spec.heads), unit % spec.heads)
+            common.by_blocks(e, spec.block, head.span, head.add)
 
     return Kernel(spec.name("add_rows"), emit, Mamba2Arguments, scratch=_arrays(spec)[-1])
 
 
 class _Head:
     def __init__(
-        self, e: Emitter, spec: Mamba2, args: Mamba2Arguments, scratch: Value, span: Span, head: Value
+        self, e: Emitter, spec: Mamba2, args: Mamba2Arguments, scratch: Value, span: common.Span, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.span, self.head = e, spec, args, span, head
         self.weights, self.read, self.scaled, self.since, self.step = (scratch + at for at in _arrays(spec)[:-1])
@@ -247,7 +238,7 @@ class _Head:
             lambda i, first, value: e.store(
                 value * e.load(self.since + i * 4, F32), self.read + i * row_bytes, 4 * first
             ),
-            product_tile(e, spec.is_prompt),
+            common.product_tile(e, spec.is_prompt),
         )
         self._weigh(row, count, place)
         skip = e.load(args.skip + self.head * 4, F32)
@@ -255,7 +246,7 @@ class _Head:
         def finish(i: Value, first: int, value: Value) -> None:
             own = e.load(x + i * (4 * spec.channels), value.type, 4 * first)
             z = args.projected + ((row + i) * spec.columns + self.head * spec.dim) * 4
-            gate = silu(e, e.load(z, value.type, 4 * first))
+            gate = common.silu(e, e.load(z, value.type, 4 * first))
             target = args.out + ((row + i) * spec.inner + self.head * spec.dim) * 4
             e.store(e.fma(own, skip, value) * gate, target, 4 * first)
 
@@ -265,7 +256,7 @@ class _Head:
             (self.updates, spec.dim),
             lambda i, first, lanes: e.load(self.read + i * row_bytes, vector(F32, lanes), 4 * first),
             finish,
-            product_tile(e, spec.is_prompt),
+            common.product_tile(e, spec.is_prompt),
         )
         if spec.is_prompt:
             with e.when(place + count >= spec.block):
@@ -279,7 +270,7 @@ class _Head:
         rate, bias = e.load(args.decay + self.head * 4, F32), e.load(args.dt_bias + self.head * 4, F32)
         with e.loop(0, count) as i:
             given = args.projected + ((row + i) * spec.columns + self.head) * 4
-            step = softplus(e, e.load(given, F32, 4 * (spec.inner + spec.channels)) + bias)
+            step = common.softplus(e, e.load(given, F32, 4 * (spec.inner + spec.channels)) + bias)
             total.add(rate * step)
             e.store(total.get(), self.decays + (place + i) * 4)
             e.store(e.exp(total.get()), self.since + i * 4)
@@ -302,11 +293,11 @@ class _Head:
     def _end_block(self, number: Value) -> None:
         e, spec, args = self.e, self.spec, self.args
         size = 4 * spec.size * spec.dim
-        kept = kept_row(e, args.kept, args.blocks, number)
+        kept = common.kept_row(e, args.kept, args.blocks, number)
         target = args.end_matrices + (kept * spec.heads + self.head) * size
         keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
-        state = Matrix(self.matrix, keys, self.updates, self.decays, spec.size, spec.dim, spec.block)
-        state.advance(e, self.scaled, product_tile(e, spec.is_prompt), (kept >= 0, target))
+        state = common.Matrix(self.matrix, keys, self.updates, self.decays, spec.size, spec.dim, spec.block)
+        state.advance(e, self.scaled, common.product_tile(e, spec.is_prompt), (kept >= 0, target))
 
 
 class PartArguments(NamedTuple):

@@ -116,14 +116,12 @@ class Matrix:
 
 
 class AdvanceArguments(NamedTuple):
-    """Arguments of `advance`. slots: int32 (S,)."""
-
     matrices: Pointer
     keys: Pointer
     updates: Pointer
     decays: Pointer
     inputs: Pointer
-    slots: Pointer
+    slots: Pointer  # int32 (S,)
     channels: Int64
 
 
