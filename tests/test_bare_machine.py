@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -65,48 +64,6 @@ def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     reasons = {line["why"] for line in tests if line["result"] == "skipped"}
     expected = r"needs the demonstration model: |needs .* of the GPU's memory, of which |only the emulator sees races"
     assert all(re.match(expected, why) for why in reasons), reasons
-
-
-PROGRAM = """
-import time
-import pytest
-
-def test_one():
-    pass
-
-def test_two():
-    assert 1 == 2, "they differ"
-
-def test_three():
-    pytest.skip("the moon is full")
-
-def test_four():
-    time.sleep(600)
-"""
-
-
-def test_results_are_written_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file that hangs is ended, and what it has found stays."""
-    program, results = tmp_path / "test_program.py", tmp_path / "results.jsonl"
-    program.write_text(PROGRAM)
-    gpu = SimpleNamespace(name="GPU", free_memory=lambda: 1 << 30)
-    monkeypatch.setattr(gpu_test, "select", lambda device, threads: (gpu, None))
-    monkeypatch.setattr(gpu_test, "_runs", lambda: [(program, "", {})])
-    assert gpu_test.main(["--results", str(results), "--limit", "6", "-p", "no:cacheprovider"]) == 1
-    first, *tests, file, last = list(read(results))
-    assert first["gpu"] == "GPU"
-    assert [(line["test"].split("::")[1], line["result"]) for line in tests] == [
-        ("test_one", "passed"),
-        ("test_two", "failed"),
-        ("test_three", "skipped"),
-    ]
-    assert "they differ" in tests[1]["why"]
-    assert tests[2]["why"] == "the moon is full"
-    assert (file["file"], file["result"]) == ("test_program", "ended")
-    assert last == {"counts": {"passed": 1, "failed": 1, "skipped": 1}, "finished": True}
-    assert "ended: test_program" in capsys.readouterr().out
 
 
 def test_without_a_gpu_or_packages_there_is_a_sentence(

@@ -32,7 +32,8 @@ def run_without(missing: list[str], program: str, *arguments: object, **variable
 
 
 @pytest.mark.slow
-def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path) -> None:
+def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path, tmp_path: Path) -> None:
+    """And a cache folder that is named needs no package."""
     program = """
 from polarlm.engine import Engine, SamplingParams
 said = []
@@ -43,6 +44,8 @@ print(*said, sep="\\n")
     count, *said = run_without(["gguf", "platformdirs"], program, tiny_path).splitlines()
     assert count == "5"
     assert any("platformdirs" in line and "POLARLM_CACHE" in line for line in said)
+    run_without(["gguf", "platformdirs"], program, tiny_path, POLARLM_CACHE=str(tmp_path))
+    assert list(tmp_path.glob("calibration-*"))
 
 
 def test_a_vocabulary_needs_its_own_library_only(tiny_path: Path, tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ for path in (sys.argv[1], None):
 
 @pytest.mark.slow
 def test_what_a_model_does_not_need_takes_no_memory(tmp_path: Path) -> None:
-    """The constants of GGUF files would load 6 MB of package; a bar that is not shown would take 2."""
+    """The constants of GGUF files would need a package of 6 MB, and a bar that is not shown another of 2."""
     pytest.importorskip("llvmlite")
     program = """
 from polarlm.engine import Engine, SamplingParams

@@ -20,12 +20,11 @@ from polarlm.children import Child, how_ended, python
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.sampling import grammar_worker
 from polarlm.model_loaders import demo
-from polarlm.model_loaders.chat.template_process import TemplateProcess
+from polarlm.model_loaders.chat import template_worker
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.limited_process import LimitedProcess
 from polarlm.server.http import documents
-from polarlm.server.mcp.file import McpServer
-from polarlm.server.mcp.session import McpError, Session
+from polarlm.server.mcp.session import McpError, McpServer, Session
 from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.registry import NamedModel
 from tests.server.lines import PATIENCE, eventually
@@ -37,7 +36,7 @@ NOWHERE = "http://127.0.0.1:9/"
 
 
 def _template(folder: Path) -> None:
-    assert TemplateProcess("{{ 6 * 7 }}").render([{}]) == ["42"]
+    assert LimitedProcess(Path(template_worker.__file__), "{{ 6 * 7 }}").ask([{}]) == [{"text": "42"}]
 
 
 def _grammar(folder: Path) -> None:

@@ -20,14 +20,6 @@ from tests.model_loaders.hub_server import Hub, Repository
 SETTINGS = {"device": "cpu", "ctx_size": 128, "calibration": False}
 
 
-def test_a_model_of_the_hub_answers(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
-    hub.repositories["user/tiny"] = Repository(small_ggufs)
-    with Engine.load("hf:user/tiny", **SETTINGS) as engine:
-        assert engine.model.name == "tiny"
-        assert engine.model.dtype == "Q8_0"
-        assert engine.generate("the", None).usage.completion_tokens > 0
-
-
 def test_the_quantization_is_one_that_fits(
     hub: Hub, small_ggufs: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def model(tiny_path: Path) -> Iterator[PolarLM]:
 
 
 def requests(kind: str, *arguments: tuple) -> list[Instance]:
-    return [Instance(kind, {}, words, number) for number, words in enumerate(arguments)]
+    return [Instance(kind, {}, request, number) for number, request in enumerate(arguments)]
 
 
 def plain(path: Path, ids: list[int]) -> np.ndarray:
@@ -58,24 +58,23 @@ def test_log_likelihoods_are_those_of_a_forward_pass(tiny_path: Path, model: Pol
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows(tiny_path: Path, model: PolarLM) -> None:
-    """Every token once: the first after the prefix token, tokens of later windows after as much as there is room
-    for."""
+    """Every token once, after the prefix token or after as many tokens as there is room for."""
     ids = model.tok_encode(LONG)
     assert len(ids) > 2 * CONTEXT
-    (results,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (LONG,)), disable_tqdm=True)
+    (logprob,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (LONG,)), disable_tqdm=True)
     expected, window = 0.0, CONTEXT - 1
     for start in range(0, len(ids), window):
         end = min(start + window, len(ids))
-        read = [model.prefix_token_id, *ids[:end]] if start == 0 else ids[max(0, end - window - 1) : end]
-        logprobs = plain(tiny_path, read)[:-1]
-        at = np.arange(len(read) - 1 - (end - start), len(read) - 1)
+        window_ids = [model.prefix_token_id, *ids[:end]] if start == 0 else ids[max(0, end - window - 1) : end]
+        logprobs = plain(tiny_path, window_ids)[:-1]
+        at = np.arange(len(window_ids) - 1 - (end - start), len(window_ids) - 1)
         expected += float(logprobs[at, ids[start:end]].sum())
-    assert results == pytest.approx(expected, rel=1e-4)
+    assert logprob == pytest.approx(expected, rel=1e-4)
 
 
 def test_answers_are_the_engines_and_end_at_stop_strings(model: PolarLM) -> None:
-    options = {"until": ["\n\n", ""], "max_gen_toks": 12}
-    results = model.generate_until(requests("generate_until", *((c, options) for c in CONTEXTS)), disable_tqdm=True)
+    settings = {"until": ["\n\n", ""], "max_gen_toks": 12}
+    results = model.generate_until(requests("generate_until", *((c, settings) for c in CONTEXTS)), disable_tqdm=True)
     for context, text in zip(CONTEXTS, results, strict=True):
         assert text == model.engine.generate(context, SamplingParams(temperature=0, max_tokens=12)).text
     letter = next(character for character in results[0][1:] if character.isalnum())
@@ -85,10 +84,9 @@ def test_answers_are_the_engines_and_end_at_stop_strings(model: PolarLM) -> None
     assert cut == results[0].partition(letter)[0]
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "balanced"])
-def test_requests_with_the_same_context_compute_it_once(tiny_path: Path, cache_type: str) -> None:
+def test_requests_with_the_same_context_compute_it_once(tiny_path: Path) -> None:
     """All tokens of the context but the last, whose logits are needed: by the engine's own counters."""
-    model = PolarLM(str(tiny_path), device="cpu", cache_type=cache_type)
+    model = PolarLM(str(tiny_path), device="cpu", cache_type="balanced")
     context = LONG[:200]
     pairs = [(context, answer) for answer in [*ANSWERS, " a hill"]]
     tokens = len(model.tok_encode(context))
@@ -157,7 +155,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_tasks_are_run_by_name(tasks: Path, tiny_path: Path, model: PolarLM) -> None:
     """`simple_evaluate(model="polarlm")`; accuracy and perplexity, computed from the model's log-likelihoods."""
-    results = simple_evaluate(
+    evaluation = simple_evaluate(
         model="polarlm",
         model_args=f"weights={tiny_path},cache_type=f16,ctx_size={CONTEXT}",
         device="cpu",
@@ -169,11 +167,11 @@ def test_tasks_are_run_by_name(tasks: Path, tiny_path: Path, model: PolarLM) -> 
     for context in CONTEXTS:
         scores = model.loglikelihood(requests("", *((context, a) for a in ANSWERS)), disable_tqdm=True)
         right += int(np.argmax([logprob for logprob, _ in scores])) == 1
-    assert results["results"]["chosen"]["acc,none"] == pytest.approx(right / len(CONTEXTS))
+    assert evaluation["results"]["chosen"]["acc,none"] == pytest.approx(right / len(CONTEXTS))
     (rolled,) = model.loglikelihood_rolling(requests("", (LONG[:90],)), disable_tqdm=True)
     expected = np.exp(-rolled / len(LONG[:90].encode()))
-    assert results["results"]["rolled"]["byte_perplexity,none"] == pytest.approx(expected, rel=1e-3)
-    assert results["results"]["said"]["exact_match,none"] == 0
+    assert evaluation["results"]["rolled"]["byte_perplexity,none"] == pytest.approx(expected, rel=1e-3)
+    assert evaluation["results"]["said"]["exact_match,none"] == 0
 
 
 @pytest.mark.slow

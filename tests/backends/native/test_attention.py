@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
 from tests.backends.native.launching import launcher
@@ -105,7 +104,7 @@ def test_a_recording_follows_the_tables(threads: int) -> None:
     """More chunks and fewer, blocks in other places, longer and shorter current blocks."""
     case = step(Shape(types=("ring4", "ring3.5")), [Sequence_(length) for length in (535, 350, 515, 421)], None)
     launch = launcher(best(), threads)
-    ops, graphs = AttentionOps(launch, NumpyOps()), Graphs(launch)
+    ops, graphs = AttentionOps(launch), Graphs(launch)
     calls = []
 
     def work(q: np.ndarray, table: StepTable) -> np.ndarray:
@@ -193,7 +192,7 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
     assert type(case.cache) is LayerCache
     check(attended(case, best(), None), exact(case, None))
     launch = launcher(best())
-    ops = AttentionOps(launch, NumpyOps())
+    ops = AttentionOps(launch)
     with pytest.raises(CannotRecord), launch.record():
         ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
 

@@ -64,12 +64,12 @@ def metrics(rng: np.random.Generator, k: str, v: str, dim: int, tokens: int | No
 
 
 def encoding_ops(level: Level = HIGHEST, threads: int = 1) -> EncodingOps:
-    return EncodingOps(launcher(level, threads), NumpyOps(1))
+    return EncodingOps(launcher(level, threads))
 
 
 def cache(format: CacheFormat, blocks: int, seed: int) -> LayerCache:
     """A layer of `blocks` blocks and as many slots, which hold keys with a bias and values."""
-    made = CacheOps(NumpyOps(1)).cache(format, blocks, blocks)
+    made = CacheOps().cache(format, blocks, blocks)
     rng = np.random.default_rng(seed)
     shape = made.full_k.shape
     for full in made.full_k, made.full_v:
@@ -237,7 +237,7 @@ def test_tiles_without_a_metric_are_those_of_numpy(
     """From a buffer, zeros, tiny values and values beyond half precision included, and from slots. Kernels encode."""
     monkeypatch.setattr(encoding, "encode_side", None)
     format = CacheFormat(codecs.get(k), codecs.get(v), None, None, mean_bits, size, HEADS, dim)
-    compiled, plain = (CacheOps(NumpyOps(1)).cache(format, 3, 3) for _ in range(2))
+    compiled, plain = (CacheOps().cache(format, 3, 3) for _ in range(2))
     rng, given_ = np.random.default_rng(12), []
     for full, same in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
         x = rng.standard_normal(full.shape) * np.exp(rng.standard_normal((*full.shape[:3], 1)))

@@ -16,7 +16,6 @@ from tests.pairs import in_turn
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import together  # isort: skip
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
-from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.compiler import assembly
 from polarlm.engine.jit.compile.target import levels
@@ -40,7 +39,6 @@ def multiplied(
         x=panels,
         y=y,
         bias=bias,
-        hint=NO_HINT,
         blocks=x.shape[1] // format.values,
         tile_bytes=packed.shape[1],
         x_stride=panels.strides[0],

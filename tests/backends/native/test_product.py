@@ -28,7 +28,6 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling, tiling
-from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.target import best, levels
 from polarlm.engine.jit.lang import Level
@@ -69,7 +68,6 @@ def _products(
         x=x,
         y=y,
         bias=bias,
-        hint=NO_HINT,
         blocks=columns // spec.block_inputs,
         tile_bytes=packed.shape[1],
         x_stride=x.strides[0],

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.server.answers.answer_parser import AnswerParser
@@ -21,7 +20,7 @@ from tests.pairs import in_turn
 THINK = Tags("<think>", "</think>")
 NAMES = ("weather", "time")
 FORMS = {
-    name: find_call_format(ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>"))
+    name: ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>").calls
     for name in ("MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "HERMES", "NO_TOOLS")
 }
 ARGUMENTS = ("{}", '{"city": "Rome"}', '{"a": {"b": ["}", "{\\"", "\\\\"]}, "n": 1.5}')
@@ -29,20 +28,20 @@ ARGUMENTS = ("{}", '{"city": "Rome"}', '{"a": {"b": ["}", "{\\"", "\\\\"]}, "n":
 
 def merged(pieces: list[Piece]) -> list[Piece]:
     """`pieces` with neighbours of one kind in one."""
-    found: list[Piece] = []
+    joined: list[Piece] = []
     for piece in pieces:
-        last = found[-1] if found else Piece()
+        last = joined[-1] if joined else Piece()
         kinds = [{kind for kind in ("text", "reasoning", "arguments") if getattr(each, kind)} for each in (last, piece)]
-        if piece.call is None and last.call is None and kinds[0] == kinds[1] and found:
-            found[-1] = replace(
+        if piece.call is None and last.call is None and kinds[0] == kinds[1] and joined:
+            joined[-1] = replace(
                 last,
                 text=last.text + piece.text,
                 reasoning=last.reasoning + piece.reasoning,
                 arguments=last.arguments + piece.arguments,
             )
         else:
-            found.append(piece)
-    return found
+            joined.append(piece)
+    return joined
 
 
 def parsed(parser: AnswerParser, *texts: str) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ A block of 16 rows is expanded in memory of the thread that stays in the cache, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
@@ -21,10 +21,6 @@ from polarlm.engine.weight_formats import WeightFormat
 _PANELS = 64  # whose sums are kept while a block is expanded: enough that products cost much more than expanding it
 SUMS = 128  # the offset of the sums in the scratch memory
 _ROW = 4 * ROWS
-
-Before = Callable[[Value, int, Value], None]
-"""Emits what precedes the products of 32 inputs, given the panel's number, which of the tiles are multiplied, and the
-number of the inputs."""
 
 
 def is_expanded(format: WeightFormat, inputs: Inputs, size: Tiling, level: Level) -> bool:
@@ -49,7 +45,6 @@ def expanded_sums(
     at_once: int,
     panels: tuple[Value, Value, Value, Value],
     kept: Value,
-    before: Before,
 ) -> Iterator[tuple[Value, list[list[Value]]]]:
     """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
 
@@ -81,14 +76,8 @@ def expanded_sums(
                         [e.variable(e.load(kept + panel * size, zero.type, place)) for place in own] for own in places
                     ]
                     number, step = begin // row_tile + panel, block * (max(format.values, GROUP) // GROUP)
-
-                    def before_part(
-                        part: Value, number: Value = number, which: int = first // at_once, step: Value = step
-                    ) -> None:
-                        before(number, which, step + part)
-
                     inputs = x + number * stride + step * (row_bytes(e.level) * row_tile)
-                    expanded.add(inputs, inputs + stride, totals, before_part)
+                    expanded.add(inputs, inputs + stride, totals)
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), kept + panel * size, place)
         with e.loop(0, count) as panel:
@@ -120,15 +109,13 @@ class _Bytes:
         offset = block * block_bytes(self._format)
         self._expanded = [expand(tile + offset) for expand, tile in zip(self._expanders, tiles, strict=False)]
 
-    def add(
-        self, inputs: Value, next_inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]
-    ) -> None:
-        """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
+    def add(self, inputs: Value, next_inputs: Value, sums: Sequence[Sequence[Variable]]) -> None:
+        """Add the products with the inputs of a panel to `sums`, of each tile and row."""
         e, expand = self._e, self._expanders[0]
 
         def add(outputs: Outputs, own: Sequence[Sequence[Variable]]) -> None:
             blocks = [Block(e, expand.layout, at, expand.factor, outputs) for at in self._expanded]
-            add_block(e, self._codes, blocks, inputs, own, before if outputs.first == 0 else lambda part: None)
+            add_block(e, self._codes, blocks, inputs, own)
 
         results = by_passes(e, [[total.get() for total in totals] for totals in sums], add)
         for total, value in zip(chain(*sums), chain(*results), strict=True):
@@ -150,7 +137,5 @@ class _InWords:
             self._words.write_blocks(tile, block, count, out)
         self._parts = count * self._words.parts
 
-    def add(
-        self, inputs: Value, next_inputs: Value, sums: Sequence[Sequence[Variable]], before: Callable[[Value], None]
-    ) -> None:
-        self._words.add_products(self._places[: len(sums)], self._parts, inputs, next_inputs, sums, before)
+    def add(self, inputs: Value, next_inputs: Value, sums: Sequence[Sequence[Variable]]) -> None:
+        self._words.add_products(self._places[: len(sums)], self._parts, inputs, next_inputs, sums)

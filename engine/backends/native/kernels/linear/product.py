@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, are_matrices, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import (
@@ -21,13 +21,10 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
-from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from polarlm.engine.backends.native.kernels.rows import gated
 from polarlm.engine.backends.native.tiles import layout
 from polarlm.engine.jit.lang import F32, Emitter, Int64, Kernel, Level, Pointer, Value, Values, Variable, read, vector
 from polarlm.engine.weight_formats import WeightFormat
-
-Size = TypeVar("Size", int, Value)
 
 _F16 = vector(F32, 16)
 
@@ -80,7 +77,6 @@ class ProductArguments(NamedTuple):
     x: Pointer
     y: Pointer
     bias: Pointer
-    hint: Pointer
     blocks: Int64
     tile_bytes: Int64
     x_stride: Int64
@@ -99,8 +95,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
     x: panels from `quantize_rows`, or from `interleave_rows` for inputs as float32; their first `rows` rows are read.
     x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights, of `Product.block_inputs`. tiles:
-    tiles of the weights; with an activation, of the gate projection alone. hint: the prefetch hint
-    (`engine.backends.native.kernels.prefetch`): the product takes `prefetched_pieces` of it.
+    tiles of the weights; with an activation, of the gate projection alone.
 
     With `by_expert`, each entry of chosen, an `ExpertRows`, has that many units. expert_bytes, bias_bytes: of an
     expert's weights and bias. tiles: an expert's.
@@ -108,8 +103,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
         tiles = args.tiles
-        prefetch = Prefetch(e, args.hint) if _prefetches(spec, e.level) else None
-        parts, steps, wide = _parts(spec, e.level), _steps(spec, args.blocks), _tiles_of_unit(spec)
+        parts, wide = _parts(spec, e.level), _tiles_of_unit(spec)
 
         def tiles_of(of: _Operands) -> list[Value]:
             tile = of.unit * wide
@@ -129,11 +123,6 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             for number, own in enumerate(by_tile):
                 write(of, own, of.unit * wide + number, first)
 
-        def before(passed: Value, part: int, step: Value) -> None:
-            """passed: panels that were multiplied before. step: of a part of the tiles."""
-            if prefetch is not None:
-                prefetch.step((passed * parts + part) * steps + step)
-
         if are_matrices(e.level, spec.row_tile, spec.inputs):
             each = 1 if spec.activation is None else 2
             with (
@@ -151,13 +140,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
                 starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
                 inputs, at_once = (of.x, args.x_stride, args.blocks, of.rows), len(starts) // parts
-                passed = unit * ((of.rows + spec.row_tile - 1) // spec.row_tile)
-
-                def before_panel(panel: Value, part: int, step: Value, passed: Value = passed) -> None:
-                    before(passed + panel, part, step)
-
-                arguments = starts, at_once, inputs, scratch + SUMS, before_panel
-                for first, sums in expanded_sums(e, spec.format, spec.tiling, *arguments):
+                for first, sums in expanded_sums(e, spec.format, spec.tiling, starts, at_once, inputs, scratch + SUMS):
                     finish(of, sums, first)
             return
         with (
@@ -166,14 +149,13 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             e.loop(0, of.rows, spec.row_tile) as first,
         ):
             starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
-            passed = unit * ((of.rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
 
             def multiply(part: int) -> list[list[Value]]:
                 own, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
                 if not spec.inputs.are_words:
                     panel = of.x + first // spec.row_tile * args.x_stride
                     return number_sums(e, spec.format, own, panel, args.blocks, spec.row_tile)
-                return _packed(e, spec, own, *inputs, lambda step: before(passed, part, step))
+                return _packed(e, spec, own, *inputs)
 
             if parts == 1:
                 sums = multiply(0)
@@ -223,24 +205,6 @@ def units(spec: Product, tiles: int) -> int:
 def _tiles_of_unit(spec: Product) -> int:
     """Tiles per unit; with an activation one, and the up projection's tile."""
     return 1 if spec.activation is not None else spec.tiling.tiles
-
-
-def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows: int) -> int:
-    """Pieces that a product has the time to prefetch. units, blocks, rows: as in its launch."""
-    if not _prefetches(spec, level):
-        return 0
-    return units * -(-rows // spec.row_tile) * _parts(spec, level) * _steps(spec, blocks) // STEPS
-
-
-def _prefetches(spec: Product, level: Level) -> bool:
-    """Whether the product prefetches: if it is bound by arithmetic, with several rows and few bytes per weight. Where a
-    level keeps order, sums would go to the stack around the prefetch's branch."""
-    bound = spec.row_tile > 1 and spec.inputs.are_words and not spec.by_expert
-    return bound and not level.keeps_order and not are_matrices(level, spec.row_tile, spec.inputs)
-
-
-def _steps(spec: Product, blocks: Size) -> Size:
-    return blocks * (spec.block_inputs // 32)
 
 
 def _parts(spec: Product, level: Level) -> int:
@@ -294,12 +258,8 @@ def _packed(
     first: Value,
     blocks: Value,
     stride: Value,
-    before: Callable[[Value], None],
 ) -> list[list[Value]]:
-    """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`.
-
-    before: emits what precedes each 32 inputs, their number given.
-    """
+    """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)
     codes, distance = Codes(e, place, spec.row_tile), place.codes + ahead(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
@@ -311,7 +271,6 @@ def _packed(
 
             def before_part(part: Value) -> None:
                 if outputs.first == 0:
-                    before(_steps(spec, block) + part)
                     for at in starts:
                         e.prefetch(at + part * place.part_bytes + distance, place.part_bytes)
 

@@ -16,7 +16,7 @@ multiplied without that, in the pipes that sums leave free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 from polarlm.engine.backends.native.kernels.linear.activations import CROSSED, GROUP, number_bytes, row_bytes
@@ -81,20 +81,17 @@ class Words:
         inputs: Value,
         next_inputs: Value,
         sums: Sequence[Sequence[Variable]],
-        before: Callable[[Value], None],
     ) -> None:
         """Add the products of a panel's rows with words to `sums`, of each tile and row.
 
         tiles: addresses of the words of `parts` times 32 inputs. inputs: address of the first ones in the panel.
         next_inputs: the next panel's inputs, which are prefetched: far apart, the hardware does not foresee them.
-        before: emits what precedes each 32 inputs, their number given.
         """
         e, row_tile, size = self._e, len(sums[0]), _PAIRS // self._groups
         with e.loop(0, parts) as part:
             own_inputs = inputs + part * (row_bytes(e.level) * row_tile)
             numbers = [own_inputs + (2 * GROUP * row_tile + number_bytes(e.level) * row) for row in range(row_tile)]
             at = [tile + part * self.nbytes for tile in tiles]
-            before(part)
             e.prefetch(next_inputs + part * (row_bytes(e.level) * row_tile), row_bytes(e.level) * row_tile)
             for group in range(self._groups):
                 dots = [[e.variable(start) for start in self._start(own, group, numbers)] for own in at]
