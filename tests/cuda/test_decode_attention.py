@@ -5,12 +5,8 @@ The reference is attention over what the codecs' own fields decode to; `tests.cu
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as cached
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +17,7 @@ from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.launch import result_type
 from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.formats import poisoned
-from tests.cuda.nvrtc import compile_text
 from tests.cuda.programs import Program
-from tests.cuda.variants import Cache, Variant
-from tests.cuda_emulator import EmulatorError
 
 SEEDS = [0, 1, 2]
 
@@ -266,40 +259,3 @@ def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
     cache = random_cache(rng, "ring4", "ring4", [200], **SMALL)
     q = 300 * queries(rng, cache, 2)
     cache.assert_attention(attend(cache, q, ctas=7, warps=2), q)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90, 120])
-def test_tables_are_at_the_shared_address_that_the_kernel_assumes(arch: int) -> None:
-    """If the compiler knows another address of shared memory, it reduces the kernel to a trap, with few registers."""
-    cache = Cache("ring4", "ring4", 64)
-    config = launch_configs.decode_attention(*cache.layouts(), 4)
-    (usage,) = compile_text(Variant("decode_attention", config.defines, cache).text(), arch)
-    assert usage.registers > 64  # codes alone take 32
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("POLARLM_TEST_GPU" in os.environ, reason="only the emulator sees races")
-@pytest.mark.parametrize("missing", ["release", "acquire", "stored", "may read"])
-def test_a_missing_order_between_ctas_is_found(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    """In the atomic, which releases and acquires, or among the warp's lanes on either side of it."""
-    cache = random_cache(rng, "f16", "f16", [100], **SMALL)
-
-    def without(source: Callable[..., str], *args: Any, **defines: Any) -> str:
-        text = source(*args, **defines)
-        atomic = "count_up(count, sharing - 1)"
-        relaxed = {
-            "release": "atomicInc(count, sharing - 1); __threadfence()",
-            "acquire": "(__threadfence(), atomicInc(count, sharing - 1))",
-        }
-        changed = re.sub(rf"__syncwarp\(\);(?=  // .*{missing})", "", text)
-        if missing in relaxed:
-            changed = text.replace(f"return {atomic}", f"const int before = {relaxed[missing]}; return before")
-        assert changed != text
-        return changed
-
-    monkeypatch.setitem(globals(), "source", partial(without, source))
-    with pytest.raises(EmulatorError, match="race between blocks: load of global memory"):
-        attend(cache, queries(rng, cache, 2), ctas=3, warps=2)
