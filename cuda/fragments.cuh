@@ -43,13 +43,13 @@
 //   Decoder(codes, shared, lane), .next(t, a)   decodes tile t into registers; t is a constant after unrolling, and
 //                                               ascends from 0 unless RANDOM_ACCESS
 //   Decoder.pass(t)                             in place of next(t, a) for a tile that is not wanted
-//   norms(norm, record, part, lane, shared)     norm[2i + h] = norm of token 16i + 8h + g; ones unless NORMED
+//   norms(norm, record, part, lane, shared)     norm[2i + h] = norm of token 16i + 8h + g, if NORMED
 //   ROUNDED         whether encode_blocks.cu chooses codes among POINTS points of WIDTH values, at tables + POINTS_F32,
 //                   and stores them by `pack`; else `encode` chooses and stores them
 //   PATHS           if ROUNDED: whether the two lowest bits of the code before negate the values of a point, so that
 //                   codes are chosen by a search for the best path
 //   pack(record, codes, norms, tables, thread, threads)   codes [N][D / WIDTH] and norms [N] ≥ 0, in shared memory
-//   encode(record, x, scratch, tables, thread, threads)   x [N][D] in shared memory
+//   encode(record, x, tables, thread, threads)            x [N][D] in shared memory
 // PRECOND of all: records aligned to 128 bytes, tables to 16.
 
 constexpr int ROW_BYTES = 256;
@@ -210,3 +210,10 @@ __device__ __forceinline__ float mean_scale(const unsigned char *record) {
     if constexpr (L::MEAN_BITS == 8) return __half2float(*reinterpret_cast<const __half *>(record + L::MEAN_SCALE));
     return 1.0f;
 }
+
+// The base of codecs without norms of tokens, which choose their codes by `encode`.
+template <class L>
+struct NormsInCodes {
+    static constexpr bool NORMED = false, ROUNDED = false;
+    static __device__ void norms(float (&)[2 * L::PT], const unsigned char *, int, int, const unsigned char *) {}
+};

@@ -23,7 +23,7 @@
 template <class F>
 struct PackedWeights {
     using Product = __half;
-    static constexpr bool PLAIN = false, PACKED = true;
+    static constexpr bool PACKED = true;
     static constexpr int VALUES = F::VALUES, NBYTES = F::NBYTES, BITS = F::BITS, GROUP = F::GROUP;
     static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // bits of the planes
     static constexpr int PART_GROUPS = 32 / GROUP;

@@ -1,9 +1,8 @@
 // Functions for all kernels. NVRTC compiles them, which has no standard headers. The tests' CPU emulator has its own
 // versions of everything between #ifndef POLAR_EMULATOR and #endif.
 //
-// Conventions: a block is a whole number of warps. ACT is the type of activations: float, __half or __nv_bfloat16.
-// WEIGHT is a weight format (plain_weights.cuh). All sums are float. T: rows (tokens); other letters are those of
-// engine/backends/ops.py.
+// A block is a whole number of warps. WEIGHT is a weight format (plain_weights.cuh). All sums are float. T: rows
+// (tokens); engine/backends/ops.py explains the other letters.
 
 #ifndef POLAR_EMULATOR
 #include <cuda_bf16.h>

@@ -19,10 +19,8 @@
 // threshold. Rows in shared memory: 256 of points, in each lane's column those of its own pair. A lane's pair in a row
 // is the same in all tiles: tg for keys, g % 4 for values.
 template <class L>
-struct polarquant {
+struct polarquant : NormsInCodes<L> {
     static constexpr int ROWS = 256;
-    static constexpr bool NORMED = false;
-    static constexpr int ROUNDED = 0;
     static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true;
 
     static constexpr int SHARERS = L::VALUES && L::LEVELS == 4 ? 8 : 4;  // lanes that share radii
@@ -125,15 +123,9 @@ struct polarquant {
         }
     };
 
-    static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *, int, int,
-                                                 const unsigned char *) {
-#pragma unroll
-        for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
-    }
-
     // x [N][D] in shared memory. Codes equal the Python twin's: no operations are fused.
-    static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *tables,
-                                  int thread, int threads) {
+    static __device__ void encode(unsigned char *record, const float *x, const unsigned char *tables, int thread,
+                                  int threads) {
         Angles angles;
 #pragma unroll
         for (int level = 0; level < 4; ++level)

@@ -32,9 +32,9 @@ def test_a_bucket_takes_the_kernels_of_its_batches() -> None:
             for out, width, machine in [(4096, 4096, (132, 228 << 10)), (640, 11008, (6, 100 << 10))]:
                 if part <= GEMV_ROWS:
                     made.append(launch_configs.gemv(part, out, width, machine[0]))
-                    made.append(packed.gemv_packed(part, out, *machine, 256, 148))
+                    made.append(packed.gemv_packed(part, *machine, [packed.PackedRows(out, 256, 148)]))
                 elif part <= GEMM_PACKED_ROWS:
-                    made.append(packed.gemm_packed(part, out, *machine, 256, 148))
+                    made.append(packed.gemm_packed(part, *machine, [packed.PackedRows(out, 256, 148)]))
                 made.append(launch_configs.gemm_small(part, out, width, *machine))
         return made
 

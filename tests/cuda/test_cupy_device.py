@@ -28,7 +28,7 @@ from tests.cuda.test_model_emulated import model_of, talk
 from tests.cuda.test_sampler_inputs import stepped
 from tests.cuda.test_schedules import compare_with_waiting
 
-SILU = source("activate_mul", ACT="float", ACTIVATION="silu")
+SILU = source("activate_mul", ACTIVATION="silu")
 DEFAULTS = GenerationDefaults()
 FOLDER = "polarlm.engine.backends.cuda.device"
 NAME = f"{FOLDER}.cupy_device"

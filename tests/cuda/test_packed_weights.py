@@ -144,9 +144,8 @@ def test_blocks_of_a_small_gpu_multiply_several_sets_of_tiles(
     """A GPU of one multiprocessor has fewer blocks than sets, whose last tiles are not all there, and many rows share x
     among four tiles. Warps take several units, and the last one is a part: slots of shared memory are used again."""
     monkeypatch.setattr(EmulatedDevice, "processors", 1)
-    block = get(name).values, packed.block_bytes(get(name))
     configured = packed.gemv_packed if rows <= GEMV_ROWS else packed.gemm_packed
-    config, blocks = configured(rows, 300, 1, 228 << 10, *block)
+    config, blocks, _ = configured(rows, 1, 228 << 10, [packed.rows_of(get(name), 300)])
     assert (3 * blocks < -(-300 // (16 * config.defines["TILES"]))) or config.defines["TILES"] == 4
     check_product(ops, rng, name, rows, 300, width_of(name, 11))
     check_product(ops, rng, name, rows, 70, 18 * 256 + get(name).values)
@@ -159,7 +158,7 @@ def test_more_rows_in_blocks_that_stay_are_those_of_a_block_for_each_set(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
     """To the bit, with and without an activation. The units of a warp end in the middle of its slots."""
-    format, width = get(name), width_of(name, 8 * 11)
+    width = width_of(name, 8 * 11)
     x, bias, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), (352,), (width,)))
     file, results = StoredBytes(random_blocks(rng, name, 352, width), name), list[np.ndarray]()
     weights = Linear(ops.load([file]), ops.to_device(bias))
@@ -167,8 +166,7 @@ def test_more_rows_in_blocks_that_stay_are_those_of_a_block_for_each_set(
         monkeypatch.setattr(EmulatedDevice, "processors", processors)
         monkeypatch.setattr(EmulatedDevice, "shared_memory", 100 << 10)
         for gated in (False, True):
-            of_block = format.values, packed.block_bytes(format), gated
-            config, _ = packed.gemm_packed(rows, 352, processors, 100 << 10, *of_block)
+            config, *_ = packed.gemm_packed(rows, processors, 100 << 10, [packed.rows_of(get(name), 352)], gated)
             assert config.defines["STAYS"] == (processors == 2)
             more: dict[str, Any] = {"norm": (ops.to_device(norm), EPS), "activation": "silu" if gated else None}
             results.append(ops.to_host(ops.linear(ops.to_device(x), weights, **more)))

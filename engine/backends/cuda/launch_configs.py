@@ -60,8 +60,7 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
     split = 1  # warps that share an output; doubled until every multiprocessor has enough loads in flight
     while split < 8 and out * split < _OUTPUTS * _GEMV_WARPS * processors and width >= 2 * _GEMV_INPUTS * split:
         split *= 2
-    defines = {"ROWS": 1 << (rows - 1).bit_length(), "OUTPUTS": _OUTPUTS, "SPLIT": split}
-    return LaunchConfig(defines, 256), -(-out * split // (_OUTPUTS * 8))
+    return LaunchConfig({"ROWS": 1 << (rows - 1).bit_length(), "SPLIT": split}, 256), -(-out * split // (_OUTPUTS * 8))
 
 
 def gemm_small(

@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
 from polarlm.engine.backends.cuda.kv.cache import HEADER
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS, SMALL_ROWS
-from polarlm.engine.backends.cuda.recurrent.memory import delta_prompt_bytes, heads_width, projected_columns
+from polarlm.engine.backends.cuda.recurrent.sizes import delta_prompt_bytes, heads_width, projected_columns
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import scratch_words
 from polarlm.engine.backends.kv import table_width

@@ -54,31 +54,16 @@ class CardBuffers(NamedTuple):
 
 class SideArrays(NamedTuple):
     """The arrays with which a kernel encodes keys or values of one layer, in the order of SideArrays in
-    `cuda/encode/full_block.cuh`. None where the codec or the metric has no such array.
+    `cuda/encode/full_block.cuh`; None where the codec or the metric has no such array.
+
+    quantized: the pool of quantized blocks, a part of `LayerCache.blocks` if there is one. full: the pool of
+    full-precision records to encode, which each launch sets. tables: the layout's. candidates: see `candidates`. The
+    other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean; weights only for
+    a codec whose codes are chosen as paths.
     """
 
     quantized: Array
-    full: Array
-    tables: Array | None
-    candidates: Array | None
-    feedback: Array | None
-    weights: Array | None
-    matrix: Array | None
-    mean_query: Array | None
-    token_feedback: Array | None
-
-
-@dataclass(frozen=True)
-class Side:
-    """Keys or values of one layer. Arrays are None where the codec or the metric has no such array.
-
-    quantized: the pool of quantized blocks, a part of `LayerCache.blocks` if there is one. tables: the layout's tables.
-    candidates: of the codec's points, see `candidates`. The other arrays are a `Metric`'s: both kinds of feedback are
-    transposed, mean_query is its tilt_mean; weights only of a codec whose codes are chosen as paths.
-    """
-
-    layout: Layout
-    quantized: Array
+    full: Array | None
     tables: Array | None
     candidates: Array | None
     feedback: Array | None = None
@@ -87,10 +72,21 @@ class Side:
     mean_query: Array | None = None
     token_feedback: Array | None = None
 
-    def arrays(self, full: Array) -> SideArrays:
-        """The arrays for encoding into this side. full: the pool of full-precision records to encode."""
-        costs = self.feedback, self.weights, self.matrix, self.mean_query, self.token_feedback
-        return SideArrays(self.quantized, full, self.tables, self.candidates, *costs)
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values of one layer."""
+
+    layout: Layout
+    arrays: SideArrays
+
+    @property
+    def quantized(self) -> Array:
+        return self.arrays.quantized
+
+    @property
+    def tables(self) -> Array | None:
+        return self.arrays.tables
 
 
 @dataclass(frozen=True)

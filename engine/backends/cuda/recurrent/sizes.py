@@ -5,6 +5,8 @@ Letters as in `engine.backends.delta`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +25,7 @@ _CHUNKS = (32, 16)  # terms of a product of delta_scan that are copied at a time
 _SLOW_BYTES = 100 << 10  # of shared memory: with so few, tensor cores add float32 at half their speed
 _MEMBERS = 8  # heads of a block of mamba2_blocks
 _CHANNELS = 128  # of its queries and keys, at a time
+_STEP = 4  # between the ends of blocks whose states are kept: see `state.recurrent.delta.ends_to_keep`
 _LARGEST_BLOCK = 64  # tokens whose products the threads of a block can share out
 PROMPT_ROWS = 1024  # of a prompt that are computed at a time: more of them need more memory
 
@@ -146,6 +149,33 @@ def sizes_of(mixer: Recurrent, block: int) -> DeltaSizes:
     """The sizes of a layer, for blocks of `block` tokens."""
     kind = Mamba2Sizes if isinstance(mixer, Mamba2) else DeltaSizes
     return kind(mixer.key_dim, mixer.value_dim, block, mixer.width)
+
+
+def heads_width(mixer: Recurrent) -> int:
+    """H·D."""
+    return mixer.value_heads * mixer.value_dim
+
+
+def projected_columns(mixer: Recurrent) -> int:
+    """Columns of a projected row, at most: q, k, v, z, b, a; or z, x, B, C, dt."""
+    return mixer.channels + heads_width(mixer) + 2 * mixer.value_heads
+
+
+def delta_prompt_bytes(mixers: Collection[Recurrent], chunk: int, tokens: int, block_size: int) -> tuple[int, int, int]:
+    """Return bytes of what one part of a prompt writes for the next kernel, of states that are computed at a time, and
+    of states that are kept at a layer's end."""
+    blocks = tokens // block_size
+    ends = 2 + sum(_STEP**power < blocks for power in range(1, 16)) if blocks else 0
+    parts, states, kept = [0], [], [0]
+    for mixer in mixers:
+        count = min(-(-chunk // block_size) + 1, PROMPT_ROWS // block_size)
+        shapes = sizes_of(mixer, block_size).scratch(mixer.key_heads, mixer.value_heads, count)
+        parts.append(sum(map(math.prod, shapes)))
+        matrices, before = mixer.value_heads * mixer.key_dim * mixer.value_dim, (mixer.width - 1) * mixer.channels
+        of_tokens = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1) + mixer.channels
+        states.append((1 + ends) * (matrices + before) + block_size * of_tokens)
+        kept.append(ends * (matrices + before))
+    return _FLOAT * max(parts), _FLOAT * sum(states), _FLOAT * max(kept)
 
 
 def mamba2_results(size: int, rows: int) -> LaunchConfig:
