@@ -123,8 +123,8 @@ def record_of(codec: Codec, geometry: Geometry) -> Record | None:
     name = codecs.file_of(codec)
     if name not in _names():
         return None
-    found: Record | None = importlib.import_module(f"{__name__}.{name}").record(codec, geometry)
-    return found
+    record: Record | None = importlib.import_module(f"{__name__}.{name}").record(codec, geometry)
+    return record
 
 
 @cache

@@ -64,17 +64,17 @@ class HostExperts:
         names, adds, eps = tuple(copied), residual is not None, norm and norm[1]
 
         def compute(*arrays: np.ndarray) -> np.ndarray:
-            given = dict(zip(names, arrays, strict=True))
-            rows = given["x"]
-            before = given.get("residual", rows)
+            copies = dict(zip(names, arrays, strict=True))
+            rows = copies["x"]
+            before = copies.get("residual", rows)
             result = np.empty((len(rows), down.shape[0]), np.float32)
-            own = None if eps is None else (given["norm"], eps)
+            host_norm = None if eps is None else (copies["norm"], eps)
             for first in range(0, len(rows), self._host.prefill_rows):
                 part = slice(first, first + self._host.prefill_rows)
-                chosen = Routing(given["ids"][part], given["weights"][part])
+                chosen = Routing(copies["ids"][part], copies["weights"][part])
                 into = before[part].copy() if adds else None
                 result[part] = self._host.experts(
-                    rows[part], chosen, gate_up, down, activation, norm=own, residual=into
+                    rows[part], chosen, gate_up, down, activation, norm=host_norm, residual=into
                 )
             return result
 

@@ -136,14 +136,13 @@ class CudaOps:
         rows, inputs = inputs[0].shape[0], filled_up(inputs)
 
         def on_device(*arrays: Array) -> Result:
-            given = [
+            tables = [
                 replace(host, copies={self._device: array}) if isinstance(host, HostTable) else array
                 for host, array in zip(inputs, arrays, strict=True)
             ]
-            return work(*given)
+            return work(*tables)
 
-        tables = [_on_host(x) for x in inputs]
-        result = self._device.run_graph((key, work), on_device, tables)
+        result = self._device.run_graph((key, work), on_device, [_on_host(x) for x in inputs])
         return result if rows == inputs[0].shape[0] else first_rows(result, rows)
 
     def _moved(self, x: FromCard) -> Moved:

@@ -20,7 +20,7 @@ _GEMV_PACKED_STATIC_BYTES = 128 * GEMV_ROWS  # static shared memory of gemv_pack
 _PACKED_WARPS = 8  # a CTA of gemm_packed has
 _SIZES = ("TILES", "SLOTS", "UNIT")  # what differs between the formats of a launch of packed weights
 _GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of the weights has more
-_SLOT_BYTES = 80 << 10  # of slots of gemm_packed, unless these are too few: the rest is left to the L1 cache, for x
+_SLOT_BYTES = 80 << 10  # for slots of gemm_packed, unless these are too few: the L1 cache has the rest, for x
 
 
 def is_packed(format: WeightFormat) -> bool:
@@ -66,7 +66,7 @@ def gemv_packed(
     # Two tiles share a block's work on x; but with few blocks processors are idle.
     tiles = [2 if gated or one.out >= 32 * 2 * processors else 1 for one in weights]
     units = [256 if v == 256 or 16 * 256 * nbytes <= _GEMV_PACKED_COPIED * v else 128 for _, v, nbytes in weights]
-    copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # of a tile
+    copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # bytes a tile
     sums = [2 * 4 * most * (16 * of + 4) for of in tiles]  # bytes of a warp
     # As many warps of a multiprocessor as shared memory is enough for: 24, if they can do with so few registers.
     few = all(of == 1 or 8 * one.nbytes <= 5 * one.values for one, of in zip(weights, tiles, strict=True))
@@ -108,10 +108,10 @@ def gemm_packed(
     most, warps = 1 << (rows - 1).bit_length(), _PACKED_WARPS
     sizes = [_gemm_packed_sizes(most, processors, shared_memory, one, gated) for one in weights]
     tiles, slots, units, residents = zip(*sizes, strict=True)
-    copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # of a warp
+    copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # bytes a warp
     sums = [4 * most * (16 * of + 4) for of in tiles]
     places = max(count * nbytes for count, nbytes in zip(slots, copied, strict=True))
-    slots = tuple(places // nbytes for nbytes in copied)  # of another format, as many as that one has bytes for
+    slots = tuple(places // nbytes for nbytes in copied)  # both formats take the same memory
     sets, resident = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)], min(residents)
     shared, stays, blocks = warps * max(places, *sums), 0, sum(sets)
     if len(weights) == 1 and 2 * blocks >= 3 * resident * processors:
@@ -128,14 +128,14 @@ def _gemm_packed_sizes(
 ) -> tuple[int, int, int, int]:
     """TILES, SLOTS and UNIT of gemm_packed, and blocks of a multiprocessor."""
     out, values, nbytes = weights
-    # Tiles share a block's reads of x, which are worth it from 9 rows on: with fewer rows, measured on an H100, blocks
-    # of one tile are 1 to 9 % faster. With few blocks, processors are idle.
+    # Tiles share a block's reads of x, which pays from 9 rows on: with fewer, blocks with one tile are 1 to 9 % faster
+    # on an H100. With few blocks, processors are idle.
     blocks, shares, warps = processors * 7 // 8, most > 8, _PACKED_WARPS
     tiles = 2 if gated or (shares and out >= 32 * blocks) else 1
     unit = max(128, values)
     copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
-    # Of so many rows, blocks read more bytes of x from the L2 cache than weights: four tiles share them, where two
-    # blocks of so many slots are resident.
+    # Blocks with so many rows read more bytes of x from the L2 cache than of weights: four tiles share them, where two
+    # blocks with so many slots are resident.
     beside = SYSTEM_BYTES
     if shares and out >= 64 * 2 * blocks and warps * 5 * copied + beside <= min(SHARED_BYTES, shared_memory // 2):
         tiles = 4

@@ -16,15 +16,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from polarlm.engine.backends.cuda.device import (
-    Addresses,
-    Carried,
-    Device,
-    Moved,
-    Result,
-    overlap,
-    row_stride,
-)
+from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, overlap, row_stride
 from polarlm.engine.backends.cuda.device.cupy_compiler import Kernel, compile_module
 from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import source, waits
@@ -252,12 +244,12 @@ class CupyDevice:
             function = self._modules.get(text).get_function(kernel)
             compiled = self._kernels[kernel, text] = Kernel(function, waits(text, kernel))
         compiled.allow(shared)
-        given = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
+        arguments = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
         # Outside of a recording the host is slower than short kernels, and these launches cost it more than CuPy's.
         if self._overlapped is None or not compiled.waits or not self._recordings.under_way:
-            compiled.function(tuple(grid), tuple(block), tuple(given), shared_mem=shared)
+            compiled.function(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared)
             return
-        values = [_c_value(arg) for arg in given]
+        values = [_c_value(arg) for arg in arguments]
         status = self._overlapped(compiled.function.kernel.ptr, self._stream.ptr, grid, block, values, shared)
         if status:
             raise cupy.cuda.driver.CUDADriverError(status)

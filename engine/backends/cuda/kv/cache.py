@@ -94,8 +94,7 @@ class LayerCache:
     """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks.
 
     blocks: the records of keys and values together (blocks, K, bytes), if the layer has two kinds of blocks in one
-    memory. Then finer is, in the cache of the others, that of blocks with more bits, and move(target, source) copies a
-    block.
+    memory. Then finer is the cache of the blocks with more bits, and move(target, source) copies a block.
     """
 
     device: Device
@@ -155,7 +154,7 @@ class SpanTable(HostTable):
     """The spans of B sequences.
 
     table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. Of two kinds, it is how many are
-    finer, the ids of these, and those of the others. most_rows: rows of the longest span. buffer: receives the new
+    finer, their ids, then the other blocks' ids. most_rows: rows of the longest span. buffer: receives the new
     tokens of a prompt; None in a step, whose tokens go to full-precision slots.
     """
 
@@ -178,7 +177,7 @@ def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
     assert all(len(span.following) <= 1 for span in spans)
     ids = [_ids(span) for span in spans]
     table = np.zeros((len(spans), HEADER + table_width(max(map(len, ids)))), np.int32)
-    for row, span, own in zip(table, spans, ids, strict=True):
+    for row, span, blocks in zip(table, spans, ids, strict=True):
         # The blocks of a buffer are consecutive; in a step the next block is any slot.
         following = span.following[0] if span.following else span.current.block + 1
         row[:HEADER] = SpanHeader(
@@ -192,7 +191,7 @@ def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
             current_block=span.current_start // block_size,
             next=following,
         )
-        row[HEADER : HEADER + len(own)] = own
+        row[HEADER : HEADER + len(blocks)] = blocks
     counts = table[:, SpanHeader._fields.index("rows")]
     return SpanTable(table, int(counts.max()), spans[0].current.buffer)
 

@@ -235,12 +235,12 @@ class CacheOps:
         return self._device.to_host(gathered)
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        given = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
-        pools = [(cache.keys.quantized, given["keys"]), (cache.values.quantized, given["values"])]
+        stored = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
+        pools = [(cache.keys.quantized, stored["keys"]), (cache.values.quantized, stored["values"])]
         if cache.blocks is not None:
-            pools = [(cache.blocks, np.concatenate([given["keys"], given["values"]], axis=-1))]
-        for pool, own in pools:
-            self._copy_records(pool, self._upload(own), np.arange(len(blocks)), np.asarray(blocks))
+            pools = [(cache.blocks, np.concatenate([stored["keys"], stored["values"]], axis=-1))]
+        for pool, raw in pools:
+            self._copy_records(pool, self._upload(raw), np.arange(len(blocks)), np.asarray(blocks))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = (
@@ -252,9 +252,9 @@ class CacheOps:
     def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
         format = cache.format
         tokens = transfer.full_tokens(format, k, v)
-        for pool, layout, given in zip(cache.full, cache.full_layouts, (k, v), strict=True):
+        for pool, layout, x in zip(cache.full, cache.full_layouts, (k, v), strict=True):
             block = np.zeros((format.kv_heads, format.block_size, format.head_dim), np.float32)
-            block[:, :tokens] = given
+            block[:, :tokens] = x
             record = layout.pack(codecs.get(codecs.FULL).encode(block))
             self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
 
