@@ -158,6 +158,16 @@ __device__ __forceinline__ constexpr int f16_order(int i) { return i % 2 * 2 + i
 // A lane's 16 bytes of a tile.
 __device__ __forceinline__ uint4 f16_words(const unsigned (&a)[4]) { return make_uint4(a[0], a[2], a[1], a[3]); }
 
+// The number of the half of a full-precision record that has a token's channel.
+template <class L>
+__device__ __forceinline__ int full_index(int token, int channel) {
+    const int t = token % L::PART, tokens = t / 16, step = channel / 16, c = channel % 16;
+    const int tile = L::VALUES ? tokens * L::STEPS + step : step * L::PT + tokens;
+    const int g = L::VALUES ? c / 2 : t % 8, tg = L::VALUES ? t % 8 / 2 : c % 8 / 2;
+    const int r = L::VALUES ? c % 2 + t % 16 / 8 * 2 : t % 16 / 8 + c / 8 * 2, half = (L::VALUES ? t : c) % 2;
+    return ((token / L::PART * L::TILES + tile) * 32 + 4 * g + tg) * 8 + f16_order(r) * 2 + half;
+}
+
 // Loads a tile of f16, which is read once. p: the lane's 16 bytes.
 __device__ __forceinline__ void load_f16_tile(unsigned (&a)[4], const unsigned char *p) {
     unsigned words[4];

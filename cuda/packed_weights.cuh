@@ -92,8 +92,8 @@ struct PackedWeights {
         return F::SUBS ? __hmul2(numbers, sub_products(f)) : numbers;
     }
 
-    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, base(pair) + code. Those of a
-    // small base lie `raised` bits higher; a mask finds them there with few shifts before it.
+    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, base(pair) + code. Codes with
+    // a small base lie `raised` bits higher; a mask finds them there with few shifts before it.
     struct Codes {
         unsigned pairs[4];
     };

@@ -51,7 +51,7 @@ __device__ __forceinline__ unsigned movmatrix_transposed(unsigned v) {
     return r;
 }
 
-// `value` of the lane that has the caller's bits in SAME and those of `from` in the others; called by all lanes.
+// `value` of the lane whose number has the caller's bits in SAME and the bits of `from` elsewhere; called by all lanes.
 template <int SAME>
 __device__ __forceinline__ unsigned shuffle_among(unsigned value, int from) {
     unsigned r;
@@ -177,7 +177,7 @@ struct Span {
     // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &next + 1; }
 
-    // With two kinds of blocks, `finer` of them have more bits: their places come first, then those of the others.
+    // With two kinds of blocks, `finer` of them have more bits: their places come first, then the other blocks'.
     __device__ __forceinline__ int finer() const { return ids()[0]; }
     __device__ __forceinline__ const int *places() const { return ids() + 1; }
 

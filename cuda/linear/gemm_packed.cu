@@ -31,7 +31,7 @@ struct Product {
     // In blocks that stay, slots are on their way while sums are added; others have them in the same place.
     static constexpr int JOINED_AT = STAYS ? COPIED_BYTES : 0, SUMMED_BYTES = JOINED_AT + JOINED_BYTES;
     static constexpr int ALL_BYTES = COPIED_BYTES > SUMMED_BYTES ? COPIED_BYTES : SUMMED_BYTES;
-    static constexpr bool CONSTANTS_KEPT = M <= 2 || W::HIGH == 0;  // in registers, of which more planes need more
+    static constexpr bool CONSTANTS_KEPT = M <= 2 || W::HIGH == 0;  // in registers: more planes need more
     static_assert(S > M && !(GATED && M % 2) && U % W::VALUES == 0, "as the head says");
 
     unsigned char *shared, *places;  // the block's, and this warp's slots

@@ -62,7 +62,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&w0)[4],
 template <class W, int U, int M, int S>
 struct Product {
     static constexpr int TILE = 16 * M;
-    static constexpr int BYTES = U / W::VALUES * W::BLOCK;               // of a unit of a tile
+    static constexpr int BYTES = U / W::VALUES * W::BLOCK;               // a unit of a tile has
     static constexpr int SPAN = 8 * W::GROUP < U ? 8 * W::GROUP : U;     // inputs of up to 8 groups
     static constexpr int UNROLLED = ROWS == 1 && M == 1 ? U / SPAN : 1;  // spans: more would need more registers
     static constexpr bool WHOLE = U == W::VALUES;                        // then the inputs are whole units
@@ -71,8 +71,8 @@ struct Product {
     static_assert(S > M && !(GATED && M % 2) && U % W::VALUES == 0 && U <= 256, "as the head says");
     static_assert(W::GROUP == 32 || W::GROUP == 16, "a step has one group or two");
 
-    // The lane's part of B for a span of a unit whose inputs the warp has in `octet`: in column n = lane / 4 those of
-    // group n, zeros elsewhere.
+    // The lane's part of B for a span of a unit whose inputs the warp has in `octet`: column n = lane / 4 has group
+    // n's inputs, and zeros elsewhere.
     static __device__ __forceinline__ uint4 columns_of(const uint4 &octet, int span) {
         if (W::GROUP == 32) return octet;
         const int lane = threadIdx.x % 32, from = span * 16 + lane / 8 * 4 + lane % 4;
@@ -152,7 +152,7 @@ struct Product {
 #pragma unroll
         for (int m = 0; m < M; ++m) slots[m] = m * BYTES;
         float *joined = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
-        int first = 0;  // of the threads that write y: others for the next set, whose sums have another place
+        int first = 0;  // the first thread that writes y: others do for the next set, whose sums have another place
         for (int set = number; set < sets; set += blocks) {
             float sums[M][ROWS][2] = {};  // for rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
             for (int unit = warp; unit < units; unit += WARPS) {

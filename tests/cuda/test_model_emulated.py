@@ -86,16 +86,24 @@ def _half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-def model_of(ops: Ops, fixture: str, types: tuple[str, str], finer: FinerKind | None = None) -> Transformer:
+def model_of(ops: Ops, fixture: str, types: tuple[str, str], **more: Any) -> Transformer:
+    """See `model_from`."""
     config, source, _ = open_weights(FIXTURES / fixture)
-    model = model_from(ops, config, source, types, finer)
+    model = model_from(ops, config, source, types, **more)
     source.close()
     return model
 
 
 def model_from(
-    ops: Ops, config: ModelConfig, source: WeightSource, types: tuple[str, str], finer: FinerKind | None = None
+    ops: Ops,
+    config: ModelConfig,
+    source: WeightSource,
+    types: tuple[str, str],
+    *,
+    finer: FinerKind | None = None,
+    room: tuple[int, int] = (256, 4),
 ) -> Transformer:
+    """A model whose store has room for so many tokens and sequences, in blocks of N tokens."""
     weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
@@ -112,7 +120,7 @@ def model_from(
         factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
         scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
         conditioning.append(Conditioning(k.rotation(d), v.rotation(d), scale))
-    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), 256, 4, 16), conditioning)
+    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), *room, 16), conditioning)
     return Transformer(ops, config, weights, store)
 
 

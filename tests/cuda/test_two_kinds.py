@@ -176,7 +176,7 @@ def test_logits_equal_those_of_numpy(is_by_age: bool) -> None:
     types, finer = (("ring3", "ring3"), "ring5/ring5") if is_by_age else (("ring3", "ring3.5"), "ring5/ring4")
     kind = FinerKind(*map(codecs.get, finer.split("/")), is_by_age=is_by_age)
     backends = device, SameWeights(device), Rounded(device)
-    close(*(talk(model_of(ops, FIXTURE, types, kind)) for ops in backends))
+    close(*(talk(model_of(ops, FIXTURE, types, finer=kind)) for ops in backends))
 
 
 GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logprobs=2)

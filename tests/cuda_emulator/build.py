@@ -94,7 +94,7 @@ def _precompiled(flags: list[str]) -> Path:
 
 @cache
 def machine() -> Path:
-    """The shared library of the emulated machine itself, whose functions those of all kernels call."""
+    """The shared library of the emulated machine, whose functions all kernels' libraries call."""
     EMULATED.mkdir(mode=0o700, exist_ok=True)
     texts = [file.read_text() for file in [*_MACHINE, *_SHIM]]
     path = EMULATED / f"{_key(*texts, *_COMMON, *_MACHINE_FLAGS, *_LINK)}.machine.so"
