@@ -52,14 +52,14 @@ def faults(variant: Variant, usage: Usage) -> list[str]:
     """The faults of a compiled kernel, a sentence each."""
     shared = usage.static_shared + variant.dynamic_shared
     limit = SHARED_LIMIT[usage.arch]
-    found = {
+    kinds = {
         f"spills {usage.spilled} bytes of registers": usage.spilled > 0,
         f"keeps {usage.stack} bytes of local memory": usage.stack > 0,
         f"has {usage.static_shared} bytes of static shared memory, of {STATIC_LIMIT}": usage.static_shared
         > STATIC_LIMIT,
         f"uses {shared} bytes of shared memory, of {limit}": shared > limit,
     }
-    return [f"sm_{usage.arch} {variant}: {usage.kernel} {what}" for what, is_so in found.items() if is_so]
+    return [f"sm_{usage.arch} {variant}: {usage.kernel} {what}" for what, is_so in kinds.items() if is_so]
 
 
 def row(variant: Variant, usage: Usage) -> str:

@@ -62,13 +62,8 @@ def attend(
     sizes = [np.int32(x) for x in (len(cache.spans), cache.spans.shape[1], cache.kv_heads, chunks, window)]
     args = out, acc, ml, counts, q, *pools, cache.spans, *tables, factors, before, behind, *sizes
     scale = np.float32(1 / np.sqrt(dim))
-    block, shared = (
-        (config.threads,),
-        config.shared - launch_configs.SYSTEM_BYTES,
-    )  # the system has none on the emulator
-    compiled(text).launch(
-        "decode_attention_kernel", (ctas,), block, *args, scale, sink_scores, shared=shared, seed=seed
-    )
+    kernel, shared = "decode_attention_kernel", config.shared - launch_configs.SYSTEM_BYTES  # the emulator needs none
+    compiled(text).launch(kernel, (ctas,), (config.threads,), *args, scale, sink_scores, shared=shared, seed=seed)
     assert not counts.any()
     return out
 
@@ -108,25 +103,18 @@ CACHES = [
 ]
 
 
-every_cache = ("keys", "values", "dim", "group", "block", "mean_bits")
-
-
-@pytest.mark.parametrize(every_cache, [CACHES[2], CACHES[7], CACHES[14]])
-def test_sequences_attend(
-    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
-) -> None:
-    check_lengths(rng, None, keys, values, dim, group, block, mean_bits)
-    check_lengths(rng, [5, 4, 1, 9, 5, 3], keys, values, dim, group, block, mean_bits)
+@pytest.mark.parametrize("case", [CACHES[2], CACHES[7], CACHES[14]], ids=str)
+def test_sequences_attend(rng: np.random.Generator, case: tuple) -> None:
+    check_lengths(rng, None, *case)
+    check_lengths(rng, [5, 4, 1, 9, 5, 3], *case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(every_cache, CACHES)
-def test_sequences_attend_with_every_codec(
-    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
-) -> None:
+@pytest.mark.parametrize("case", CACHES, ids=str)
+def test_sequences_attend_with_every_codec(rng: np.random.Generator, case: tuple) -> None:
     """Each codec has a decoder of its own."""
-    check_lengths(rng, None, keys, values, dim, group, block, mean_bits)
-    check_lengths(rng, [5, 4, 1, 9, 5, 3], keys, values, dim, group, block, mean_bits)
+    check_lengths(rng, None, *case)
+    check_lengths(rng, [5, 4, 1, 9, 5, 3], *case)
 
 
 def check_lengths(

@@ -299,8 +299,8 @@ def test_a_launch_whose_threads_all_end_without_waiting() -> None:
 def test_a_missing_barrier_in_a_kernel_of_the_engine_is_caught(number: int) -> None:
     """`logprobs` without one of its barriers."""
     text, barrier = source("logprobs"), "__syncthreads();"
-    own = text.index('"cuda/sampling/logprobs.cu"')
-    places = [place.start() for place in re.finditer(re.escape(barrier), text) if place.start() > own]
+    start = text.index('"cuda/sampling/logprobs.cu"')
+    places = [place.start() for place in re.finditer(re.escape(barrier), text) if place.start() > start]
     assert len(places) == 3
     broken = text[: places[number]] + text[places[number] + len(barrier) :]
     logits = np.random.default_rng(0).standard_normal((2, 300), np.float32)

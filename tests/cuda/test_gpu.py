@@ -118,12 +118,12 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_tied", "nemotron_h_experts", "lfm2_tied"])
 def test_replayed_steps_of_recurrent_layers_equal_launched_steps(kind: str) -> None:
-    """Also steps of several rows, some of which are dropped."""
+    """Also steps of several rows, where some are dropped."""
     devices = (CudaOps(open_device()), Unrecorded(open_device()))
     recorded, plain = (talk(model_of(ops, kind, ("f16", "f16"))) for ops in devices)
-    for given, wanted in zip(recorded, plain, strict=True):
-        np.testing.assert_array_equal(given, wanted)
-        assert np.isfinite(given).all()
+    for logits, wanted in zip(recorded, plain, strict=True):
+        np.testing.assert_array_equal(logits, wanted)
+        assert np.isfinite(logits).all()
 
 
 # Copies inside of a GPU and between two, of hidden states alone and of a recurrent state beside them.
@@ -139,8 +139,7 @@ def test_devices_share_the_layers_of_a_model(kind: str, counts: tuple[int, int],
     if len({ops.name.split(" (cuda")[0] for ops in (first, *others)}) > 1:
         pytest.skip("the GPUs differ")
     wanted = talk(model_of(first, kind, ("ring4", "ring3.5")))
-    for given, one in zip(talk(model_of(CardsOps(others, counts), kind, ("ring4", "ring3.5"))), wanted, strict=True):
-        np.testing.assert_array_equal(given, one)
+    np.testing.assert_equal(talk(model_of(CardsOps(others, counts), kind, ("ring4", "ring3.5"))), wanted)
 
 
 @pytest.mark.parametrize("kept", [24, 2])
@@ -255,16 +254,16 @@ def test_the_text_equals_that_of_the_cpu(find: Callable[[], Path], prompt: str) 
     path = find()
     params = SamplingParams(max_tokens=ANSWER, temperature=0, repeat_penalty=1, ignore_eos=True)
     with Engine.load(path, device="cuda", cache_type="f16", ctx_size=CONTEXT) as engine:
-        given = engine.generate(prompt, params).token_ids
+        answer = engine.generate(prompt, params).token_ids
         bos = engine.model.tokenizer.bos_id
-        ids = [*([] if bos is None else [bos]), *engine.tokenize(prompt), *given]
+        ids = [*([] if bos is None else [bos]), *engine.tokenize(prompt), *answer]
         on_gpu = engine.score(ids, logits=True).logits
     with Engine.load(path, device="cpu", cache_type="f16", ctx_size=CONTEXT) as engine:
         on_cpu = engine.score(ids, logits=True).logits
-    assert len(given) == ANSWER
+    assert len(answer) == ANSWER
     assert (on_gpu.argmax(-1) == on_cpu.argmax(-1)).mean() >= 0.99
     # Steps chose the answer; scoring takes whole blocks at once.
-    assert (on_gpu[-ANSWER - 1 : -1].argmax(-1) == np.array(given)).mean() >= 0.99
+    assert (on_gpu[-ANSWER - 1 : -1].argmax(-1) == np.array(answer)).mean() >= 0.99
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.store import KVStore, SequenceKV
+from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.engine.weight_formats import Linear, Matrix, get
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.formats import EPS32, STEP, read, store
@@ -111,8 +111,8 @@ def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
 def test_embed_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
     table, host = matrix(ops, rng, 11, 24, stored=stored)
     ids = np.array([10, 0, 3], np.int32)
-    for given in (ids, np.array([10, -2, 3])):  # below 0: a token that could not be drawn
-        np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(given))), host[ids])
+    for tokens in (ids, np.array([10, -2, 3])):  # below 0: a token that could not be drawn
+        np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(tokens))), host[ids])
     scaled = ops.to_host(ops.embed(table, ops.to_device(ids), 50.5))
     np.testing.assert_array_equal(scaled, host[ids] * np.float32(50.5))
 
@@ -156,8 +156,8 @@ def test_elementwise_ops_are_those_of_numpy(ops: CudaOps, rng: np.random.Generat
         x[0, 3:6] = (np.nan, np.inf, -np.inf) if name == "softcap" else (0, 1e-6, -1)
         on_device = ops.to_device(x)
         made, wanted = call(ops, on_device, ops.to_device(y)), call(HOST, x, y)
-        given, expected = (on_device, x) if wanted is None else (made, wanted)
-        np.testing.assert_allclose(ops.to_host(given), expected, rtol=16 * EPS32, atol=1e-6, err_msg=name)
+        result, expected = (on_device, x) if wanted is None else (made, wanted)
+        np.testing.assert_allclose(ops.to_host(result), expected, rtol=16 * EPS32, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -387,6 +387,14 @@ def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (rng.standard_normal(shape) + 0.5).astype(np.float16).astype(np.float32)
 
 
+def described(store: KVStore, spans: Sequence[Span], count: int, layer: int = 0) -> Any:
+    """The table of spans of `count` rows each, which begin in a layer."""
+    for span in spans:
+        store.begin_layer(layer, span)
+    views = [store.view(layer, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
+    return store.ops.spans(views, N)
+
+
 def feed(
     store: KVStore,
     sequences: Sequence[SequenceKV],
@@ -404,16 +412,13 @@ def feed(
     rows, seen = count * len(sequences), []
     q, k, v = (halves(rng, rows, heads, D) for heads in (HEADS, KV_HEADS + 1, KV_HEADS + 1))
     for layer, of in enumerate(store.shape.layers):
-        for span in spans:
-            store.begin_layer(layer, span)
-        views = [store.view(layer, s, slice(i * count, (i + 1) * count), s.start) for i, s in enumerate(spans)]
-        described, cache = ops.spans(views, N), store.cache(layer)
-        ops.append_kv(cache, described, ops.to_device(k)[:, 1:], ops.to_device(v)[:, 1:])
+        table, cache = described(store, spans, count, layer), store.cache(layer)
+        ops.append_kv(cache, table, ops.to_device(k)[:, 1:], ops.to_device(v)[:, 1:])
         for span in spans:
             store.seal(layer, span)
             if span.round_trip:
                 store.round_trip(layer, span)
-        out = ops.attention(ops.to_device(q), cache, described, D**-0.5, of.window)
+        out = ops.attention(ops.to_device(q), cache, table, D**-0.5, of.window)
         seen.append(np.array(ops.to_host(out)))
     store.commit_steps(spans, [kept] * len(spans))
     return seen
@@ -428,10 +433,8 @@ def everything_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
         seen += feed(store, [first], 1, i, step=True)
     prefixes, ids = PrefixCache(store), range(first.length)
     prefixes.release(first, ids)
-    second, first = (
-        prefixes.match_prefix(ids[:-1]),
-        prefixes.match_prefix(ids),
-    )  # one has a copy of the tail, the other the tail
+    # One has a copy of the tail, the other the tail.
+    second, first = prefixes.match_prefix(ids[:-1]), prefixes.match_prefix(ids)
     for i in range(N + 1):
         seen += feed(store, [second], 1, 100 + i, step=True)
     for i in range(3):
@@ -440,7 +443,7 @@ def everything_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
 
 
 def drafts_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
-    """Steps of several rows, some of which are kept, across block ends, of one sequence and of two."""
+    """Steps of several rows, where some are kept, across block ends, of one sequence and of two."""
     store = store_of(ops, types, (None, 20))
     sequences = [store.new_sequence() for _ in range(2)]
     seen = [
@@ -488,33 +491,29 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
         seen = []
         for of, count in [*(([kv], N - 2) for kv in kept), *((kept, rows) for rows in (1, 1, 1, 1, 9, 16))]:
             spans = [store.open_step(kv, count) if of is kept else store.open(kv, count) for kv in of]
-            for span in spans:
-                store.begin_layer(0, span)
             qkv, rope = heads_of(made, count * len(of), D)
-            views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
-            described, on_device = ops.spans(views, N), tuple(map(ops.to_device, rope))
+            table, on_device = described(store, spans, count), tuple(map(ops.to_device, rope))
             norms = (*map(ops.to_device, gains), EPS) if keys == "signs" else None
-            q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), described, norms)
-            mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, transform)
+            q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), table, norms)
+            mixed = ops.attention(q, store.cache(0), table, D**-0.5, None, transform)
             seen.append(np.array(ops.to_host(mixed)))
             for span in spans:
                 store.seal(0, span)
                 store.commit(span)
         outputs.append(seen)
-    for given, wanted in zip(*outputs, strict=True):
-        assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
+    for result, wanted in zip(*outputs, strict=True):
+        assert np.abs(result - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
 
 
 def test_values_beyond_half_precision_saturate_and_nan_stays(ops: CudaOps, rng: np.random.Generator) -> None:
     """Infinities and large numbers become ±65504; NaN stays NaN, so that damage shows. A token alone is its own sum."""
     store = store_of(ops, ("f16", "f16"), (None,))
     span, (qkv, rope) = store.open_step(store.new_sequence(), 1), heads_of(rng, 1, D)
-    store.begin_layer(0, span)
     qkv[0, HEADS + KV_HEADS :] = np.resize([1e9, -np.inf, 65520, -1e6, 0, 1, np.inf, np.nan], D)
     (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, None)])
-    described = ops.spans([store.view(0, span, slice(0, 1), span.start)], N)
-    q = ops.place_kv(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform, store.cache(0), described)
-    out = ops.to_host(ops.attention(q, store.cache(0), described, D**-0.5, None))
+    table = described(store, [span], 1)
+    q = ops.place_kv(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform, store.cache(0), table)
+    out = ops.to_host(ops.attention(q, store.cache(0), table, D**-0.5, None))
     wanted = np.resize([65504, -65504, 65504, -65504, 0, 1, 65504, np.nan], D)
     np.testing.assert_array_equal(out[0], np.tile(wanted, (HEADS, 1)))
 
@@ -527,17 +526,16 @@ def test_attention_with_a_soft_cap_and_sink_scores_is_that_of_numpy(rng: np.rand
         kv = store.new_sequence()
         for count, step in ((N + 3, False), (1, True), (3, True)):
             span = store.open_step(kv, count) if step else store.open(kv, count)
-            store.begin_layer(0, span)
-            described, cache = ops.spans([store.view(0, span, slice(0, count), span.start)], N), store.cache(0)
+            table, cache = described(store, [span], count), store.cache(0)
             q, k, v = (ops.to_device(2 * halves(made, count, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
-            ops.append_kv(cache, described, k, v)
-            out = ops.attention(q, cache, described, D**-0.5, None, softcap=3.0, sink_scores=ops.to_device(sink_scores))
+            ops.append_kv(cache, table, k, v)
+            out = ops.attention(q, cache, table, D**-0.5, None, softcap=3.0, sink_scores=ops.to_device(sink_scores))
             seen.append(np.array(ops.to_host(out)))
             store.seal(0, span)
             store.commit(span)
         outputs.append(seen)
-    for given, wanted in zip(*outputs, strict=True):
-        assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
+    for result, wanted in zip(*outputs, strict=True):
+        assert np.abs(result - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(
@@ -560,12 +558,11 @@ def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
     (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, ROTATIONS[rotation](D))])
     out = Linear(tuple(matrix(ops, rng, 24, HEADS * D, stored=stored)[0] for stored in formats))
     spans = [store.open_step(kv, rows) for kv in kept]
-    views = [store.view(0, span, slice(i * rows, (i + 1) * rows), span.start) for i, span in enumerate(spans)]
-    described, cache = ops.spans(views, N), store.cache(0)
+    table, cache = described(store, spans, rows), store.cache(0)
     q, k, v = (ops.to_device(normal(rng, 2 * rows, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    ops.append_kv(cache, described, k, v)
-    given = q, cache, described, D**-0.5, None, transform
-    exact, seen = ops.attention(*given), ops.attention(*given, out)
+    ops.append_kv(cache, table, k, v)
+    args = q, cache, table, D**-0.5, None, transform
+    exact, seen = ops.attention(*args), ops.attention(*args, out)
     assert (exact.dtype, seen.dtype) == (np.float32, dtype)
     launches = getattr(ops._device, "launches", [])  # a GPU does not say
     results, kernels = [], []

@@ -144,10 +144,10 @@ def test_the_newest_token_may_come_from_the_device(rng: np.random.Generator) -> 
     best = logits.argmax(1).astype(np.int32)
     best[4] = -2
     known = [[], [3, 4], [int(best[2])], [int(best[3]), 7, int(best[3])], [3]]
-    given = launch(logits, [(chain, 0.5)] * 5, [[*tokens, NEWEST] for tokens in known], newest=best)
+    ids = launch(logits, [(chain, 0.5)] * 5, [[*tokens, NEWEST] for tokens in known], newest=best)
     whole = [[*tokens, int(token)] if token >= 0 else tokens for tokens, token in zip(known, best, strict=True)]
-    np.testing.assert_array_equal(given, launch(logits, [(chain, 0.5)] * 5, whole))
-    assert (given[:4] != best[:4]).any()
+    np.testing.assert_array_equal(ids, launch(logits, [(chain, 0.5)] * 5, whole))
+    assert (ids[:4] != best[:4]).any()
 
 
 def test_cases_without_rounding_give_the_expected_token() -> None:

@@ -37,9 +37,9 @@ def test_every_text_is_ascii_and_only_comments_are_changed_for_it() -> None:
     for file in SOURCES:
         text = file.read_text(encoding="utf-8")
         room = file.parent.name
-        given = kernel_source._text(f"{room}/{file.name}" if room in TWINS else file.name)
-        assert given.isascii(), file.name
-        assert given.count("\n") == text.count("\n") + 2, file.name
+        compiled = kernel_source._text(f"{room}/{file.name}" if room in TWINS else file.name)
+        assert compiled.isascii(), file.name
+        assert compiled.count("\n") == text.count("\n") + 2, file.name
         assert "/*" not in text, file.name
         assert re.sub(r"//.*", "", text).isascii(), file.name
 

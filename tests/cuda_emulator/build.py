@@ -52,8 +52,8 @@ _BOUNDED_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\(\s*(
 
 def kernel_names(text: str) -> dict[str, str]:
     """Kernels that a text defines, in order: name → the most threads of a block, an expression in C++."""
-    found = _BOUNDED_KERNEL.findall(re.sub(r"//[^\n]*", "", text))
-    return {name: bound or "1024" for bound, name in found}
+    kernels = _BOUNDED_KERNEL.findall(re.sub(r"//[^\n]*", "", text))
+    return {name: bound or "1024" for bound, name in kernels}
 
 
 def library(text: str, checked: bool, *, with_lines: bool = False) -> Path:
