@@ -75,10 +75,7 @@ class Variant:
 
 
 _SHORT = ("__half", "__nv_bfloat16")
-_RESULTS = (
-    {},
-    *({"TO": to} for to in _SHORT),
-)  # constants of a kernel, for float32 and for each type that it rounds to
+_RESULTS = ({}, *({"TO": to} for to in _SHORT))  # constants for a result in float32, and in each type it is rounded to
 _HEAD_DIMS = (64, 80, 96, 128, 256)
 # Every cache type that the kernels read.
 _CACHE_TYPES = [name for name in codecs.available() if records.record_of(codecs.get(name), Geometry(False, 64, 128))]
@@ -140,14 +137,20 @@ def _decode_attention() -> list[Variant]:
     caches += [Cache("polarquant", "ring5", 128), Cache("ring4", "polarquant", 128), Cache("ring5", "polarquant", 128)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     caches += _others(caches)
+    variants = _decode("decode_attention", caches)
+    return [*variants, *_of_other_scores(variants)]
+
+
+def _decode(kernel: str, caches: list[Cache]) -> list[Variant]:
+    """Steps of one row and of several, for groups of several sizes, with and without a rotation."""
     variants, results = [], itertools.cycle(_RESULTS)
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
+        layouts = cache.layouts() if cache.finer is None else (cache.layouts(), cache.finer_layouts())
         for rows in (1, STEP_ROWS):
             order = 1 if len(variants) % 4 == 3 else cache.head_dim & -cache.head_dim
-            config = launch_configs.decode_attention(*cache.layouts(), group, rows, _MOST_SEQUENCES, order)
-            defines = {**config.defines, **next(results)}
-            variants.append(Variant("decode_attention", defines, cache, config.shared))
-    return [*variants, *_of_other_scores(variants)]
+            config = getattr(launch_configs, kernel)(*layouts, group, rows, _MOST_SEQUENCES, order)
+            variants.append(Variant(kernel, {**config.defines, **next(results)}, cache, config.shared))
+    return variants
 
 
 # The types of blocks of two kinds in one memory: of the others, and of those with more bits.
@@ -155,26 +158,20 @@ _TWO_KINDS = [(kinds.coarser, kinds.finer) for kinds in TWO_KINDS.values()]
 
 
 def _decode_two_kinds() -> list[Variant]:
-    variants, groups, results = [], itertools.cycle((4, 8, 1, 12)), itertools.cycle(_RESULTS)
-    for (types, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS):
-        cache, group = Cache(*types, d, finer=finer), next(groups)
-        for rows in (1, STEP_ROWS):
-            order = 1 if len(variants) % 4 == 3 else d & -d
-            kinds = cache.layouts(), cache.finer_layouts()
-            config = launch_configs.decode_two_kinds(*kinds, group, rows, _MOST_SEQUENCES, order)
-            defines = {**config.defines, **next(results)}
-            variants.append(Variant("decode_two_kinds", defines, cache, config.shared))
+    variants = _decode(
+        "decode_two_kinds", [Cache(*t, d, finer=f) for (t, f), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
+    )
     both: dict[str, Define] = {"SOFTCAP": 50.0, "SINK_SCORES": 1}
-    return [*variants, *(replace(one, defines={**one.defines, **both}) for one in variants[-2:])]
+    return [*variants, *(replace(variant, defines={**variant.defines, **both}) for variant in variants[-2:])]
 
 
 def _decode_blocks() -> list[Variant]:
-    caches = [Cache(*finer, d, finer=finer) for (_, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
-    configs = [launch_configs.decode_blocks(*cache.layouts()) for cache in caches]
-    return [
-        Variant("decode_blocks", config.defines, replace(cache, finer=None), config.shared)
-        for cache, config in zip(caches, configs, strict=True)
-    ]
+    variants = []
+    for (_, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS):
+        cache = Cache(*finer, d, finer=finer)
+        config = launch_configs.decode_blocks(*cache.layouts())
+        variants.append(Variant("decode_blocks", config.defines, replace(cache, finer=None), config.shared))
+    return variants
 
 
 def _prefill_attention() -> list[Variant]:
@@ -325,33 +322,23 @@ _DELTA_SIZES = [DeltaSizes(128, 128, 64, 4), DeltaSizes(128, 128, 32, 4), DeltaS
 
 
 # The same of Mamba 2: of Granite 4 H and Nemotron 3 Nano, and of Nemotron-H 47B and 56B, first.
-_MAMBA2_SIZES = [Mamba2Sizes(128, 64, 64, 4), Mamba2Sizes(256, 64, 64, 4), Mamba2Sizes(128, 64, 32, 4)]
-_MAMBA2_SIZES += [Mamba2Sizes(64, 80, 64, 3)]
+_MAMBA2_SIZES = [Mamba2Sizes(*of) for of in ((128, 64, 64, 4), (256, 64, 64, 4), (128, 64, 32, 4), (64, 80, 64, 3))]
 
 
 def _delta() -> dict[str, list[Variant]]:
     """The kernels of gated delta rules and of Mamba 2."""
     variants: dict[str, list[Variant]] = {}
-    for sizes in _DELTA_SIZES:
+    for sizes in (*_DELTA_SIZES, *_MAMBA2_SIZES):
         sizes.check()
+        is_mamba2 = isinstance(sizes, Mamba2Sizes)
         configs = [
-            *(("gated_delta", sizes.step(rows)) for rows in (1, STEP_ROWS)),
+            *(("mamba2" if is_mamba2 else "gated_delta", sizes.step(rows)) for rows in (1, STEP_ROWS)),
             ("advance_delta", sizes.advance()),
-            ("delta_blocks", sizes.blocks()),
-            *(("delta_scan", sizes.scan(heads, 132, 228 << 10)) for heads in (16, 48)),
-            ("delta_results", sizes.finish()),
-            ("state_codes", state_codes(sizes.key_dim, sizes.value_dim)),
+            ("mamba2_blocks" if is_mamba2 else "delta_blocks", sizes.blocks()),
+            *(("delta_scan", sizes.scan(heads, 132, 228 << 10)) for heads in ((48, 128) if is_mamba2 else (16, 48))),
         ]
-        for kernel, config in configs:
-            variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
-    for of_mamba2 in _MAMBA2_SIZES:
-        of_mamba2.check()
-        configs = [
-            *(("mamba2", of_mamba2.step(rows)) for rows in (1, STEP_ROWS)),
-            ("advance_delta", of_mamba2.advance()),
-            ("mamba2_blocks", of_mamba2.blocks()),
-            *(("delta_scan", of_mamba2.scan(heads, 132, 228 << 10)) for heads in (48, 128)),
-        ]
+        if not is_mamba2:
+            configs += [("delta_results", sizes.finish()), ("state_codes", state_codes(sizes.key_dim, sizes.value_dim))]
         for kernel, config in configs:
             variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
     return variants
