@@ -1,4 +1,4 @@
-"""Fragment order: the order of codes in a record, which is that of the registers that a CUDA kernel loads them into.
+"""Fragment order: codes in a record have the order of the registers that a CUDA kernel loads them into.
 
 A warp loads the codes of a record as A operands of the matrix instruction m16n8k16: the codes of each lane are
 contiguous, so that 16-byte loads of 32 lanes read 512 contiguous bytes. The top of `cuda/fragments.cuh` describes the

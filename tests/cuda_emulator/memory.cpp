@@ -18,8 +18,8 @@ constexpr size_t kGap = 64 << 10;  // between buffers, so that an index beyond o
 constexpr size_t kMostDynamic = 227 << 10;
 constexpr unsigned kDynamicAddress = 1024 + 128;  // dynamic shared memory: behind the system's, aligned to 128 bytes
 
-// Accesses of one byte. Blocks have serial numbers, so that a record of an earlier block counts as none, and that of an
-// earlier launch in memory that is used again.
+// Accesses of one byte. Blocks have serial numbers, so that a record of an earlier block counts as none, as does one of
+// an earlier launch in memory that is used again.
 struct Record {
     uint32_t store_block, load_block;
     uint32_t store_time, load_time;

@@ -213,7 +213,7 @@ class LinearOps:
         else:
             self._device.gemm(whole, x, product.weight.data.view(x.dtype), add=product.add)
         if product.bias is not None:
-            self._elementwise("added", whole, product.bias, 0)
+            self._elementwise("added", whole, product.bias)
         if product.activation is not None:
             self.activate_mul(y, whole, product.activation)
 
@@ -241,19 +241,20 @@ class LinearOps:
         self._launch("softcap", (-(-n // threads), rows), LaunchConfig({}, threads), x, n, row_stride(x), float(cap))
 
     def activate(self, x: Array, up: Array, activation: str) -> None:
-        self._elementwise(activation, x, up, row_stride(up))
+        self._elementwise(activation, x, up)
 
     def scale(self, x: Array, factor: Array) -> None:
-        self._elementwise("scaled", x, factor, 0, whole=True)
+        self._elementwise("scaled", x, factor, whole=True)
 
     def gate(self, x: Array, logits: Array) -> None:
-        self._elementwise("gated", x, logits, row_stride(logits), whole=logits.shape[1] == 1)
+        self._elementwise("gated", x, logits, whole=logits.shape[1] == 1)
 
-    def _elementwise(self, function: str, x: Array, other: Array, pitch: int, *, whole: bool = False) -> None:
-        """x = function(x, other), in place; see `elementwise.cu`. pitch: numbers from row to row of `other`."""
+    def _elementwise(self, function: str, x: Array, other: Array, *, whole: bool = False) -> None:
+        """x = function(x, other), in place; see `elementwise.cu`. A vector `other` serves every row."""
         (rows, n), threads = x.shape, threads_for(x.shape[1])
         config = LaunchConfig({"ACTIVATION": function, "WHOLE": int(whole)}, threads)
-        self._launch("elementwise", (-(-n // threads), rows), config, x, other, n, row_stride(x), np.int64(pitch))
+        pitch = row_stride(other) if other.ndim > 1 else np.int64(0)
+        self._launch("elementwise", (-(-n // threads), rows), config, x, other, n, row_stride(x), pitch)
 
     def narrowed(self, x: Array, product: Product) -> Array:
         """x (T, in), normalised if the product has a norm, in the type in which it takes x: x itself if it is of it."""
