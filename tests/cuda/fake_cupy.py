@@ -351,8 +351,6 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyAsync=copy,
         memsetAsync=clear,
         deviceSynchronize=lambda: None,
-        profilerStart=lambda: None,
-        profilerStop=lambda: None,
         driverGetVersion=lambda: machine.cuda + 20,
         runtimeGetVersion=lambda: machine.cuda,
     )
