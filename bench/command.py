@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-from polarlm.engine import EngineConfig, EngineError, codecs
+from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
@@ -34,10 +33,9 @@ class CacheType:
     encoding: Encoding = field(default=WHOLE, repr=False)
 
     @classmethod
-    def read(cls, text: str, *, by_layer: bool = False) -> CacheType:
-        """The cache type of KEYS[/VALUES][:plain] or PRESET[:plain]. Raises FlagError for an unknown codec.
-
-        by_layer: whether KEYS and VALUES may have types for some layers, as in ring3,ring5@1-2.
+    def read(cls, text: str) -> CacheType:
+        """The cache type of KEYS[/VALUES][:plain] or PRESET[:plain], where KEYS and VALUES may have other types in some
+        layers, as in ring3,ring5@1-2. Raises FlagError for an unknown codec.
 
         >>> CacheType.read("f16/polarquant:plain")
         CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
@@ -47,7 +45,7 @@ class CacheType:
             return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
         key, _, value = "/".join(PRESETS.get(names, (names,))).partition("/")
         parsed = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
-        for name in parsed.names() if by_layer else (parsed.key, parsed.value):
+        for name in parsed.names():
             try:
                 codecs.get(name)
             except ValueError as error:
@@ -86,12 +84,6 @@ def model_named(weights: str | None, hf_repo: str | None) -> str | None:
     return settle(None, EngineConfig(weights=weights, hf_repo=hf_repo), {}).weights
 
 
-def needs_http() -> None:
-    """Raises EngineError if the HTTP client, an optional dependency, is not installed."""
-    if importlib.util.find_spec("httpx") is None:
-        raise EngineError("httpx, which sends the requests, is not installed: pip install 'polarlm[bench]' adds it")
-
-
 def at_least(least: int) -> Check:
     """A check for `engine.cli.flags` that refuses numbers below `least`."""
     return lambda number: None if number >= least else f"must be at least {least}"
@@ -105,17 +97,13 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
     return list(dict.fromkeys(values))
 
 
-def cache_types(text: str, *, key_conditioning: bool = True, by_layer: bool = False) -> list[CacheType]:
-    """The distinct types in a list separated by commas; all plain without `key_conditioning`. Raises FlagError.
-
-    by_layer: whether a type for some layers, with "@", belongs to the type before it.
-    """
+def cache_types(text: str) -> list[CacheType]:
+    """The distinct types in a list separated by commas; a type with "@" belongs to the type before it. Raises
+    FlagError."""
     names: list[str] = []
     for name in map(str.strip, text.split(",")):
-        if by_layer and names and "@" in name:
+        if names and "@" in name:
             names[-1] += f",{name}"
         else:
             names.append(name)
-    if not key_conditioning:
-        names = [name.removesuffix(_PLAIN) + _PLAIN for name in names]
-    return [CacheType.read(name, by_layer=by_layer) for name in dict.fromkeys(names)]
+    return [CacheType.read(name) for name in dict.fromkeys(names)]

@@ -69,14 +69,14 @@ def save(figure: Figure, file: Path) -> None:
         raise EngineError(f"{file} cannot be written: {error.strerror}") from None
 
 
-def panels(columns: int, rows: int, size: tuple[float, float], **shared: Any) -> tuple[Figure, np.ndarray]:
-    """A figure, and its axes (rows, columns) of `size` inches each."""
+def panels(count: int, size: tuple[float, float], **shared: Any) -> tuple[Figure, np.ndarray]:
+    """A figure, and its axes (count,) beside each other, of `size` inches each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure((size[0] * columns, size[1] * rows), layout="constrained")
+    figure = Figure((size[0] * count, size[1]), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+    return figure, figure.subplots(1, count, squeeze=False, **shared)[0]
 
 
 def colour_of(label: str) -> str:

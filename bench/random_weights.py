@@ -37,13 +37,13 @@ KINDS = {
     "q8_0": ("q8_0", "q8_0"),
     "iq4_xs": ("iq4_xs", "q6_k"),
     **{name: (name, name) for name in ("bf16", "f16", "f32")},
-    "mxfp4": ("mxfp4", "q8_0"),  # of experts, and of the other matrices
+    "mxfp4": ("mxfp4", "q8_0"),  # experts have the first, and the other matrices the second
     "tq1_0": ("tq1_0", "q6_k"),
     **{name: (name, name) for name in ("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")},
 }
 _GGUF = importlib.util.find_spec("gguf") is not None
 _PIECE_VALUES = 1 << 20
-_MXFP4_DEVIATION = 2.9  # of the values of all codes
+_MXFP4_DEVIATION = 2.9  # the standard deviation of the values of all codes
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------
@@ -126,12 +126,9 @@ class RandomMatrix:
             place, end = 0, end + len(part)
         return blocks.reshape(-1, self.format.size(self.shape[1]))
 
-    def read_into(self, out: np.ndarray, rows: slice) -> None:
-        """Write the values of rows to `out` (rows, columns) float32."""
-        dequantize(self.format, self.raw(rows), out)
-
-    def dequantize(self, out: np.ndarray) -> None:
-        self.read_into(out, slice(0, len(out)))
+    def dequantize(self, out: np.ndarray, first: int = 0) -> None:
+        """Write the values of rows, from `first` on, to `out` (rows, columns) float32."""
+        dequantize(self.format, self.raw(slice(first, first + len(out))), out)
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
         step = max(1, nbytes // self.format.size(self.shape[1]))
@@ -151,8 +148,8 @@ def matrix_types(config: ModelConfig, kind: str) -> dict[str, str]:
     types: dict[str, str] = {}
     for slot, specs in table.top.items():
         is_head = slot == ("embedding" if config.tied_head else "head")
-        own_type = "f32" if slot in ("positions", "token_types") else better if is_head else usual
-        types |= {spec.name: own_type for spec in specs if len(spec.shape) > 1}
+        type = "f32" if slot in ("positions", "token_types") else better if is_head else usual
+        types |= {spec.name: type for spec in specs if len(spec.shape) > 1}
     for number, slots in enumerate(table.layers):
         is_better = kind != "q4_0" and has_larger_types(number, len(table.layers))
         mixed = better if is_better else usual
@@ -160,8 +157,11 @@ def matrix_types(config: ModelConfig, kind: str) -> dict[str, str]:
             for place, spec in enumerate(specs):
                 if len(spec.shape) > 1:
                     types[spec.name] = _type(slot, place, usual, mixed, most if kind == "mxfp4" else "")
-    shapes = {spec.name: spec.shape for spec in table.specs()}
-    return {name: _whole_blocks(type, shapes[name][1]) for name, type in types.items()}
+    columns = {spec.name: spec.shape[-1] for spec in table.specs()}
+    return {  # with a format whose blocks divide the rows
+        name: next(one for one in (type, "q8_0", "bf16") if columns[name] % get(one).values == 0)
+        for name, type in types.items()
+    }
 
 
 def _type(slot: str, place: int, usual: str, mixed: str, of_experts: str) -> str:
@@ -177,11 +177,6 @@ def _type(slot: str, place: int, usual: str, mixed: str, of_experts: str) -> str
         ("delta_in", 0),
     )
     return mixed if is_mixed else usual
-
-
-def _whole_blocks(name: str, columns: int) -> str:
-    """The format `name`, or one whose blocks divide rows of `columns` numbers."""
-    return next(one for one in (name, "q8_0", "bf16") if columns % get(one).values == 0)
 
 
 def has_larger_types(layer: int, layers: int) -> bool:
@@ -236,7 +231,7 @@ class RandomWeights:
 
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
         if name in self._matrices:
-            self._matrices[name].read_into(out, slice(*rows.indices(self.shape(name)[0])))
+            self._matrices[name].dequantize(out, rows.start or 0)
         else:
             out[...] = vector(self._specs[name])[rows]
 

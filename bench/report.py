@@ -60,7 +60,7 @@ class Output:
         return path
 
     def _folder(self) -> Path:
-        """The folder for results without --output. Raises FlagError."""
+        """Raises FlagError."""
         if RESULTS.is_dir():
             folder = RESULTS if self.publish else LOCAL
             folder.mkdir(exist_ok=True)
@@ -71,14 +71,10 @@ class Output:
 
 
 def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A description of the machine: CPU, the CPU level that kernels are restricted to, cores that this process may use,
-    versions of numerical libraries, and the GPU."""
+    """The CPU, the level that kernels are restricted to, usable cores, versions of numerical libraries, and the GPU."""
     level = os.environ.get(LEVEL_VARIABLE)
-    blas = [
-        f"{library['internal_api']} {library['version']} ({library.get('architecture', 'unknown kernels')})"
-        for library in threadpool_info()
-        if library["user_api"] == "blas"
-    ]
+    used = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    blas = [f"{one['internal_api']} {one['version']} ({one.get('architecture', 'unknown kernels')})" for one in used]
     return {
         "cpu": _cpu(),
         **({"restricted_to": level} if level else {}),
@@ -87,14 +83,9 @@ def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas": ", ".join(dict.fromkeys(blas)) or "unknown",
-        "blas_threads": blas_threads(),
+        "blas_threads": max((library["num_threads"] for library in used), default=1),
         **({"gpu": dict(gpu)} if gpu else {}),
     }
-
-
-def blas_threads() -> int:
-    """The number of threads that BLAS uses."""
-    return max((library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"), default=1)
 
 
 def duration(seconds: float) -> str:
@@ -160,7 +151,6 @@ def write(
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command line, with the variable that restricts the CPU level if it is set."""
     command = shlex.join(words)
     level = os.environ.get(LEVEL_VARIABLE)
     return f"{LEVEL_VARIABLE}={shlex.quote(level)} {command}" if level else command

@@ -85,7 +85,7 @@ class EngineConfig:
         metavar="TYPE",
         help="quality, balanced or compact, one type such as f16 or ring4, two as KEYS/VALUES such as ring5/ring4; "
         "by-age: ring5 for the newest tokens and ring3 for older ones; auto: quality while there is room, and compact "
-        "as the store fills; q8_0, q4_0, kivi4 and polarquant-online are for measuring on the CPU",
+        "as the store fills; q8_0, q4_0 and kivi4 are for measuring on the CPU",
     )
     cache_type_k: str | None = setting(
         None,

@@ -188,21 +188,21 @@ def _load_gguf(file: Path) -> Model:
 
 def _in_thread(rows: int, read: Callable[..., Tokenizer], *arguments: Any) -> Callable[[], Tokenizer]:
     """Return a function that returns what `read(*arguments)` does, which a thread calls now, with the ids of `rows`."""
-    found: Future[Tokenizer] = Future()
+    future: Future[Tokenizer] = Future()
 
     def run() -> None:
         try:
             tokenizer = read(*arguments)
             tokenizer.keep_rows(rows)
-            found.set_result(tokenizer)
+            future.set_result(tokenizer)
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     try:
         threading.Thread(target=run, name="tokenizer").start()
     except RuntimeError:  # the system refuses another thread
         run()
-    return found.result
+    return future.result
 
 
 def _existing(path: str | Path) -> Path:
@@ -249,5 +249,5 @@ def _looks_like_a_hub_name(path: str | Path) -> bool:
     """Whether a path that does not exist looks like owner/model: in no existing folder, and not a .gguf file."""
     if not isinstance(path, str) or path.endswith(".gguf"):
         return False
-    found = _HUB_ID.fullmatch(path)
-    return found is not None and not os.path.isdir(found[1])
+    match = _HUB_ID.fullmatch(path)
+    return match is not None and not os.path.isdir(match[1])

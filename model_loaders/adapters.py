@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,13 @@ import numpy as np
 
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.families import gguf_layouts, has_own_layout, table_name, tensors
-from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.families import gguf_layouts, table_name, tensors
+from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
-from polarlm.model_loaders.files.row_order import row_order
 from polarlm.model_loaders.files.safetensors_source import read_header
 from polarlm.model_loaders.files.tensor_table import TensorSpec
-from polarlm.model_loaders.files.tensors import READABLE, StoredTensor, StoredWeights
+from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from polarlm.model_loaders.hub.choice import ADAPTER_CONFIG as CONFIG
 from polarlm.model_loaders.hub.choice import ADAPTER_WEIGHTS as WEIGHTS
 
@@ -36,11 +35,14 @@ _GGUF = re.compile(r"(?P<module>.+)\.weight\.lora_(?P<factor>a|b)")
 _OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA, which is not supported",
     "lora_embedding": "a change of embeddings, which is not supported",
-    "lora_bias": "a bias, and biases are not supported",
-    "lora_B.bias": "a bias, and biases are not supported",
-    ".bias": "a bias, and biases are not supported",
+    **dict.fromkeys(("lora_bias", ".bias"), "a bias, and biases are not supported"),
 }
-_EXPERT_SLOTS = ("experts_gate_up", "experts_down")
+_OF_VOCABULARY = "and adapters of embeddings and of the output head are not supported"
+_OF_EXPERTS = "which is of an expert, and adapters of experts are not supported"
+_REFUSED = {  # slots whose tensors cannot be changed
+    **dict.fromkeys(("experts_gate_up", "experts_down"), _OF_EXPERTS),
+    "router": "which is a router of experts, and adapters of these are not supported",
+}
 _FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")
 
 
@@ -116,40 +118,30 @@ class _Target:
         """The change of the tensor, taken from the change of the file's matrix."""
         out, columns = self.spec.shape
         try:
-            own = b if self.rows is None else b[self.rows(len(b))]
+            rows = b if self.rows is None else b[self.rows(len(b))]
         except (ValueError, IndexError):
-            own = b[:0]
-        if a.shape[1] != columns or len(own) != out:
+            rows = b[:0]
+        if a.shape[1] != columns or len(rows) != out:
             raise LoadError(
                 f"{path}: the change of {module} is ({len(b)}, {len(a)}) times {a.shape}, but the model's matrix is "
                 f"{self.spec.shape}; the adapter belongs to another base model."
             )
-        return Factors(np.ascontiguousarray(a), np.ascontiguousarray(own))
+        return Factors(np.ascontiguousarray(a), np.ascontiguousarray(rows))
 
 
 class _Targets:
-    """The tensors of a model that adapters can change."""
-
     def __init__(self, path: Path, config: ModelConfig, is_gguf: bool) -> None:
         self._path, self._config, self._is_gguf = path, config, is_gguf
-        self._specs: dict[str, tuple[TensorSpec, str, int]] = {}  # name → spec, slot, layer
-        self._refused: dict[str, str] = {}  # name of a tensor in either format → why it cannot be changed
+        self._specs: list[tuple[TensorSpec, str, int]] = []  # with their slots and layers
+        self._refused = dict.fromkeys(("lm_head.weight", "output.weight"), _OF_VOCABULARY)  # name in a file → why
         table = tensors(config)
-        for layer, slots in enumerate(table.layers):
-            for slot, specs in slots.items():
-                for spec in specs:
-                    if slot in _EXPERT_SLOTS:
-                        of_experts = "which is of an expert, and adapters of experts are not supported"
-                        self._refused |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0]), of_experts)
-                    elif slot == "router":
-                        of_router = "which is a router of experts, and adapters of these are not supported"
-                        self._refused |= dict.fromkeys((spec.name, spec.gguf), of_router)
-                    elif len(spec.shape) == 2 and not spec.flat:
-                        self._specs[spec.name] = spec, slot, layer
-        of_vocabulary = "and adapters of embeddings and of the output head are not supported"
-        for spec in (spec for specs in table.top.values() for spec in specs):
-            self._refused |= dict.fromkeys((spec.name, spec.gguf), of_vocabulary)
-        self._refused |= dict.fromkeys(("lm_head.weight", "output.weight"), of_vocabulary)
+        for layer, slots in enumerate((*table.layers, table.top)):
+            for slot, spec in ((slot, spec) for slot, specs in slots.items() for spec in specs):
+                why = _OF_VOCABULARY if slots is table.top else _REFUSED.get(slot)
+                if why is not None:
+                    self._refused |= dict.fromkeys((spec.name, spec.gguf.partition("[")[0]), why)
+                elif len(spec.shape) == 2 and not spec.flat:
+                    self._specs.append((spec, slot, layer))
 
     def of_module(self, module: str) -> list[_Target]:
         """The tensors that a module of peft stands for. Raises LoadError if there is none."""
@@ -157,23 +149,20 @@ class _Targets:
         for name in names:
             entries = [
                 entry
-                for entry in self._specs.values()
+                for entry in self._specs
                 if name in (entry[0].name, entry[0].copy_of, entry[0].taken and entry[0].taken.source)
             ]
             if entries:
-                return [self._target(module, *entry, None, from_gguf=False) for entry in entries]
+                return [self._target(module, *entry) for entry in entries]
         raise self._not_changed(module, names)
 
     def of_gguf(self, module: str, interleaved: bool) -> list[_Target]:
         """The tensors that a tensor of a GGUF file stands for, without ".weight". Raises LoadError if there is none."""
         name = f"{module}.weight"
-        entries = [entry for entry in self._specs.values() if entry[0].gguf == name and not entry[0].copy_of]
-        copies = [one for one in self._specs.values() if one[0].copy_of in {entry[0].name for entry in entries}]
+        entries = [entry for entry in self._specs if entry[0].gguf == name and not entry[0].copy_of]
+        copies = [one for one in self._specs if one[0].copy_of in {entry[0].name for entry in entries}]
         if entries:
-            is_whole = len(entries) == 1
-            return [
-                self._target(module, *one, interleaved, from_gguf=True, is_whole=is_whole) for one in entries + copies
-            ]
+            return [self._target(module, *one, interleaved, is_whole=len(entries) == 1) for one in entries + copies]
         raise self._not_changed(module, [name])
 
     def _target(
@@ -182,19 +171,17 @@ class _Targets:
         spec: TensorSpec,
         slot: str,
         layer: int,
-        interleaved: bool | None,
-        *,
-        from_gguf: bool,
+        interleaved: bool | None = None,  # for a tensor of a GGUF file
         is_whole: bool = False,
     ) -> _Target:
-        is_attention = isinstance(self._config.layers[layer].mixer, Attention)
+        is_attention, from_gguf = isinstance(self._config.layers[layer].mixer, Attention), interleaved is not None
         if from_gguf != self._is_gguf and not is_attention and slot not in _FFN_SLOTS:
             raise LoadError(
                 f"{self._path} changes {module}, whose rows GGUF files have in another order than folders of "
                 f"safetensors; give the adapter {'as a folder of peft' if from_gguf else 'as a GGUF file'}, as the "
                 "model is."
             )
-        order = row_order(spec, bool(interleaved))
+        order = spec.row_order(bool(interleaved))
         if spec.taken is not None and not is_whole:
             return _Target(spec, spec.taken.rows)
         return _Target(spec, None if order is None else lambda count: np.argsort(order))
@@ -202,7 +189,7 @@ class _Targets:
     def _not_changed(self, module: str, names: Sequence[str]) -> LoadError:
         why = next((self._refused[name] for name in names if name in self._refused), None)
         if why is None and ".experts." in module:
-            why = "which is of an expert, and adapters of experts are not supported"
+            why = _OF_EXPERTS
         if why is None:
             why = f"which a {self._config.family} model with {len(self._config.layers)} layers does not have"
             why += ", or does not have as a matrix of its own; choose an adapter of this base model"
@@ -262,7 +249,7 @@ _ScaleOf = Callable[[str, int], float]
 
 
 def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleOf]:
-    fields = Fields(read_json(folder / CONFIG), folder / CONFIG)
+    fields = Fields.read(folder / CONFIG)
     _check_configuration(fields)
     if not (folder / WEIGHTS).is_file():
         pickled = (folder / "adapter_model.bin").is_file()
@@ -277,14 +264,13 @@ def _open_folder(folder: Path, files: ExitStack) -> tuple[StoredWeights, _ScaleO
     alpha, is_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)
 
     def scale_of(module: str, rank: int) -> float:
-        own = next((alphas[key] for key in alphas if f".{module}".endswith(f".{key}")), alpha)
-        return own / (math.sqrt(rank) if is_root else rank)
+        of_module = next((alphas[key] for key in alphas if f".{module}".endswith(f".{key}")), alpha)
+        return of_module / (math.sqrt(rank) if is_root else rank)
 
     return StoredWeights(folder, read_header(file), [file]), scale_of
 
 
 def _check_configuration(fields: Fields) -> None:
-    """Raises LoadError for another kind of adapter, and for what is not a low-rank change."""
     if (kind := fields.text("peft_type", "LORA")) != "LORA":
         raise fields.refuse("peft_type", f"but LORA adapters alone are supported, not {kind}")
     if fields.flag("use_dora", False):
@@ -294,11 +280,8 @@ def _check_configuration(fields: Fields) -> None:
         raise fields.refuse(key, "but adapters with biases are not supported; use one without")
     if fields.flag("fan_in_fan_out", False):
         raise fields.refuse("fan_in_fan_out", "which no supported model has")
-    for key in ("modules_to_save", "trainable_token_indices", "layer_replication"):
-        if fields.has(key):
-            raise fields.refuse(
-                key, "but whole matrices, embeddings and copies of layers in adapters are not supported"
-            )
+    for key in filter(fields.has, ("modules_to_save", "trainable_token_indices", "layer_replication")):
+        raise fields.refuse(key, "but whole matrices, embeddings and copies of layers in adapters are not supported")
 
 
 # -- GGUF ----------------------------------------------------------------------------------------------------------
@@ -315,8 +298,8 @@ def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[Store
         )
     arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
     family, layout = layouts.get(str(arch), ("", None))
-    theirs = {config.family} if has_own_layout(config.family) else {config.family, "llama"}
-    if layout is None or family not in theirs:
+    has_layout = any(config.family == name for name, _ in layouts.values())  # other families call themselves llama
+    if layout is None or family != (config.family if has_layout else "llama"):
         raise LoadError(
             f"{path} is an adapter of a model of architecture {arch!r}, and this is a {config.family} model; choose an "
             "adapter of this base model."
@@ -328,10 +311,4 @@ def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[Store
     def scale_of(module: str, rank: int) -> float:
         return alpha / rank if alpha else 1.0
 
-    return StoredWeights(path, dict(_tensors_of(gguf)), gguf.files), scale_of, layout.interleaved
-
-
-def _tensors_of(gguf: GgufFile) -> Iterator[tuple[str, StoredTensor]]:
-    for label, entry in gguf.tensors.items():
-        assert entry.file is not None
-        yield label, StoredTensor(entry.file, label, entry.shape, entry.dtype, entry.offset)
+    return StoredWeights(path, gguf.tensors, gguf.files), scale_of, layout.interleaved

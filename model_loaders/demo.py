@@ -75,15 +75,13 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
 
 def is_demo(file: Path) -> bool:
     """Whether a file is the demonstration model. Only one of its size is read. Raises OSError."""
-    return file.is_file() and file.stat().st_size == FILE_BYTES and _sha256(file) == FILE_SHA256
-
-
-def _sha256(file: Path) -> str:
+    if not file.is_file() or file.stat().st_size != FILE_BYTES:
+        return False
     digest = hashlib.sha256()
     with file.open("rb") as source:
         while part := source.read(_COPY_BYTES):
             digest.update(part)
-    return digest.hexdigest()
+    return digest.hexdigest() == FILE_SHA256
 
 
 def _download(folder: Path) -> Path:
@@ -110,12 +108,9 @@ def _download(folder: Path) -> Path:
 
 
 def _advice(complaint: str) -> str:
-    """The reason in pip's error output, with advice."""
     if "No module named pip" in complaint:
         return f"this Python has no pip; run `{sys.executable} -m ensurepip`"
-    lines = [
-        line for line in complaint.splitlines() if line != "ERROR: Exception:"
-    ]  # the head of a traceback, which gives no reason
+    lines = (line for line in complaint.splitlines() if line != "ERROR: Exception:")  # the head of a traceback
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     reason = (errors[-1] if errors else complaint.strip().rpartition("\n")[2]).rstrip(".") or "pip did not say why"
     return f"pip says “{reason}”; check the network connection"

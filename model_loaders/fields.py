@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from polarlm.model_loaders.errors import LoadError, stand_in
 
@@ -53,23 +53,23 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, object], where: str | Path, names: Mapping[str, str] | None = None) -> None:
-        self._values = values
-        self.where = str(where)
-        self._names = names or {}
+        self._values, self.where, self._names = values, str(where), names or {}
+
+    @classmethod
+    def read(cls, path: Path, *, required: bool = True) -> Fields:
+        """The fields of a JSON file; none if it is absent and not required."""
+        return cls(read_json(path, required=required), path)
 
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
-    def given(self) -> list[str]:
+    def present(self) -> list[str]:
         """The keys that are not absent."""
         return [key for key, value in self._values.items() if value is not None]
 
     def value(self, key: str) -> object:
         """What the key has, of any type; None if it is absent."""
         return self._values.get(key)
-
-    def is_text(self, key: str) -> bool:
-        return isinstance(self._values.get(key), str)
 
     def refuse(self, key: str, problem: str) -> LoadError:
         """The error for a key whose value cannot be used; the caller raises it."""
@@ -78,46 +78,39 @@ class Fields:
         name = self._names.get(key, key)
         return LoadError(f"{self.where}: {name if name.isprintable() else repr(name)} is {shown}, {problem}.")
 
-    def _missing(self, key: str) -> LoadError:
-        return LoadError(
-            f"{self.where} lacks the key {self._names.get(key, key)!r}, which the model cannot be built without; "
-            "use a complete copy of the model."
-        )
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+    def _checked(self, key: str, default: Any, is_right: Callable[[Any], bool], wanted: str) -> Any:
+        """The value of a key, or its default. Raises LoadError with what is `wanted` unless the value `is_right`."""
         value = self._values.get(key)
         if value is None:
             if default is None:
-                raise self._missing(key)
+                raise LoadError(
+                    f"{self.where} lacks the key {self._names.get(key, key)!r}, which the model cannot be built "
+                    "without; use a complete copy of the model."
+                )
             return default
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise self.refuse(key, f"but must be a whole number from {minimum} to {maximum}")
+        if not is_right(value):
+            raise self.refuse(key, f"but must be {wanted}")
         return value
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+        def is_right(value: object) -> bool:
+            return _is_number(value) and minimum <= value <= maximum and float(value).is_integer()
+
+        return int(self._checked(key, default, is_right, f"a whole number from {minimum} to {maximum}"))
 
     def number(
         self, key: str, default: float | None = None, *, minimum: float = 0.0, maximum: float = _MAX_NUMBER
     ) -> float:
-        value = self._values.get(key)
-        if value is None:
-            if default is None:
-                raise self._missing(key)
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
-            raise self.refuse(key, f"but must be a number from {minimum:g} to {maximum:g}")
-        return float(value)
+        def is_right(value: object) -> bool:
+            return _is_number(value) and minimum <= value <= maximum
+
+        return float(self._checked(key, default, is_right, f"a number from {minimum:g} to {maximum:g}"))
 
     def positive(self, key: str, default: float | None = None) -> float:
         return self.number(key, default, minimum=_SMALLEST_POSITIVE)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.refuse(key, "but must be true or false")
-        return value
+        return bool(self._checked(key, default, lambda value: isinstance(value, bool), "true or false"))
 
     def require(self, key: str, wanted: object) -> None:
         """Raises LoadError unless the key is absent or has the value `wanted`, the only one that is supported."""
@@ -125,46 +118,23 @@ class Fields:
             raise self.refuse(key, f"but only {wanted!r} is supported")
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._values.get(key)
-        if value is None:
-            if default is None:
-                raise self._missing(key)
-            return default
-        if not isinstance(value, str):
-            raise self.refuse(key, "but must be a string")
-        return value
+        return str(self._checked(key, default, lambda value: isinstance(value, str), "a string"))
 
     def texts(self, key: str) -> list[str]:
         """A list of strings, or one string; empty if the key is absent."""
-        value = self._values.get(key)
-        if value is None:
-            return []
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.refuse(key, "but must be a list of strings")
-        return value
+        if isinstance(self._values.get(key), str):
+            return [self.text(key)]
+        return list(self._checked(key, [], _list_of(lambda item: isinstance(item, str)), "a list of strings"))
 
     def numbers(self, key: str, *, minimum: float = _SMALLEST_POSITIVE) -> tuple[float, ...]:
         """Numbers from `minimum` on, positive or from 0; the key is required."""
-        value = self._values.get(key)
-        if value is None:
-            raise self._missing(key)
-        if not isinstance(value, list) or not all(
-            isinstance(item, (int, float)) and not isinstance(item, bool) and minimum <= item <= _MAX_NUMBER
-            for item in value
-        ):
-            raise self.refuse(key, f"but must be a list of {'positive' if minimum else 'non-negative'} numbers")
-        return tuple(float(item) for item in value)
+        are_right = _list_of(lambda item: _is_number(item) and minimum <= item <= _MAX_NUMBER)
+        wanted = f"a list of {'positive' if minimum else 'non-negative'} numbers"
+        return tuple(map(float, self._checked(key, None, are_right, wanted)))
 
     def integers(self, key: str) -> list[int]:
         """A list of whole numbers; empty if the key is absent."""
-        value = self._values.get(key)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.refuse(key, "but must be a list of whole numbers")
-        return value
+        return list(self._checked(key, [], _list_of(lambda item: type(item) is int), "a list of whole numbers"))
 
     def section(self, key: str) -> Fields | None:
         """The object under `key`; None if it is absent or empty, in whatever form."""
@@ -177,12 +147,17 @@ class Fields:
 
     def completed(self, defaults: Mapping[str, object]) -> Fields:
         """These fields with `defaults` for keys that are absent."""
-        given = {key: value for key, value in self._values.items() if value is not None}
-        return Fields({**defaults, **given}, self.where, self._names)
+        present = {key: self._values[key] for key in self.present()}
+        return Fields({**defaults, **present}, self.where, self._names)
 
     def replaced(self, values: Mapping[str, object]) -> Fields:
         """These fields with other `values` for some keys."""
         return Fields({**self._values, **values}, self.where, self._names)
+
+    def translated(self, keys: Mapping[str, str]) -> Fields:
+        """These fields, whose file may spell some keys in another way: ours → the file's."""
+        values = {ours: self._values[theirs] for ours, theirs in keys.items() if theirs in self._values}
+        return Fields({**self._values, **values}, self.where, {**keys, **self._names})
 
     def names(self) -> list[str]:
         """All keys, in the file's order."""
@@ -191,3 +166,11 @@ class Fields:
     def sections(self) -> list[str]:
         """The keys whose values are objects."""
         return [key for key, value in self._values.items() if isinstance(value, dict)]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))

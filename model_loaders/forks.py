@@ -9,24 +9,18 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 Value = TypeVar("Value")
+_holders: WeakSet[Any] = WeakSet()
 
 
-class Renewable(Protocol):
-    """An object with threads, locks or pipes."""
+def renew_in_children(holder: Any) -> None:
+    """Call `holder.renew()`, which replaces its threads, locks and pipes, in every child forked by `os.fork`.
 
-    def renew(self) -> None:
-        """Replace them in a child that has just been forked and has one thread."""
-
-
-_holders: WeakSet[Renewable] = WeakSet()
-
-
-def renew_in_children(holder: Renewable) -> None:
-    """Call `holder.renew` in every child forked by `os.fork`, for as long as `holder` is alive."""
+    The child has one thread then. It is called for as long as `holder` is alive.
+    """
     _holders.add(holder)
 
 

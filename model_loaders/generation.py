@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polarlm.model_loaders.config import GenerationDefaults
-from polarlm.model_loaders.fields import Fields, read_json, usable
-
-if TYPE_CHECKING:
-    from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.fields import Fields, usable
+from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _LOG = logging.getLogger(__name__)
 # Field of SamplingParams → its key in generation_config.json, its key in a GGUF file, least and largest value.
@@ -34,8 +32,7 @@ def of_folder(folder: Path, vocab_size: int) -> GenerationDefaults:
 
     vocab_size: ids from it on are no tokens. Raises LoadError if the file holds no JSON object.
     """
-    path = folder / "generation_config.json"
-    return _defaults(Fields(read_json(path, required=False), path), vocab_size)
+    return _defaults(Fields.read(folder / "generation_config.json", required=False), vocab_size)
 
 
 def of_gguf(gguf: GgufFile, vocab_size: int) -> GenerationDefaults:
@@ -53,12 +50,12 @@ def _defaults(fields: Fields, vocab_size: int) -> GenerationDefaults:
 
     def items(key: str, is_usable: Callable[[object], bool]) -> list[Any]:
         value = fields.value(key)
-        given = [] if value is None else value if isinstance(value, list) else [value]
-        odd = repr([one for one in given if not is_usable(one)])
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        odd = repr([one for one in values if not is_usable(one)])
         if odd != "[]":
             problem = f"and of it {odd[:60]} is left out: the model's tokens are 0 to {vocab_size - 1}"
             _LOG.warning("%s", fields.refuse(key, problem))
-        return [one for one in given if is_usable(one)]
+        return [one for one in values if is_usable(one)]
 
     sampling: dict[str, Any] = {}
     for name, (key, _, low, high) in _NUMBERS.items():

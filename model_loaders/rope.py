@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from polarlm.model_loaders.fields import Fields
 
 _DEFAULT_THETA = 10_000.0
 _MIN_THETA = 2.0  # with 1 all channels would have the same frequency, and yarn would divide by zero
-KINDS = ("default", "linear", "llama3", "yarn")  # supported by every family
+_KINDS = ("default", "linear", "llama3", "yarn")  # supported by every family
 _LONGROPE = ("longrope", "su", "yarn")  # names of one kind, in files of Phi-3 only
 
 
@@ -33,19 +34,18 @@ def rope_config(
     if section is None:
         section = fields.section("rope_parameters") or fields.section("rope_scaling")
     outer_theta = fields.number("rope_theta", theta, minimum=_MIN_THETA)
-    if not partial:
-        _whole_head_only(fields)
+    for holder in (fields, section or fields):
+        if not partial and holder.number("partial_rotary_factor", 1.0) != 1.0:
+            raise holder.refuse("partial_rotary_factor", "but RoPE on a part of the channels is not supported")
     if section is None:
         return RopeConfig(theta=outer_theta)
-    if not partial:
-        _whole_head_only(section)
     if nested := section.sections():
         raise section.refuse(nested[0], "but RoPE that differs between layers is not supported")
     kind_key = "rope_type" if section.has("rope_type") else "type"
     kind = section.text(kind_key, "default")
     if longrope and kind in _LONGROPE:
         kind = "longrope"
-    kinds = (*KINDS, "longrope") if longrope else KINDS
+    kinds = (*_KINDS, "longrope") if longrope else _KINDS
     if kind not in kinds:
         raise section.refuse(kind_key, f"a kind of RoPE that is not supported (supported: {', '.join(kinds)})")
     theta = section.number("rope_theta", outer_theta, minimum=_MIN_THETA)
@@ -58,9 +58,7 @@ def rope_config(
     )
     if kind == "longrope" and original == 1:  # the attention factor divides by its logarithm
         raise fields.refuse("original_max_position_embeddings", "but longrope needs an original context of 2 tokens")
-    if kind == "llama3":
-        return _llama3(section, theta, original)
-    return (_longrope if kind == "longrope" else _yarn)(section, theta, original, max_context)
+    return _scaled(section, kind, theta, original, max_context)
 
 
 def rotary_dim(fields: Fields, head_dim: int) -> int | None:
@@ -80,48 +78,25 @@ def rotary_dim(fields: Fields, head_dim: int) -> int | None:
     return None if channels == head_dim else channels
 
 
-def _whole_head_only(fields: Fields) -> None:
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.refuse("partial_rotary_factor", "but RoPE on a part of the channels is not supported")
-
-
-def _longrope(section: Fields, theta: float, original: int, max_context: int) -> RopeConfig:
-    """Longrope for `max_context`; `RopeConfig.for_context` chooses the divisors of a shorter context."""
+def _scaled(section: Fields, kind: str, theta: float, original: int, max_context: int) -> RopeConfig:
+    """RoPE of llama3, yarn and longrope, which is for `max_context`: see `RopeConfig.for_context`."""
+    common: dict[str, Any] = {"theta": theta, "kind": kind, "original_context": original}
+    if kind == "llama3":
+        low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
+        if high <= low:
+            raise section.refuse("high_freq_factor", f"but must be greater than low_freq_factor, {low:g}")
+        return RopeConfig(**common, factor=section.positive("factor"), low_freq_factor=low, high_freq_factor=high)
+    common["factor"] = section.positive("factor", max_context / original)
+    common["attention_factor"] = section.number("attention_factor") if section.has("attention_factor") else None
+    if kind == "longrope":
+        short = section.numbers("short_factor")
+        divisors = short if max_context <= original else section.numbers("long_factor")
+        return RopeConfig(**common, divisors=divisors, short_divisors=short)
     return RopeConfig(
-        theta=theta,
-        kind="longrope",
-        factor=section.positive("factor", max_context / original),
-        original_context=original,
-        attention_factor=section.number("attention_factor") if section.has("attention_factor") else None,
-        divisors=section.numbers("short_factor" if max_context <= original else "long_factor"),
-        short_divisors=section.numbers("short_factor"),
-    )
-
-
-def _llama3(section: Fields, theta: float, original: int) -> RopeConfig:
-    low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
-    if high <= low:
-        raise section.refuse("high_freq_factor", f"but must be greater than low_freq_factor, {low:g}")
-    return RopeConfig(
-        theta=theta,
-        kind="llama3",
-        factor=section.positive("factor"),
-        original_context=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn(section: Fields, theta: float, original: int, max_context: int) -> RopeConfig:
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=section.positive("factor", max_context / original),
-        original_context=original,
+        **common,
         # Zero counts as absent, as in transformers.
         beta_fast=section.number("beta_fast", 0.0) or 32.0,
         beta_slow=section.number("beta_slow", 0.0) or 1.0,
-        attention_factor=section.number("attention_factor") if section.has("attention_factor") else None,
         mscale=section.number("mscale", 0.0),
         mscale_all_dim=section.number("mscale_all_dim", 0.0),
         truncate=section.flag("truncate", True),
@@ -135,19 +110,15 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[np.ndarray, flo
     yarn is by Peng et al. 2023 (arXiv:2309.00071), longrope by Ding et al. 2024 (arXiv:2402.13753).
     """
     frequencies = rope.theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
-    factor_on_cos_sin = 1.0
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
         frequencies = _llama3_frequencies(rope, frequencies)
     elif rope.kind == "yarn":
         frequencies = _yarn_frequencies(rope, frequencies)
-        factor_on_cos_sin = _yarn_attention_factor(rope)
-    elif rope.kind == "longrope":
-        factor_on_cos_sin = _longrope_attention_factor(rope)
     if rope.divisors:
         frequencies = frequencies / np.array(rope.divisors, dtype=np.float64)
-    return frequencies, factor_on_cos_sin
+    return frequencies, _attention_factor(rope)
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
@@ -175,19 +146,14 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     return frequencies * (1 - blend + blend / rope.factor)
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
+def _attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
+    if rope.kind not in ("yarn", "longrope") or rope.factor <= 1:
+        return 1.0
+    stretch = math.log(rope.factor)
+    if rope.kind == "longrope":
+        return math.sqrt(1 + stretch / math.log(rope.original_context))
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
-
-
-def _longrope_attention_factor(rope: RopeConfig) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context)) if rope.factor > 1 else 1.0
+        return (0.1 * rope.mscale * stretch + 1.0) / (0.1 * rope.mscale_all_dim * stretch + 1.0)
+    return 0.1 * stretch + 1.0

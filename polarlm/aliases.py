@@ -33,14 +33,7 @@ class _Alias:
         _add_aliases(self._spec.name)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The code, for `python -m`."""
         return self._spec.loader.get_code(self._spec.name)  # type: ignore[union-attr]
-
-    def get_source(self, fullname: str) -> str | None:
-        return self._spec.loader.get_source(self._spec.name)  # type: ignore[union-attr]
-
-    def is_package(self, fullname: str) -> bool:
-        return self._spec.submodule_search_locations is not None
 
 
 class _Aliases:
@@ -51,8 +44,8 @@ class _Aliases:
         if top not in NAMES:
             return None
         if path is None:
-            found = PathFinder.find_spec(top)
-            ours = found is not None and found.origin is not None and _is_ours(top, found.origin)
+            spec = PathFinder.find_spec(top)
+            ours = spec is not None and spec.origin is not None and _is_ours(top, spec.origin)
         else:
             ours = sys.modules.get(top) is sys.modules.get(f"polarlm.{top}")
         spec = find_spec(f"polarlm.{fullname}") if ours else None
@@ -80,17 +73,14 @@ def install() -> None:
 
 
 def _add_aliases(package: str) -> None:
-    """Alias the modules of a package that are imported already.
-
-    Otherwise importlib, when it imports one of them by its short name, would set the module as an attribute of its
-    package again, and overwrite a function of the same name.
-    """
+    """Alias the modules of a package that are imported already: importlib would set each as an attribute of its package
+    again, and overwrite a function of the same name."""
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}."):
             sys.modules.setdefault(name.removeprefix("polarlm."), module)
 
 
 def _is_ours(name: str, file: str) -> bool:
-    """Whether a file that Python would import as `name` is that of `polarlm.name`."""
+    """Whether a file that Python would import as `name` is the file of `polarlm.name`."""
     ours = find_spec(f"polarlm.{name}")
     return ours is not None and ours.origin is not None and Path(ours.origin).resolve() == Path(file).resolve()

@@ -30,9 +30,9 @@ _START = (
 def python(run: str, *arguments: str) -> list[str]:
     """The command of a child that runs a module by its full name, or a file, as `__main__`.
 
-    The child has this process's path, but neither Python's environment variables nor the current folder, which may have
-    been downloaded, or have a `types.py`: Python would look there first. If this project is imported from the current
-    folder, that folder stays in the path.
+    The child has this process's path, but neither Python's environment variables nor the current folder, unless this
+    project is imported from there: it may have been downloaded, or have a `types.py`, and Python would look there
+    first.
     """
     ours = str(Path(sys.modules["polarlm"].__file__ or "").resolve().parents[1])
     entries = (entry for entry in sys.path if entry and isinstance(entry, str))  # as imports take them
@@ -99,11 +99,9 @@ class Lines:
 
 
 class Child(subprocess.Popen[bytes]):
-    """A process that speaks lines of JSON over its standard input and output, as its parent sees it.
-
-    It leads a process group, whose other processes end with it. Ctrl-C in a terminal is for the parent, which ends its
-    children in order.
-    """
+    """A process that speaks lines of JSON over its standard input and output, as its parent sees it. It leads a process
+    group, whose other processes end with it: Ctrl-C in a terminal is for the parent, which ends its children in
+    order."""
 
     def __init__(
         self,
@@ -115,11 +113,11 @@ class Child(subprocess.Popen[bytes]):
         errors: int | IO[Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the process. Raises OSError, ValueError or TypeError if that fails.
+        """Start the process. Raises OSError, ValueError or TypeError.
 
         heard: called in a thread with what each line says. ended: called there after the last line, with the exit code.
-        most: bytes of a line; a process that writes a longer one, or one that is not JSON, is killed. errors: the
-        process's standard error, as `subprocess.Popen` takes it.
+        most: bytes of a line; a process that writes a longer one, or one that is not JSON, is killed. errors: standard
+        error, as `subprocess.Popen` takes it.
         """
         pipe = subprocess.PIPE
         super().__init__(command, 0, None, pipe, pipe, errors, env=environment, start_new_session=True)

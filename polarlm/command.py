@@ -23,10 +23,7 @@ _BAD_REQUEST, _INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` begins with, and returns its exit code: 2 if there is no such command, 141 when the
-    reader of the output has closed it, 1 when its disk is full.
-
-    argv: without the program's name; None means the process's own.
-    """
+    reader of the output has closed it, 1 when its disk is full. argv: None means the process's own."""
     try:
         code = _run([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
         if sys.stdout is not None:  # as in a process that was started without it
@@ -75,7 +72,6 @@ def _help() -> str:
 
 
 def _unknown(word: str) -> str:
-    """What is wrong with the first word of a command line, with the word that was meant if one is similar."""
     from difflib import get_close_matches
 
     if close := get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any
@@ -16,45 +15,36 @@ import shtab
 
 from polarlm.command import COMMANDS
 from polarlm.engine import codecs, weight_formats
-from polarlm.engine.cli.commands import use_utf8
-from polarlm.engine.cli.flags import FlagError, parse, parser
+from polarlm.engine.cli.commands import command
+from polarlm.engine.cli.flags import parse, parser
 from polarlm.engine.config import AS_STORED, setting
 from polarlm.engine.state.cache_types import PRESETS
 
 _SHELLS = ("bash", "zsh", "fish")
-_BAD_REQUEST = 2
 
 
 @dataclass(frozen=True)
 class Options:
-    """The shell to write the script for."""
-
     shell: str = setting(MISSING, "SHELL", choices=_SHELLS, help="bash, zsh or fish")
 
 
 GROUPS: Mapping[str, type] = {"Completion": Options}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the script and returns the exit code."""
-    use_utf8()
-    try:
-        (options,) = parse(
-            sys.argv[1:] if argv is None else argv,
-            GROUPS,
-            prog="polarlm completion",
-            description=(
-                "Print a script that completes polarlm's commands, flags and their values. For bash: polarlm "
-                "completion bash > ~/.local/share/bash-completion/completions/polarlm; docs/flags.md has the lines for "
-                "zsh and fish."
-            ),
-            checks={},
-        )
-    except FlagError as error:
-        print(f"error: {error}; --help lists the flags", file=sys.stderr)
-        return _BAD_REQUEST
+@command
+def main(argv: Sequence[str]) -> None:
+    (options,) = parse(
+        argv,
+        GROUPS,
+        prog="polarlm completion",
+        description=(
+            "Print a script that completes polarlm's commands, flags and their values. For bash: polarlm "
+            "completion bash > ~/.local/share/bash-completion/completions/polarlm; docs/flags.md has the lines for "
+            "zsh and fish."
+        ),
+        checks={},
+    )
     print(script(options.shell))
-    return 0
 
 
 def script(shell: str) -> str:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
-from polarlm.engine.cli.commands import note, run, use_utf8
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse, that
 from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig, setting
-from polarlm.engine.loading.advice import Advice, advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.fit import (
+    Advice,
     CacheFit,
     DeviceFit,
     WeightFit,
+    advise,
     devices,
     fit_device,
     fit_files,
@@ -35,13 +36,8 @@ from polarlm.model_loaders.hub import PREFIX
 
 @dataclass(frozen=True)
 class FitConfig:
-    """The model, and the settings to load it with."""
-
     weights: str | None = setting(
-        None,
-        "MODEL",
-        bare=None,
-        help="folder of safetensors or a .gguf file; without it, the demonstration model",
+        None, "MODEL", bare=None, help="folder of safetensors or a .gguf file; without it, the demonstration model"
     )
     contexts: str | None = setting(
         None,
@@ -77,10 +73,9 @@ class FitConfig:
 GROUPS: Mapping[str, type] = {"Fit": FitConfig}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what fits, and returns the exit code."""
-    use_utf8()
-    return run(lambda words: print(_report(words)), argv)
+@command
+def main(argv: Sequence[str]) -> None:
+    print(_report(argv))
 
 
 def _report(argv: Sequence[str]) -> str:
@@ -95,7 +90,7 @@ def _report(argv: Sequence[str]) -> str:
     names = "weight_type", "device", "lora", "tensor_split"
     settings = {name: getattr(options, name) for name in names}
     config = settle(None, None, settings)
-    numbers = None if options.contexts is None else _numbers(options.contexts)
+    numbers = None if options.contexts is None else sorted({int(word) for word in options.contexts.split(",")})
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
     path = str(demo_model(note)) if options.weights is None else options.weights
@@ -144,10 +139,6 @@ def _fit_hub(
 
 def _is_list(text: str) -> bool:
     return all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in text.split(","))
-
-
-def _numbers(text: str) -> list[int]:
-    return sorted({int(word) for word in text.split(",")})
 
 
 def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:

@@ -73,9 +73,8 @@ class PolarLM(TemplateLM):
     ) -> None:
         """weights: as for `Engine.load`. settings: fields of EngineConfig. Raises EngineError.
 
-        lm-eval gives the others to every model. batch_size and max_batch_size are ignored: `parallel` says how many
-        requests run together. device is "cuda:0" unless a user says otherwise, also where there is no GPU: anything but
-        "cpu" takes a GPU if it can use one.
+        lm-eval gives the others to every model. The sizes of batches are ignored: `parallel` says how many requests run
+        together. device is "cuda:0" by default, also without a GPU: all but "cpu" takes a GPU if it can use one.
         """
         super().__init__()
         device = "cpu" if device == "cpu" else "auto"
@@ -98,10 +97,8 @@ class PolarLM(TemplateLM):
         return self.engine.model.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """The ids of a text, with BOS if the model has one and `add_special_tokens` is not False.
-
-        Names of control tokens in it are these tokens, as in a text that a chat template has written.
-        """
+        """The ids of a text, with BOS if the model has one and `add_special_tokens` is not False. Names of control
+        tokens in it are these tokens, as in a text that a chat template has written."""
         ids = self.engine.tokenize(string, control=True)
         bos = self.engine.model.tokenizer.bos_id
         return ids if bos is None or add_special_tokens is False or ids[:1] == [bos] else [bos, *ids]
@@ -136,14 +133,14 @@ class PolarLM(TemplateLM):
             greedy = all(token.top[0][0] == token.id for token in answer.logprobs)
             return sum(token.logprob for token in answer.logprobs), greedy
 
-        found = self._in_parallel(score, requests, [context for _, context, _ in requests], disable_tqdm)
-        for (texts, _, _), result in zip(requests, found, strict=True):
+        results = self._in_parallel(score, requests, [context for _, context, _ in requests], disable_tqdm)
+        for (texts, _, _), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, result)
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text, in windows of the whole context whose tokens are predicted once each."""
-        found = []
+        results = []
         for request in tqdm(requests, desc="Scoring", disable=disable_tqdm):
             (text,) = request.args
             ids = self.tok_encode(text, add_special_tokens=False)
@@ -152,16 +149,16 @@ class PolarLM(TemplateLM):
             for context, following in map(make_disjoint_window, windows):
                 logprobs = self.engine.score([*context, *following]).logprobs
                 total += float(np.sum(logprobs[len(context) - 1 :], dtype=np.float64))
-            found.append(total)
+            results.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
-        return found
+        return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The answer to each context: greedy, unless the task samples, up to one of its stop strings."""
 
         def answer(request: Instance) -> str:
-            context, given = request.args
-            asked = normalize_gen_kwargs(given, _ANSWER)
+            context, options = request.args
+            asked = normalize_gen_kwargs(options, _ANSWER)
             most = min(asked["max_gen_toks"], self.engine.context - 1)
             sampling = {name: asked[name] for name in FALLBACKS if name in asked}
             stop = tuple(text for text in asked["until"] if text)
@@ -169,10 +166,10 @@ class PolarLM(TemplateLM):
             prompt = self._end_of(self.tok_encode(context), most)
             return self._counted(self.engine.generate(prompt, params)).text
 
-        found = self._in_parallel(answer, requests, [request.args[0] for request in requests], disable_tqdm)
-        for request, text in zip(requests, found, strict=True):
+        results = self._in_parallel(answer, requests, [request.args[0] for request in requests], disable_tqdm)
+        for request, text in zip(requests, results, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
-        return found
+        return results
 
     def _end_of(self, context: list[int], more: int) -> list[int]:
         """The last ids of a context that leave room for so many more. Raises EngineError if there is none for one."""
@@ -192,17 +189,15 @@ class PolarLM(TemplateLM):
     def _in_parallel(
         self, work: Callable[[Any], Any], requests: Sequence[Any], contexts: Sequence[Any], disable_tqdm: bool
     ) -> list[Any]:
-        """work(request) of each request, as many at a time as the engine runs.
-
-        They begin in the order of their contexts, so that the prefix cache finds what these have in common.
-        """
+        """work(request) of each request, as many at a time as the engine runs, in the order of their contexts, so that
+        the prefix cache finds what these have in common."""
         order = sorted(range(len(requests)), key=lambda number: contexts[number])
-        found: list[Any] = [None] * len(requests)
+        results: list[Any] = [None] * len(requests)
         with ThreadPoolExecutor(self.engine.config.parallel) as threads:
-            results = threads.map(lambda number: work(requests[number]), order)
-            for number, result in zip(order, tqdm(results, total=len(order), disable=disable_tqdm), strict=True):
-                found[number] = result
-        return found
+            finished = threads.map(lambda number: work(requests[number]), order)
+            for number, result in zip(order, tqdm(finished, total=len(order), disable=disable_tqdm), strict=True):
+                results[number] = result
+        return results
 
 
 def main() -> int:

@@ -11,11 +11,10 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from polarlm.engine.backends.select import select
-from polarlm.engine.cli.commands import note, run, use_utf8
+from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import hub
@@ -24,8 +23,6 @@ from polarlm.model_loaders.files.gguf_file import part_paths
 
 @dataclass(frozen=True)
 class PullConfig:
-    """The model, and the memory that it has to fit in."""
-
     name: str = setting(
         MISSING,
         "MODEL",
@@ -47,20 +44,15 @@ class PullConfig:
 GROUPS: Mapping[str, type] = {"Model": PullConfig}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Fetches the model, and returns the exit code."""
-    use_utf8()
-    return run(_pull, argv)
-
-
-def _pull(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
     (asked,) = parse(
         argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub.", checks={}
     )
     name = hub.parse(asked.name)
     config = settle(None, EngineConfig(device=asked.device, ctx_size=asked.ctx_size), {})
     ops, _ = select(config.device, config.threads)
-    path = hub.fetch(name, fits_beside(config, WHOLE, ops), note)
+    path = hub.fetch(name, fits_beside(config, ops), note)
     if path.is_file() and name.quantization is None:
         name = replace(name, quantization=hub.quantization_of(path.name))
     note(f"{name} takes {format_bytes(_size(path))} on the disk. To talk to it: polarlm chat -hf {name}")

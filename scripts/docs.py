@@ -62,7 +62,7 @@ def settings(config: type, *left_out: str) -> str:
         if field.name in left_out:
             continue
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        prefix = "`False`: " if default is True else ""  # the help is that of a flag that switches the field off
+        prefix = "`False`: " if default is True else ""  # the help describes a flag that switches the field off
         # Parts of the help that are about the command line alone.
         meaning = re.sub("(, as in 42.*)?; may be repeated", "", _cell(field.metadata["help"]))
         meaning = re.sub("--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", meaning)
@@ -151,23 +151,13 @@ STEP = (
     ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),
     ("model/forward.py", "Transformer._run", "Transformer._head", "embedding, a loop over the layers, logits"),
     ("model/layers/kinds.py", "DecoderLayer", "DecoderLayer", "a layer: mixer and feed-forward network"),
-    (
-        "model/layers/attention.py",
-        "Attention.project",
-        "Attention.mix",
-        "queries, keys, values, projection",
-    ),
+    ("model/layers/attention.py", "Attention.project", "Attention.mix", "queries, keys, values, projection"),
     ("backends/numpy/ops.py", "NumpyOps.append_kv", "NumpyOps.attention", "keys and values go to their block"),
     ("backends/numpy/attention.py", "attend_alone", "read_blocks", "attention over codes and full-precision blocks"),
     ("codecs/parts/pair_codec.py", "PairCodec.lookup", "PairCodec.dequantize", "codes become pairs of values"),
     ("model/layers/gated_mlp.py", "GatedMLP.add", "GatedMLP.add", "the feed-forward network"),
     ("sampling/sample.py", "sample_all", "_adjust", "logits become a token"),
-    (
-        "state/store.py",
-        "KVStore.commit_steps",
-        "KVStore._encode_filled",
-        "the token counts, a full block is encoded",
-    ),
+    ("state/store.py", "KVStore.commit_steps", "KVStore._encode_filled", "the token counts, a full block is encoded"),
     ("requests/request.py", "Request.take", "Request._take", "the token becomes text"),
 )
 

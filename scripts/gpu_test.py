@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = options.results or _results(ops.name)
+    name = f"gpu-tests-{report.slug(ops.name)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    results = options.results or report.LOCAL / name
+    results.parent.mkdir(parents=True, exist_ok=True)
     write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
     print(f"{ops.name}: results go to {results} as they come", flush=True)
     arguments = ["-q", "-p", "tests.written_results", "--results", str(results)]
@@ -80,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(
     file: Path, launches: str, arguments: Sequence[str], results: Path, limit: float, environment: Mapping[str, str]
 ) -> int:
-    """Run a file of tests for `limit` seconds at most; returns 0 if no test failed, else 1."""
+    """Return 0 if no test of the file failed, else 1."""
     began = time.monotonic()
     command = [*_python(), "-m", "pytest", str(file), *arguments]
     running = subprocess.Popen(
@@ -140,13 +142,6 @@ def _processes(count: int) -> list[str]:
         print("The Python package pytest-xdist is missing: the tests run in one process, which takes longer")
         return []
     return ["-n", str(count), "--maxschedchunk", "2"]
-
-
-def _results(gpu: str) -> Path:
-    """A new file in the folder of local results."""
-    folder = ROOT / "bench" / "results" / "local"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"gpu-tests-{report.slug(gpu)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
 
 
 def _parser() -> argparse.ArgumentParser:

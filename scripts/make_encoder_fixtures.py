@@ -2,7 +2,7 @@
 tests/fixtures/encoders, decoders under tests/fixtures/embedding_decoders, and rerankers under tests/fixtures/rerankers.
 
     python -m venv reference && reference/bin/pip install torch transformers sentence-transformers
-    reference/bin/python scripts/make_encoder_fixtures.py [FOLDER/NAME ...]
+    reference/bin/python -m scripts.make_encoder_fixtures [FOLDER/NAME ...]
 
 A model is described by its config.json there, and has random weights. `reference.npz` next to each holds, for each of a
 few texts, ids{i} int64 (T,) and states{i} float32 (T, E), the last hidden states, computed by transformers in float32
@@ -21,10 +21,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
+from scripts.fixtures.reference import FIXTURES, write_random
+
 SEED = 20_261_124
 VOCABULARY = 96
-LENGTHS = (1, 2, 17, 64)  # of texts; the longest is the whole context of some models
+LENGTHS = (1, 2, 17, 64)  # tokens of a text; the longest is the whole context of some models
 PAIRS = ((1, 1), (3, 14), (20, 44))  # tokens of the two texts of a pair
 PROMPTS = {"query": "the sea: ", "document": "a ship: "}
 WITH_MODULES, AS_PUBLISHED = "embedding_gemma", "nomic_bert"
@@ -63,20 +64,12 @@ def make_model(folder: Path) -> None:
 
 
 def save_random(folder: Path, kind: type) -> transformers.PretrainedConfig:
-    """Saves random weights for the configuration in a folder, which stays as it is, and returns it."""
-    path = folder / "config.json"
-    described = path.read_text()
+    """Saves random weights for the configuration in a folder, and returns it."""
     config = transformers.AutoConfig.from_pretrained(folder)
     if folder.name == AS_PUBLISHED:  # whose keys transformers does not read
         config = transformers.AutoConfig.from_pretrained(folder.with_name(f"{AS_PUBLISHED}_new"))
-        config.rope_parameters["rope_theta"] = json.loads(described)["rotary_emb_base"]
-    dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
-    config.dtype = torch.float32
-    torch.manual_seed(SEED)
-    model = kind.from_config(config)
-    randomize(model)
-    model.to(dtype).save_pretrained(folder)
-    path.write_text(described)
+        config.rope_parameters["rope_theta"] = json.loads((folder / "config.json").read_text())["rotary_emb_base"]
+    write_random(folder, kind, config, randomize, SEED)
     return config
 
 

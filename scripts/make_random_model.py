@@ -30,7 +30,7 @@ from polarlm.model_loaders.files.tensor_table import TensorSpec
 
 _TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 _FILE_TYPES = {"q4_k": "MOSTLY_Q4_K_M", "mxfp4": "MOSTLY_MXFP4_MOE", "f32": "ALL_F32"}
-_UNK, _CLS, _SEP = 100, 101, 102  # of BERT
+_UNK, _CLS, _SEP = 100, 101, 102  # BERT's ids
 
 
 def main() -> int:
@@ -160,14 +160,12 @@ def _add_numbered_tokens(writer: gguf.GGUFWriter, count: int) -> None:
 def _copy_tokenizer(writer: gguf.GGUFWriter, path: Path, vocabulary: int) -> int:
     """Copy all about the tokenizer, with tokens up to `vocabulary` that stand for nothing → the number of tokens."""
     fields = {name: field for name, field in gguf.GGUFReader(path).fields.items() if name.startswith("tokenizer.")}
-    values = {name: field.contents() for name, field in fields.items()}
-    tokens = values[_TOKENS]
-    more = range(len(tokens), vocabulary)
-    values[_TOKENS] = [*tokens, *(f"<unused{i}>" for i in more)]
-    values[_TOKEN_TYPES] = [*values[_TOKEN_TYPES], *(int(gguf.TokenType.UNUSED) for _ in more)]
+    more = range(len(fields[_TOKENS].contents()), vocabulary)
+    added = {_TOKENS: [f"<unused{i}>" for i in more], _TOKEN_TYPES: [int(gguf.TokenType.UNUSED)] * len(more)}
     for name, field in fields.items():
-        writer.add_key_value(name, values[name], field.types[0], field.types[-1] if len(field.types) > 1 else None)
-    return max(len(tokens), vocabulary)
+        value = [*field.contents(), *added[name]] if name in added else field.contents()
+        writer.add_key_value(name, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    return max(more.start, vocabulary)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------------
@@ -183,25 +181,21 @@ class _Tensor:
     type: str
 
     @property
-    def rows(self) -> int:
-        """Rows of all experts, if there are several."""
-        return prod(self.shape[:-1])
-
-    @property
     def nbytes(self) -> int:
-        return self.rows * get(self.type).size(self.shape[-1])
+        return prod(self.shape[:-1]) * get(self.type).size(self.shape[-1])
 
     def info(self) -> tuple[list[int], np.dtype[Any], int, Type]:
         """The shape, its dtype, the number of bytes and the type, as the writer wants them."""
-        if self.type == "f32":
-            return [*self.shape], np.dtype(np.float32), self.nbytes, Type.F32
-        row = get(self.type).size(self.shape[-1])
-        return [*self.shape[:-1], row], np.dtype(np.uint8), self.nbytes, Type[self.type.upper()]
+        is_plain = self.type == "f32"
+        columns = self.shape[-1] if is_plain else get(self.type).size(self.shape[-1])
+        dtype = np.dtype(np.float32 if is_plain else np.uint8)
+        return [*self.shape[:-1], columns], dtype, self.nbytes, Type[self.type.upper()]
 
     def data(self) -> np.ndarray:
         if len(self.spec.shape) == 1:
             return vector(replace(self.spec, shape=(prod(self.shape),)))
-        return RandomMatrix(self.type, self.rows, self.shape[-1], self.name).raw(slice(0, self.rows))
+        rows = prod(self.shape[:-1])
+        return RandomMatrix(self.type, rows, self.shape[-1], self.name).raw(slice(0, rows))
 
 
 def _tensors(config: ModelConfig, types: Mapping[str, str]) -> list[_Tensor]:
@@ -214,7 +208,7 @@ def _tensors(config: ModelConfig, types: Mapping[str, str]) -> list[_Tensor]:
     for name, (spec, *more) in by_name.items():
         rows, *columns = spec.shape
         shape: tuple[int, ...] = rows * (1 + len(more)), *columns
-        if spec.gguf.endswith("]"):  # of all experts
+        if spec.gguf.endswith("]"):  # all experts
             shape = 1 + len(more), *spec.shape
         if spec.flat and "conv" in name:
             mixer = config.layers[int(name.split(".")[1])].mixer

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 KILLED, KILLED_SLOWLY, SURVIVED = "killed", "killed by a slow test", "survived"
 _MARKS = {KILLED: "not slow", KILLED_SLOWLY: "slow"}  # outcome → the tests that lead to it
-_SECONDS = 1800  # for the tests of one mutation; one that hangs is found
+_SECONDS = 1800  # for the tests of one mutation; a mutation that hangs counts as killed
 _NO_TESTS = 5  # pytest's exit status
 
 # Room → the tests that are about it.
@@ -84,8 +84,8 @@ def mutations(root: Path, rooms: Sequence[str] = tuple(ROOMS)) -> Iterator[Mutat
         for path in sorted((root / room).rglob("*")):
             if path.suffix in (".py", ".cu", ".cuh"):
                 text = path.read_text(encoding="utf-8")
-                found = _in_python(text) if path.suffix == ".py" else _in_cuda(text)
-                for place, old, new in found:
+                changes = _in_python(text) if path.suffix == ".py" else _in_cuda(text)
+                for place, old, new in changes:
                     line = text.count("\n", 0, place) + 1
                     yield Mutation(room, path.relative_to(root).as_posix(), line, place, old, new)
 
@@ -124,16 +124,16 @@ def _in_cuda(text: str) -> Iterator[tuple[int, str, str]]:
     start = 0
     for row in text.splitlines(keepends=True):
         code = "" if row.lstrip().startswith(("#", "//", "template")) else row.split("//")[0]
-        for found in _CUDA.finditer(code):
-            yield start + found.start(), found[0], _IN_CUDA[found[0]]
+        for match in _CUDA.finditer(code):
+            yield start + match.start(), match[0], _IN_CUDA[match[0]]
         start += len(row)
 
 
-def chosen(found: Sequence[Mutation], number: int, seed: int) -> list[Mutation]:
+def chosen(mutations: Sequence[Mutation], number: int, seed: int) -> list[Mutation]:
     """`number` of the mutations, as many of each room as of every other one, in random order."""
     rng = random.Random(seed)
     by_room: dict[str, list[Mutation]] = {}
-    for mutation in found:
+    for mutation in mutations:
         by_room.setdefault(mutation.room, []).append(mutation)
     for several in by_room.values():
         rng.shuffle(several)
@@ -141,31 +141,21 @@ def chosen(found: Sequence[Mutation], number: int, seed: int) -> list[Mutation]:
     return in_turn[:number]
 
 
-def kills(mutation: Mutation, product: Path, suite: Path, marks: str) -> bool:
-    """Whether one of the tests in `suite` with these marks fails in a copy of `product` with the mutation."""
-
-    def change(copy: Path) -> None:
-        path = copy / mutation.file
-        text = path.read_text(encoding="utf-8")
-        after = mutation.place + len(mutation.old)
-        path.write_text(text[: mutation.place] + mutation.new + text[after:], encoding="utf-8")
-
-    return not passes(mutation.room, product, suite, marks, change)
-
-
-def passes(
-    room: str, product: Path, suite: Path, marks: str, change: Callable[[Path], None] = lambda copy: None
-) -> bool:
-    """Whether the tests of a room pass in a copy of `product`, which is changed first."""
+def passes(room: str, product: Path, suite: Path, marks: str, mutation: Mutation | None = None) -> bool:
+    """Whether the tests of a room in `suite` with these marks pass in a copy of `product`, with the mutation."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder)
         _copy(product, copy)
         shutil.rmtree(copy / "tests")
         shutil.copytree(suite / "tests", copy / "tests", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        kernels = Path(".pytest_cache", "kernels")  # those of sources that are not changed need not be compiled again
+        kernels = Path(".pytest_cache", "kernels")  # kernels of unchanged sources need not be compiled again
         if (product / kernels).is_dir():
             shutil.copytree(product / kernels, copy / kernels)
-        change(copy)
+        if mutation is not None:
+            path = copy / mutation.file
+            text = path.read_text(encoding="utf-8")
+            after = mutation.place + len(mutation.old)
+            path.write_text(text[: mutation.place] + mutation.new + text[after:], encoding="utf-8")
         tests = [test for test in ROOMS[room] if (copy / test).exists()]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -178,7 +168,6 @@ def passes(
 
 
 def _copy(product: Path, copy: Path) -> None:
-    """The tracked files, and links as links."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=product, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -210,20 +199,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     picked = chosen(list(mutations(ROOT, options.rooms.split(","))), options.number, options.seed)
     rooms = list(dict.fromkeys(mutation.room for mutation in picked))
     with ThreadPoolExecutor(options.jobs) as pool:
-        for room, does in zip(
-            rooms, pool.map(lambda r: passes(r, ROOT, options.suite, _MARKS[KILLED]), rooms), strict=True
-        ):
-            if not does:
+        unchanged = pool.map(lambda room: passes(room, ROOT, options.suite, _MARKS[KILLED]), rooms)
+        for room, has_passed in zip(rooms, unchanged, strict=True):
+            if not has_passed:
                 print(f"error: The tests of {room} do not pass as they are, so they tell nothing", file=sys.stderr)
                 return 1
     outcomes = dict.fromkeys(picked, SURVIVED)
     for kind, marks in _MARKS.items():
         left = [mutation for mutation, what in outcomes.items() if what == SURVIVED]
         with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(left), unit="mutation", disable=None) as bar:
-            found = pool.map(lambda m, marks=marks: kills(m, ROOT, options.suite, marks), left)
-            for mutation, is_killed in zip(left, found, strict=True):
+            survives = pool.map(lambda m, marks=marks: passes(m.room, ROOT, options.suite, marks, m), left)
+            for mutation, has_survived in zip(left, survives, strict=True):
                 bar.update()
-                if is_killed:
+                if not has_survived:
                     outcomes[mutation] = kind
                 if options.output:
                     rows = [{**asdict(one), "outcome": told} for one, told in outcomes.items()]

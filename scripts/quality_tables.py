@@ -10,14 +10,15 @@ from typing import Any
 from polarlm.bench import report
 from polarlm.bench.quality import tables as quality
 from polarlm.bench.quality.scores import CODED, SERVED
-from polarlm.bench.quality.tables import Table, small, with_error
+from polarlm.bench.quality.tables import Table, small, two_digits, with_error
+from polarlm.engine.errors import counted
 from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 DEMO = "smollm2-135m-instruct-????-??-??"
-_SAME = "model", "weights", "text", "windows", "window"  # of measurements that may stand in one table
+_SAME = "model", "weights", "text", "windows", "window"  # equal in measurements of one table
 PLAIN = ":plain"  # a type as published, without conditioning
 
 Measured = Mapping[str, Any]
@@ -29,45 +30,49 @@ def newest(name: str) -> Measured:
 
 
 def quality_table() -> str:
-    """A Markdown table with a line per cache type, fewest bits first, and the commands that measured them: of each type
-    the newest measurement on the same text."""
-    lines: list[tuple[float, str]] = []
-    sources: list[tuple[Measured, list[str]]] = []
-    for measured, rows in newest_of_each(f"quality-{DEMO}"):
-        full = measured["exact_perplexity"]
-        for name, row in rows.items():
-            served, coded = row[SERVED], row[CODED]
-            cells = f"{served['bits_per_value']:.3f} | {_cost(served, full)} | {_cost(coded, full)}"
-            lines.append((served["bits_per_value"], f"| {_label(name)} | {cells} |"))
-        sources.append((measured, [*rows]))
-    header = (
-        "| Keys/values | bits/value | perplexity, KL as served | perplexity, KL, every token coded |\n|---|---|---|---|"
+    """The costs of all cache types in perplexity and KL."""
+    header = ["perplexity, KL as served", "perplexity, KL, every token coded"]
+    return _by_bits(f"quality-{DEMO}", header, lambda served, coded, full: [_cost(served, full), _cost(coded, full)])
+
+
+def _by_bits(name: str, header: Sequence[str], cells: Callable[[Measured, Measured, float], list[str]]) -> str:
+    """A table with a line per cache type, fewest bits first, of its newest measurement, and the commands.
+
+    cells: figures as served, with every token coded, and the perplexity in full precision → cells of the header.
+    """
+    measurements, rows = newest_of_each(name), []
+    for measured, types in measurements:
+        for label, row in types.items():
+            served, bits = row[SERVED], row[SERVED]["bits_per_value"]
+            more = cells(served, row[CODED], measured["exact_perplexity"])
+            rows.append((bits, [_label(label), f"{bits:.3f}", *more]))
+    table = report.table(
+        ["Keys/values", "bits/value", *header], [line for _, line in sorted(rows, key=lambda row: row[0])]
     )
-    return "\n".join([header, *(line for _, line in sorted(lines, key=lambda line: line[0])), "", _sources(sources)])
+    return "\n".join([table, "", _sources([(measured, [*types]) for measured, types in measurements])])
 
 
 def newest_of_each(name: str) -> list[tuple[Measured, dict[str, dict[str, dict]]]]:
-    """The measurements whose file names match the pattern `name` and which have the windows of the newest, newest
-    first, each with the rows of those types that no newer one has."""
+    """The measurements with the windows of the newest, newest first, each with the types that no newer one has."""
     files = sorted(RESULTS.glob(f"{name}.json"), reverse=True)
     latest, *older = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    found: list[tuple[Measured, dict[str, dict[str, dict]]]] = []
+    measurements: list[tuple[Measured, dict[str, dict[str, dict]]]] = []
     shown: set[str] = set()
     for measured in [latest, *(one for one in older if all(one[key] == latest[key] for key in _SAME))]:
         rows = {label: row for label, row in _by_type(measured).items() if label not in shown}
-        found.append((measured, rows))
+        measurements.append((measured, rows))
         shown |= {*rows}
-    return found
+    return measurements
 
 
 def _sources(measurements: Sequence[tuple[Measured, Sequence[str]]]) -> str:
     """What was measured when, and by which commands. measurements: as of `newest_of_each`, with the types shown."""
-    (first, _), *others = ((measured, own) for measured, own in measurements if own)
-    of_others = (
-        f"Other rows ({'; '.join(map(_label, own))}) on {measured['date']} with\n`{measured['command']}`."
-        for measured, own in others
+    (first, _), *others = (one for one in measurements if one[1])
+    more = (
+        f"Other rows ({'; '.join(map(_label, types))}) on {measured['date']} with\n`{measured['command']}`."
+        for measured, types in others
     )
-    return "\n".join([_source(first, first["exact_perplexity"]), *of_others])
+    return "\n".join([_source(first), *more])
 
 
 def positions_table() -> str:
@@ -77,18 +82,16 @@ def positions_table() -> str:
 
 
 def snapshots_table() -> str:
-    """KL after snapshots by the way in which they keep a recurrent state, and by the tokens since; and what coded keys
-    and values cost the same model at these positions."""
+    """KL after snapshots by state type and tokens since, and the cost of coded keys and values at these positions."""
     measured, presets = (newest(f"{kind}-trained-hybrid-????-??-??") for kind in ("state", "quality"))
     distances = [one["tokens"] for one in measured["rows"][0]["distances"]]
     header = ["State type", "one snapshot", *(f"KL, first {n}" if n > 1 else "KL, first token" for n in distances)]
-    lines = [f"| {' | '.join([*header, 'KL 99 %, max', 'same top-1'])} |", "|---" * (len(header) + 2) + "|"]
+    lines = []
     for row in measured["rows"]:
         last = row["distances"][-1]
         cells = [f"`{row['type']}`", format_bytes(row["bytes"])]
         cells += [_with_error(one, "kl_mean", "{:.2g}".format) if one["kl_mean"] else "0" for one in row["distances"]]
-        cells += [f"{last['kl_99th_percentile']:.2g}, {last['kl_max']:.2g}", f"{100 * last['same_top1']:.2f} %"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append([*cells, f"{last['kl_99th_percentile']:.2g}, {last['kl_max']:.2g}", two_digits(last["same_top1"])])
     stretch = presets["rows"][0]["by_position"][-1]
     costs = [
         f"{row['by_position'][-1]['kl_mean']:.2g} as {_label(row['type'])}"
@@ -103,7 +106,7 @@ def snapshots_table() -> str:
         f"At positions {stretch['start']} to {stretch['end'] - 1} of the same text the model's keys and values cost a "
         f"KL of {', '.join(costs)}; measured with\n`{presets['command']}`."
     )
-    return "\n".join([*lines, "", source])
+    return "\n".join([report.table([*header, "KL 99 %, max", "same top-1"], lines), "", source])
 
 
 def figures_table() -> str:
@@ -115,7 +118,7 @@ def figures_table() -> str:
 
 def _figures(measured: Measured, parts: Sequence[Table]) -> str:
     tables = [report.table(*_named(*part)) for part in parts]
-    return "\n\n".join([*tables, _source(measured, measured["exact_perplexity"])])
+    return "\n\n".join([*tables, _source(measured)])
 
 
 def _named(header: list[str], rows: list[list[str]]) -> Table:
@@ -128,26 +131,19 @@ def _named(header: list[str], rows: list[list[str]]) -> Table:
 
 
 def peers_table() -> str:
-    """Cache types of other projects next to ours, with errors, fewest bits first."""
-    measurements = newest_of_each(f"peers-{DEMO}")
-    header = ["Keys/values", "bits/value", "perplexity", "KL", "KL 99 %", "drafts accepted", "KL, every token coded"]
-    rows = []
-    for measured, found in measurements:
-        full = measured["exact_perplexity"]
-        for label, row in found.items():
-            served, coded = row[SERVED], row[CODED]
-            change, error = 100 * (served["perplexity"] / full - 1), 100 * served["perplexity_error"] / full
-            cells = [
-                _label(label),
-                f"{served['bits_per_value']:.3f}",
-                f"{change:+.1f} ± {error:.1f} %",
-                *(_with_error(served, figure, small) for figure in ("kl_mean", "kl_99th_percentile")),
-                _with_error(served, "draft_acceptance", lambda share: f"{100 * share:.1f} %"),
-                _with_error(coded, "kl_mean", small),
-            ]
-            rows.append((served["bits_per_value"], cells))
-    table = report.table(header, [cells for _, cells in sorted(rows, key=lambda row: row[0])])
-    return "\n".join([table, "", _sources([(measured, [*found]) for measured, found in measurements])])
+    """Cache types of other projects beside ours, with errors."""
+
+    def cells(served: Measured, coded: Measured, full: float) -> list[str]:
+        change, error = 100 * (served["perplexity"] / full - 1), 100 * served["perplexity_error"] / full
+        return [
+            f"{change:+.1f} ± {error:.1f} %",
+            *(_with_error(served, figure, small) for figure in ("kl_mean", "kl_99th_percentile")),
+            _with_error(served, "draft_acceptance", lambda share: f"{100 * share:.1f} %"),
+            _with_error(coded, "kl_mean", small),
+        ]
+
+    header = ["perplexity", "KL", "KL 99 %", "drafts accepted", "KL, every token coded"]
+    return _by_bits(f"peers-{DEMO}", header, cells)
 
 
 def _with_error(row: Measured, figure: str, text: Callable[[float], str]) -> str:
@@ -175,11 +171,11 @@ def _cost(row: Measured, full: float) -> str:
     return f"{100 * (row['perplexity'] / full - 1):+.1f} %, {row['kl_mean']:.2g}"
 
 
-def _source(measured: Measured, full: float, of_what: str = "in full precision") -> str:
-    windows = "1 window" if measured["windows"] == 1 else f"{measured['windows']} windows"
+def _source(measured: Measured) -> str:
+    windows = f"{counted(measured['windows'], 'window')} of {measured['window']:,} tokens"
     return (
-        f"{measured['model']} on {measured['text']}, {windows} of {measured['window']:,} tokens, "
-        f"perplexity {full:.2f} {of_what}; measured on {measured['date']} with\n`{measured['command']}`."
+        f"{measured['model']} on {measured['text']}, {windows}, perplexity {measured['exact_perplexity']:.2f} in full "
+        f"precision; measured on {measured['date']} with\n`{measured['command']}`."
     )
 
 

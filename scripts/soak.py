@@ -141,7 +141,6 @@ class Soak:
             time.sleep(_SAMPLE_SECONDS)
 
     def _count_blocks(self, name: str) -> None:
-        """Note how many blocks have which type, where blocks differ."""
         answer = self.house.http.get("/stats", params={"model": name})
         types = answer.json().get("blocks_by_type") if answer.is_success else None
         for kind, count in (types or {}).items():
@@ -174,7 +173,6 @@ class Soak:
         return True
 
     def _read(self, rng: random.Random, model: str) -> bool:
-        """Ask with a prompt that nobody has asked with."""
         prompt = f"{rng.randrange(10**9)} {PROMPT}"
         self.house.post("/v1/completions", model=model, prompt=prompt, max_tokens=TOKENS)
         return True

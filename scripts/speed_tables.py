@@ -18,30 +18,25 @@ from polarlm.bench.speed.tables import (
     place,
     rates_table,
     source,
-    starts_in_parts,
     starts_of_models,
-    starts_table,
 )
 from scripts.quality_tables import RESULTS, ROOT, newest
 
-DOCUMENT = ROOT / "docs" / "speed.md"
 DEMO = "SmolLM2-135M-Instruct"
-MISSING = "This version has not been measured yet; `make bench` measures it."
-MISSING_STARTS = "Starts have not been measured yet; `polarlm speed --only starts` measures them."
 
 
 def published(kind: str = "speed") -> dict[Path, Measured]:
-    """The newest complete measurement of each model on each CPU, and on one whose kernels are restricted to a level;
-    also one that has all but starts, which come last.
+    """The newest complete measurement of each model on each CPU and level of instructions; also one that lacks starts
+    alone, which come last. The demonstration model comes first, then by name.
 
-    The demonstration model comes first, then by name. kind: "speed", or "starts" for measurements of starts alone.
+    kind: "speed", or "starts" for measurements of starts alone.
     """
-    found: dict[tuple[str, str], tuple[Path, Measured]] = {}
+    newest_of: dict[tuple[str, str], tuple[Path, Measured]] = {}
     measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]
     for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
         if (measured["complete"] or measured["memory"]) and measured["device"] == "cpu":
-            found[_title(measured), place(measured)] = path, measured
-    return dict(sorted(found.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
+            newest_of[_title(measured), place(measured)] = path, measured
+    return dict(sorted(newest_of.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
 
 
 def all_tables() -> str:
@@ -52,15 +47,14 @@ def all_tables() -> str:
     for path, measured in everything.items():
         where = f", on {place(measured)}" if titles[_title(measured)] > 1 else ""
         parts.append(f"### {_title(measured)}{where}")
-        parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path, DOCUMENT)]
+        parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path)]
         parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
         if measured["memory"]:  # else rates alone were measured
             parts += ["Memory of the process:", memory_table(measured)]
             parts += ["Steps of several sequences together:", batches_table(measured)]
-        if measured["starts"]:
-            parts += ["Starts:", starts_table(measured), starts_in_parts(measured)]
-        parts += [*(f"{sentence}." for sentence in measured["left_out"]), source(measured)]
-    return "\n\n".join(parts) or MISSING
+        parts.append(source(measured))
+    notes = dict.fromkeys(f"{sentence}." for measured in everything.values() for sentence in measured["left_out"])
+    return "\n\n".join([*parts, *notes])
 
 
 def starts() -> str:
@@ -75,16 +69,16 @@ def starts() -> str:
             f"On {where}, {one['threads']['most']} threads; {peers_in_words(one)}; "
             f"medians of {runs} starts; measured on {dates} with commands such as\n`{one['command']}`.",
         ]
-    return "\n\n".join(parts) or MISSING_STARTS
+    return "\n\n".join(parts)
 
 
 def _starts_by_machine() -> dict[str, list[Measured]]:
-    """A description of the machine → its measurements of starts."""
-    found: dict[str, list[Measured]] = {}
-    for measured in published("starts").values():
-        level = _restricted_to(measured)
-        found.setdefault(place(measured) + (f" with {level} alone" if level else ""), []).append(measured)
-    return found
+    groups: dict[str, list[Measured]] = {}
+    for measured in [*published("starts").values(), *published().values()]:
+        if measured["starts"]:
+            level = _restricted_to(measured)
+            groups.setdefault(place(measured) + (f" with {level} alone" if level else ""), []).append(measured)
+    return groups
 
 
 def conversations() -> str:
@@ -114,16 +108,13 @@ def _title(measured: Measured) -> str:
 
 
 def _restricted_to(measured: Measured) -> str | None:
-    """The level of instructions that kernels were restricted to; None for all that the CPU has."""
     level: str | None = measured["machine"].get("restricted_to")
     return level
 
 
-def _picture(path: Path, document: Path) -> list[str]:
-    """The link from `document` to the picture next to a measurement, if there is one."""
+def _picture(path: Path) -> list[str]:
     picture = path.with_suffix(".png")
-    up = "../" * (len(document.relative_to(ROOT).parts) - 1)
-    link = f"![Generated tokens/s against the context]({up}{picture.relative_to(ROOT).as_posix()})"
+    link = f"![Generated tokens/s against the context](../{picture.relative_to(ROOT).as_posix()})"
     return [link] if picture.exists() else []
 
 

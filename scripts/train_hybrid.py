@@ -7,10 +7,9 @@ Random weights say little about what a coded state costs: theirs holds nothing t
 the layers of Qwen3.5, three gated delta rules to one of attention, with key and value heads of its sizes (128 × 128),
 and 3.5 million parameters in all, so that an hour of one core teaches it to tell a story.
 
-The file has stories that are separated by lines of `<|endoftext|>`. The last ones are held out: the model's
-perplexity on them is printed beside the perplexity of counts of single tokens and of pairs. FOLDER gets a tokenizer,
-the weights as bfloat16 every few minutes, the last time after --minutes, and at the end the held-out stories and the
-logits of some of their tokens (`reference.npz`, as `make_fixtures.py` describes it).
+The file has stories that are separated by lines of `<|endoftext|>`. The last ones are held out, and the model's
+perplexity on them is printed. FOLDER gets a tokenizer, the weights as bfloat16, the held-out stories and the logits of
+some of their tokens (`reference.npz`, as `make_fixtures.py` describes it).
 
 Matrices are trained with Muon (Jordan et al., 2024), the rest with AdamW. The learning rate falls to 0 at the end of
 the time, so a machine that does more steps gives a better model, and no two runs give the same one.
@@ -22,7 +21,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,6 @@ VOCABULARY, CONTEXT, BATCH = 1024, 512, 8
 HELD_OUT = 40_000  # tokens
 REFERENCE = 160  # tokens whose logits are kept
 MATRICES_RATE, REST_RATE, WARM_UP = 5e-3, 3e-3, 0.03
-SAVE_EVERY = 300  # seconds
 SEED = 20_261_124
 
 
@@ -56,13 +54,13 @@ def main() -> None:
     ids = np.concatenate([[0, *one.ids] for one in tokenizer.encode_batch([story for story in stories if story])])
     train, held_out = torch.from_numpy(ids[:-HELD_OUT]), torch.from_numpy(ids[-HELD_OUT:])
     print(f"{len(train):,} tokens to train on, {len(stories):,} stories, {sum(map(len, stories)):,} characters")
-    for name, nats in counted_entropies(train, held_out).items():
-        print(f"held out, {name}: perplexity {math.exp(nats):.2f}")
-
     model = new_model()
     print(f"{sum(one.numel() for one in model.parameters()):,} parameters")
-    fit(model, train, options.minutes * 60, lambda: save(model, options.folder))
-    stored = stored_model(model)
+    fit(model, train, options.minutes * 60)
+    narrow = Qwen3_5ForCausalLM(model.config).bfloat16()
+    narrow.load_state_dict(model.state_dict())
+    narrow.save_pretrained(options.folder)
+    stored = narrow.float().eval()
     print(f"held out, model: perplexity {math.exp(held_out_loss(stored, held_out)):.3f}")
     write_reference(stored, tokenizer, held_out, options.folder)
 
@@ -85,19 +83,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": END, "eos_token": END, "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def counted_entropies(train: torch.Tensor, held_out: torch.Tensor) -> dict[str, float]:
-    """Nats per held-out token of models that count single tokens, and pairs mixed with them, with one added."""
-    single = torch.bincount(train, minlength=VOCABULARY).double() + 1
-    single /= single.sum()
-    pairs = torch.bincount(train[:-1] * VOCABULARY + train[1:], minlength=VOCABULARY**2).double()
-    pairs = pairs.reshape(VOCABULARY, VOCABULARY) + 8 * single
-    pairs /= pairs.sum(dim=1, keepdim=True)
-    return {
-        "single tokens": -float(single[held_out[1:]].log().mean()),
-        "pairs of tokens": -float(pairs[held_out[:-1], held_out[1:]].log().mean()),
-    }
 
 
 def new_model() -> Qwen3_5ForCausalLM:
@@ -131,8 +116,8 @@ def new_model() -> Qwen3_5ForCausalLM:
     return model
 
 
-def fit(model: Qwen3_5ForCausalLM, train: torch.Tensor, seconds: float, keep: Callable[[], None]) -> None:
-    """Train for `seconds`, and call `keep` now and then and at the end."""
+def fit(model: Qwen3_5ForCausalLM, train: torch.Tensor, seconds: float) -> None:
+    """Train for `seconds`."""
     named = {name: one for name, one in model.named_parameters() if one.requires_grad}
     matrices = {name for name, one in named.items() if one.dim() == 2 and "embed" not in name}
     optimizers = [
@@ -147,7 +132,7 @@ def fit(model: Qwen3_5ForCausalLM, train: torch.Tensor, seconds: float, keep: Ca
         ),
     ]
     rates = [MATRICES_RATE, REST_RATE]
-    started = saved = time.monotonic()
+    started = time.monotonic()
     losses: list[float] = []
     model.train()
     for step, batch in enumerate(batches(train)):
@@ -166,11 +151,7 @@ def fit(model: Qwen3_5ForCausalLM, train: torch.Tensor, seconds: float, keep: Ca
         losses.append(loss.item())
         if step % 20 == 0:
             print(f"step {step}, {100 * spent:.1f} % of the time: loss {np.mean(losses[-20:]):.3f}", flush=True)
-        if time.monotonic() - saved > SAVE_EVERY:
-            saved = time.monotonic()
-            keep()
     print(f"{len(losses):,} steps of {BATCH * CONTEXT:,} tokens, loss {np.mean(losses[-20:]):.3f}")
-    keep()
 
 
 def batches(train: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -189,13 +170,6 @@ def loss_of(model: Qwen3_5ForCausalLM, batch: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def stored_model(model: Qwen3_5ForCausalLM) -> Qwen3_5ForCausalLM:
-    """The model with the weights as they are stored, and arithmetic in float32."""
-    stored = Qwen3_5ForCausalLM(model.config).eval()
-    stored.load_state_dict({name: one.bfloat16().float() for name, one in model.state_dict().items()})
-    return stored
-
-
 @torch.no_grad()
 def held_out_loss(stored: Qwen3_5ForCausalLM, held_out: torch.Tensor) -> float:
     """Nats per token, of windows of CONTEXT."""
@@ -211,13 +185,6 @@ def write_reference(stored: Qwen3_5ForCausalLM, tokenizer: Tokenizer, held_out: 
     (folder / "held_out.txt").write_text("\n".join(stories) + "\n", encoding="utf-8")
     ids = torch.tensor([0, *tokenizer.encode(stories[0]).ids, 0, *tokenizer.encode(stories[1]).ids])[:REFERENCE]
     np.savez_compressed(folder / "reference.npz", ids=ids.numpy(), logits=stored(ids[None]).logits[0].numpy())
-
-
-def save(model: Qwen3_5ForCausalLM, folder: Path) -> None:
-    """Write the configuration, and the weights as bfloat16."""
-    stored = Qwen3_5ForCausalLM(model.config).bfloat16()
-    stored.load_state_dict(model.state_dict())
-    stored.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -47,34 +47,22 @@ def write_peft(folder: Path, changes: Changes, alpha: float, **config: Any) -> P
     return folder
 
 
-_GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
 def write_gguf(path: Path, changes: Changes, alpha: float, heads: Mapping[str, int], arch: str = "llama") -> Path:
     """A GGUF file with these changes, in llama.cpp's order of rows; returns it. heads: of "attn_q" and "attn_k"."""
     import gguf  # which a bare machine does not have
 
-    from tests.model_loaders.checkpoints import finish
+    from tests.model_loaders.checkpoints import finish, gguf_name
 
     writer = gguf.GGUFWriter(path, arch)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", alpha)
     for name, (a, b) in changes.items():
-        layer, _, module = name.removeprefix("model.layers.").removesuffix(".weight").partition(".")
-        theirs = _GGUF_NAMES[module]
-        if theirs in heads:  # RoPE's pairs are neighbouring channels
-            b = b.reshape(heads[theirs], 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
-        writer.add_tensor(f"blk.{layer}.{theirs}.weight.lora_a", a)
-        writer.add_tensor(f"blk.{layer}.{theirs}.weight.lora_b", np.ascontiguousarray(b))
+        label = gguf_name(name)
+        if (module := label.split(".")[2]) in heads:  # RoPE's pairs are neighbouring channels
+            b = b.reshape(heads[module], 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
+        writer.add_tensor(f"{label}.lora_a", a)
+        writer.add_tensor(f"{label}.lora_b", np.ascontiguousarray(b))
     finish(writer)
     return path
 

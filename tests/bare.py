@@ -47,9 +47,7 @@ def bare_model(
     mean_bits = 16 if centred and types[0] != "f16" else 0
     layers = tuple(shape_of(layer.mixer, k, v, mean_bits, block_size) for layer in config.layers)
     plan = plan_for_tokens(CacheShape(block_size, layers), tokens, 4, step_rows)
-    plan = replace(
-        plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks)
-    )  # of each of the sequences
+    plan = replace(plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks))  # for each sequence
     ops = ops or NumpyOps()
     conditioning = [
         Conditioning(k.rotation(one.head_dim), v.rotation(one.head_dim))
@@ -106,7 +104,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def kl(reference: np.ndarray, logits: np.ndarray) -> float:
-    """Mean KL divergence in nats of the distributions of `logits` from those of `reference`, (T, V) each."""
+    """Mean KL divergence in nats of the distributions of `logits` from `reference`, (T, V) each."""
     p, q = log_softmax(reference), log_softmax(logits)
     return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
 

@@ -60,8 +60,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """For `-n auto` one process more than there are cores: tests that are not slow often wait for programs that they
-    start, and for a time to pass."""
+    """One process more than there are cores: tests that are not slow often wait for programs and for a time to pass."""
     if config.option.markexpr != _NOT_SLOW or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -78,16 +77,14 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave modules and cases, which live to the end, out of later collections of garbage: tests ask for dozens of
-    collections, and each would take half a second."""
+    """Leave modules and cases out of later collections of garbage, dozens of which would take half a second each."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each process takes tests that follow one another, so that a module's fixtures are made once. At the end it takes
-    tests that wait in another process."""
+    """Each process takes tests that follow one another and share fixtures, and at the end tests of another process."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import WorkStealingScheduling
@@ -102,8 +99,8 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Statistics of test models are kept in a folder of this run, compiled kernels in a folder of this checkout, what
-    LLVM and NVRTC make of a text in a folder for all checkouts, and the demonstration model in the user's cache."""
+    """Statistics stay in a folder of this run, compiled kernels in one of this checkout, what LLVM and NVRTC make of a
+    text in one for all checkouts, and the demonstration model in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
 

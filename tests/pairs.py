@@ -60,7 +60,7 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     first of those in the product that have the most pairs that no earlier one has."""
     values = [list(axis) for axis in axes]
     rows = [tuple(enumerate(row)) for row in product(*(range(len(axis)) for axis in values))]
-    bits: dict[Any, int] = {}  # of each pair: counting those of a number takes a tenth of the time of a set's
+    bits: dict[Any, int] = {}  # pair → its bit: counting the bits of a number is ten times as fast as a set
     of_rows = [sum(bits.setdefault(pair, 1 << len(bits)) for pair in combinations(row, 2)) for row in rows]
     missing = (1 << len(bits)) - 1
     chosen = []

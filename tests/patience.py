@@ -13,15 +13,9 @@ from polarlm.model_loaders import limited_process
 SECONDS = 120.0
 
 
-class Patient(tiers.Patience):
-    """Waits for tiers however short a prompt is."""
-
-    def seconds(self, tokens: int) -> float:
-        return SECONDS
-
-
 TIMES: list[tuple[Any, str, Any]] = [  # modules, names in them, and their values
-    (tiers, "Patience", Patient),
+    (tiers, "_LEAST", SECONDS),
+    (tiers, "_MOST", SECONDS),
     (tiers, "_FOR_NAMES", SECONDS),
     (tiers, "_LAST_PATIENCE", SECONDS),
     (remote, "_SECONDS", SECONDS),

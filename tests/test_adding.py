@@ -26,8 +26,8 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "adding.md"
 def _example(path: str) -> str:
     """The text that the document gives for a file."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    found = re.search(r"^```python\n(.*?)^```", text[text.index(f"`{path}`") :], re.S | re.M)
-    return found[1]
+    example = re.search(r"^```python\n(.*?)^```", text[text.index(f"`{path}`") :], re.S | re.M)
+    return example[1]
 
 
 @pytest.fixture

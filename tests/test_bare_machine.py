@@ -8,14 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from polarlm.engine import EngineError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts import gpu_test
-from tests.cuda.gpu_sizes import needs
 from tests.written_results import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,26 +41,6 @@ def test_every_test_of_a_gpu_is_found() -> None:
     assert all(f"{name}::" in collected for name in GPU_TESTS)
 
 
-def test_the_most_telling_files_come_first() -> None:
-    """Test files of the emulator and of texts alone are left out."""
-    names = [file.stem for file in gpu_test.files()]
-    assert names[: len(gpu_test.FIRST)] == [*gpu_test.FIRST]
-    assert len({*names}) == len(names)
-    assert not {"test_cupy_device", "test_compile", "test_docs"} & {*names}
-
-
-def test_processes_share_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert [gpu_test.workers_for(free << 30) for free in (1, 5, 12, 23, 79)] == [1, 1, 4, 7, 12]
-
-
-def test_what_does_not_fit_the_gpu_is_skipped_with_the_reason() -> None:
-    """Two processes share a GPU of 8 GB. A large model of bfloat16 takes 3.2 GiB."""
-    needs(int(3.2 * 2**30), 7 << 30)
-    with pytest.raises(pytest.skip.Exception, match=r"needs 5\.2 GiB of the GPU's memory, of which 4\.0 GiB are free"):
-        needs(int(4.2 * 2**30), 4 << 30)
-
-
 @pytest.mark.slow  # kernels are emulated
 def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Packed weights, which need no package for their format; and whole engines, with both kinds of launches."""
@@ -86,48 +64,6 @@ def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     reasons = {line["why"] for line in tests if line["result"] == "skipped"}
     expected = r"needs the demonstration model: |needs .* of the GPU's memory, of which |only the emulator sees races"
     assert all(re.match(expected, why) for why in reasons), reasons
-
-
-PROGRAM = """
-import time
-import pytest
-
-def test_one():
-    pass
-
-def test_two():
-    assert 1 == 2, "they differ"
-
-def test_three():
-    pytest.skip("the moon is full")
-
-def test_four():
-    time.sleep(600)
-"""
-
-
-def test_results_are_written_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file that hangs is ended, and what it has found stays."""
-    program, results = tmp_path / "test_program.py", tmp_path / "results.jsonl"
-    program.write_text(PROGRAM)
-    gpu = SimpleNamespace(name="GPU", free_memory=lambda: 1 << 30)
-    monkeypatch.setattr(gpu_test, "select", lambda device, threads: (gpu, None))
-    monkeypatch.setattr(gpu_test, "_runs", lambda: [(program, "", {})])
-    assert gpu_test.main(["--results", str(results), "--limit", "6", "-p", "no:cacheprovider"]) == 1
-    first, *tests, file, last = list(read(results))
-    assert first["gpu"] == "GPU"
-    assert [(line["test"].split("::")[1], line["result"]) for line in tests] == [
-        ("test_one", "passed"),
-        ("test_two", "failed"),
-        ("test_three", "skipped"),
-    ]
-    assert "they differ" in tests[1]["why"]
-    assert tests[2]["why"] == "the moon is full"
-    assert (file["file"], file["result"]) == ("test_program", "ended")
-    assert last == {"counts": {"passed": 1, "failed": 1, "skipped": 1}, "finished": True}
-    assert "ended: test_program" in capsys.readouterr().out
 
 
 def test_without_a_gpu_or_packages_there_is_a_sentence(

@@ -32,7 +32,8 @@ def run_without(missing: list[str], program: str, *arguments: object, **variable
 
 
 @pytest.mark.slow
-def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path) -> None:
+def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path, tmp_path: Path) -> None:
+    """And a cache folder that is named needs no package."""
     program = """
 from polarlm.engine import Engine, SamplingParams
 said = []
@@ -43,6 +44,8 @@ print(*said, sep="\\n")
     count, *said = run_without(["gguf", "platformdirs"], program, tiny_path).splitlines()
     assert count == "5"
     assert any("platformdirs" in line and "POLARLM_CACHE" in line for line in said)
+    run_without(["gguf", "platformdirs"], program, tiny_path, POLARLM_CACHE=str(tmp_path))
+    assert list(tmp_path.glob("calibration-*"))
 
 
 def test_a_vocabulary_needs_its_own_library_only(tiny_path: Path, tmp_path: Path) -> None:
@@ -54,16 +57,6 @@ for path in sys.argv[1:]:
 """
     missing = ["sentencepiece", "google", "tiktoken"]
     assert len(run_without(missing, program, tiny_path, random_model(tmp_path)).splitlines()) == 2
-
-
-@pytest.mark.slow
-def test_the_cache_folder_that_is_named_needs_no_package(tiny_path: Path, tmp_path: Path) -> None:
-    program = """
-from polarlm.engine import Engine
-Engine.load(sys.argv[1], device="cpu", block_size=8).close()
-"""
-    run_without(["gguf", "platformdirs"], program, tiny_path, POLARLM_CACHE=str(tmp_path))
-    assert list(tmp_path.glob("calibration-*"))
 
 
 @pytest.mark.slow
@@ -86,7 +79,7 @@ for path in (sys.argv[1], None):
 
 @pytest.mark.slow
 def test_what_a_model_does_not_need_takes_no_memory(tmp_path: Path) -> None:
-    """The constants of GGUF files are those of 6 MB of package; a bar that is not shown would take 2."""
+    """The constants of GGUF files would need a package of 6 MB, and a bar that is not shown another of 2."""
     pytest.importorskip("llvmlite")
     program = """
 from polarlm.engine import Engine, SamplingParams
@@ -136,32 +129,3 @@ def test_a_measurement_over_http_names_the_extra_that_brings_its_client(tiny_pat
     assert said[-1] == "2"
     assert "httpx" in said[-2]
     assert "pip install 'polarlm[bench]'" in said[-2]
-
-
-@pytest.mark.slow
-def test_an_engine_needs_nothing_that_windows_lacks(tiny_path: Path, tmp_path: Path) -> None:
-    """As far as Linux can show it: modules and functions are taken away, and all else stays Linux's own."""
-    program = """
-import os, resource, signal, socket
-import asyncio, psutil  # whose parts for Linux may need them
-sys.modules["resource"] = None
-for module, names in (
-    (os, ("sysconf", "fork", "register_at_fork", "getuid", "getpgid", "killpg")),
-    (signal, ("SIGALRM", "SIGPROF", "setitimer", "SIGHUP", "SIGPIPE")),
-    (socket, ("AF_UNIX",)),
-):
-    for name in names:
-        delattr(module, name)
-from polarlm.engine import Engine, SamplingParams
-params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-with Engine.load(sys.argv[1], device="cpu", block_size=8) as engine:
-    answer = engine.chat([{"role": "user", "content": "Hi"}], params)
-    engine.save_session(sys.argv[2])
-    print(len(answer.token_ids), len(engine.load_session(sys.argv[2]).token_ids))
-import polarlm.server.running.driver, polarlm.server.running.listening, polarlm.server.socket.socket_server
-"""
-    missing, file = ["fcntl", "termios", "pwd", "grp"], tmp_path / "session.safetensors"
-    printed = run_without(missing, program, tiny_path, file, POLARLM_CACHE=str(tmp_path))
-    counted, held = map(int, printed.split())
-    assert counted == 5
-    assert held > 5

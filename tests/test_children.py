@@ -20,7 +20,7 @@ from polarlm.children import Child, how_ended, python
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.sampling import grammar_worker
 from polarlm.model_loaders import demo
-from polarlm.model_loaders.chat.template_process import TemplateProcess
+from polarlm.model_loaders.chat import template_worker
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.limited_process import LimitedProcess
 from polarlm.server.http import documents
@@ -37,7 +37,7 @@ NOWHERE = "http://127.0.0.1:9/"
 
 
 def _template(folder: Path) -> None:
-    assert TemplateProcess("{{ 6 * 7 }}").render([{}]) == ["42"]
+    assert LimitedProcess(Path(template_worker.__file__), "{{ 6 * 7 }}").ask([{}]) == [{"text": "42"}]
 
 
 def _grammar(folder: Path) -> None:
@@ -163,8 +163,8 @@ def test_an_end_has_its_exit_code() -> None:
 
 def test_the_current_folder_is_looked_at_where_this_project_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for given in ([""], [str(ROOT)], [os.curdir]):
-        monkeypatch.setattr(sys, "path", [*given, "/elsewhere"])
+    for paths in ([""], [str(ROOT)], [os.curdir]):
+        monkeypatch.setattr(sys, "path", [*paths, "/elsewhere"])
         *_, count, first, second = python("pip")
         assert (count, os.path.realpath(first), second) == ("2", str(ROOT), "/elsewhere")
 

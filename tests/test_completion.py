@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
 import shutil
-import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from polarlm.command import COMMANDS, main
 from polarlm.completion import script
+from tests.chat.test_terminal import Terminal
 
 PATIENCE = 60.0  # seconds for a shell that has other work to do
 
@@ -93,41 +89,6 @@ def test_names_flags_and_values_are_offered(offered: Callable[..., set[str]], sc
     assert offered(scripts, "polarlm", "completion", "fi") == {"fish"}
 
 
-class Shell:
-    """An interactive shell at a pseudo-terminal."""
-
-    def __init__(self, *command: str) -> None:
-        self.pid, self._terminal = pty.fork()
-        if self.pid == 0:
-            os.execve(command[0], list(command), {**os.environ, "TERM": "dumb", "PS1": "> ", "LC_ALL": "C.UTF-8"})
-        self.shown = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
-    def until(self, text: str) -> None:
-        """Waits until `text` is shown."""
-        end = time.monotonic() + PATIENCE
-        while text not in self.shown:
-            ready, _, _ = select.select([self._terminal], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"{text!r} never came; shown so far:\n{self.shown}"
-            self.shown += os.read(self._terminal, 4096).decode(errors="replace")
-
-    def close(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self._terminal)
-
-
-@contextmanager
-def shell(*command: str) -> Iterator[Shell]:
-    running = Shell(*command)
-    try:
-        yield running
-    finally:
-        running.close()
-
-
 @pytest.mark.parametrize(
     ("name", "flags", "set_up"),
     [
@@ -138,7 +99,8 @@ def shell(*command: str) -> Iterator[Shell]:
 def test_the_tab_key_completes_at_a_terminal(
     name: str, flags: list[str], set_up: str, scripts: Path, folder: Path
 ) -> None:
-    with shell(path_of(name), *flags) as running:
+    environment = {"TERM": "dumb", "PS1": "> ", "LC_ALL": "C.UTF-8"}
+    with closing(Terminal([path_of(name), *flags], environment)) as running:
         running.type(f"{set_up.format(scripts / name)}; polarlm() {{ printf '<%s>' \"$@\"; }}; echo rea''dy\n")
         running.until("ready")
         running.type("polarlm ser\t--sess\tsess\t --dev\tcu\t\n")

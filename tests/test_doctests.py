@@ -17,7 +17,7 @@ def test_examples_give_what_they_say() -> None:
             if ">>> " in path.read_text(encoding="utf-8"):
                 parts = path.relative_to(ROOT).with_suffix("").parts
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                found = doctest.testmod(import_module(f"polarlm.{name}"))
-                assert found.failed == 0, name
-                tried += found.attempted
+                results = doctest.testmod(import_module(f"polarlm.{name}"))
+                assert results.failed == 0, name
+                tried += results.attempted
     assert tried > 40

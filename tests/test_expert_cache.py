@@ -25,10 +25,9 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
-from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, stored_layers
-from polarlm.engine.loading.fit import DeviceFit, fit_weights
+from polarlm.engine.loading.fit import DeviceFit, advise, fit_weights
 from polarlm.engine.loading.placement import experts as placed_experts
 from polarlm.engine.loading.placement.experts import ExpertPlan, expert_plan, fitting_bytes
 from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_bytes, wanted_of_source

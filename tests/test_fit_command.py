@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from polarlm import fit
 from polarlm.engine import Engine
-from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.loading.fit import CACHE_TYPES
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.state.cache_types import PRESETS
 from tests.adapters import random_changes, write_peft
 from tests.model_loaders.hub_server import Hub, Repository
+from tests.test_fit import available
 
 GIB = 1 << 30
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch):
-    """A function that sets the bytes of memory that the CPU has available; 4 GiB at first."""
-
-    def have(size: int) -> None:
-        monkeypatch.setattr(host_memory, "available", lambda: size)
-        monkeypatch.setattr(host_memory, "most", lambda: size)
-
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """As in `test_fit`; 4 GiB at first."""
+    have = available(monkeypatch)
     have(4 * GIB)
     return have
 
@@ -36,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
     return json.loads(run(capsys, "--json", *argv))
 
 
@@ -53,7 +50,7 @@ def test_every_type_has_a_row(demo_path: Path, memory, capsys, monkeypatch: pyte
 
 
 def test_json_has_all_of_it(tiny_path: Path, memory, capsys) -> None:
-    result = found(capsys, str(tiny_path), "-c", "64,128")
+    result = as_json(capsys, str(tiny_path), "-c", "64,128")
     (device,) = result["devices"]
     assert device["device"] == "cpu"
     assert {one["weight_type"] for one in device["weights"]} >= {"as-stored", "q8_0", "f32"}
@@ -66,7 +63,7 @@ def test_json_has_all_of_it(tiny_path: Path, memory, capsys) -> None:
 def test_the_advised_command_loads_what_it_says(tiny_path: Path, memory, capsys) -> None:
     """In memory that is too small for the context that is asked for."""
     memory(1 << 20)
-    result = found(capsys, str(tiny_path), "-c", "20000")
+    result = as_json(capsys, str(tiny_path), "-c", "20000")
     settings = result["advice"]["settings"]
     assert settings["cache_type"] in PRESETS
     assert 64 < settings["ctx_size"] < 20_000
@@ -109,7 +106,7 @@ def test_files_of_the_hub_are_compared_without_fetching_them(
     hub: Hub, small_ggufs: dict[str, bytes], memory, capsys
 ) -> None:
     hub.repositories["user/tiny"] = Repository(small_ggufs)
-    result = found(capsys, "hf:user/tiny")
+    result = as_json(capsys, "hf:user/tiny")
     (device,) = result["devices"]
     sizes = {one["weight_type"]: one["bytes"] for one in device["weights"]}
     assert sorted(sizes.values()) == sorted(map(len, small_ggufs.values()))
@@ -122,7 +119,7 @@ def test_files_of_the_hub_are_compared_without_fetching_them(
 
 def test_a_folder_of_the_hub_may_be_converted(hub: Hub, small_folder: dict[str, bytes], memory, capsys) -> None:
     hub.repositories["user/folder"] = Repository(small_folder)
-    result = found(capsys, "hf:user/folder", "--weight-type", "q8_0")
+    result = as_json(capsys, "hf:user/folder", "--weight-type", "q8_0")
     weights = result["devices"][0]["weights"]
     assert [one["weight_type"] for one in weights[:2]] == ["q8_0", "as-stored"]
     assert weights[1]["bytes"] == len(small_folder["model.safetensors"])
@@ -131,7 +128,7 @@ def test_a_folder_of_the_hub_may_be_converted(hub: Hub, small_folder: dict[str, 
 
 def test_adapters_are_counted(tiny_path: Path, tmp_path: Path, memory, capsys) -> None:
     adapter = write_peft(tmp_path / "adapter", random_changes(tiny_path, 16, 0), 16)
-    plain, more = found(capsys, str(tiny_path)), found(capsys, str(tiny_path), "--lora", f"mine={adapter}")
+    plain, more = as_json(capsys, str(tiny_path)), as_json(capsys, str(tiny_path), "--lora", f"mine={adapter}")
     counts = [one["devices"][0]["weights"][0]["bytes"] for one in (plain, more)]
     numbers = sum(a.size + b.size for a, b in random_changes(tiny_path, 16, 0).values())
     assert counts[1] - counts[0] > 4 * numbers

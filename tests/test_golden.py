@@ -52,35 +52,6 @@ def test_teacher_forced_logits_are_those_of_the_reference(model: str) -> None:
                 np.testing.assert_allclose(row[list(ids)], values, atol=2e-3 * (row.max() - row.min()))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_perplexity_is_that_of_the_reference(model: str) -> None:
-    folder = shared("models", model)
-    expected = json.loads((folder / "reference_ppl.json").read_text())
-    text = shared("text", expected["text"]).read_bytes().decode().replace("\r\n", "\n")
-    with Engine.load(folder, cache_type_k="f16", cache_type_v="f16") as engine:
-        ids = engine.tokenize(text)[: expected["text_ids"]]
-        windows = [ids[i : i + expected["window"] - 1] for i in range(0, len(ids), expected["window"] - 1)]
-        for window, (count, nll) in zip(windows[:4], expected["per_window"], strict=False):
-            scored = -engine.score([1, *window]).logprobs.astype(np.float64).sum()
-            assert len(window) == count
-            assert abs(scored - nll) / count <= 1e-3  # the cache rounds to half precision, the reference does not
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_quantized_text_is_still_a_story(model: str) -> None:
-    """At head dims 8 and 48 codes are coarse: the text may differ from the reference, but is hardly less likely."""
-    folder = shared("models", model)
-    with (
-        Engine.load(folder, block_size=16) as quantized,
-        Engine.load(folder, cache_type_k="f16", cache_type_v="f16") as full,
-    ):
-        for case in reference(model):
-            ids = [*case["prompt_ids"], *case["generated_ids"]]
-            loss = full.score(ids).logprobs.mean() - quantized.score(ids).logprobs.mean()
-            assert loss < 0.25  # nats a token
-
-
 def greedy(engine: Engine, messages: list[dict[str, str]], limit: int = 24) -> str:
     return engine.chat(messages, SamplingParams(temperature=0, max_tokens=limit)).text
 

@@ -1,4 +1,4 @@
-"""Greedy answers of 200 tokens, each by a step of its own, are those of transformers.
+"""Greedy answers of 200 tokens, each by a step of its own, equal the answers of transformers.
 
 `scripts/make_fixtures.py` wrote `greedy.json`, and chose prompts whose answers vary. Where the most likely token is the
 same for ever, as in Gemma's tied models, the answer is of tokens that are not among the last ones (`apart`). A store in
@@ -21,20 +21,8 @@ from tests.conftest import FIXTURES
 from tests.tiny import load_tiny, make_model
 
 RUNS: dict[str, dict[str, Any]] = json.loads((FIXTURES.parent / "greedy.json").read_text(encoding="utf-8"))
-# Beginnings of names: models with caps, shared K/V or another attention, and mixtures of experts.
-MODELS = (
-    *("gemma2", "gemma4", "muse_glimmer"),
-    *("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
-)
 STEPS = 200
 GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, repeat_penalty=1, dry_multiplier=0)
-
-
-def test_rounding_changes_no_answer() -> None:
-    """A logit may go up by the error while another one goes down."""
-    assert set(RUNS) == {path.name for path in FIXTURES.iterdir() if path.name.startswith(MODELS)}
-    assert {name for name, run in RUNS.items() if len(run["answer"]) != STEPS or len(set(run["answer"])) < 4} == set()
-    assert {name for name, run in RUNS.items() if run["margin"] <= 2 * run["error"]} == set()
 
 
 @pytest.mark.parametrize("name", ["gemma4_shared_kv", "gpt_oss_mxfp4"])

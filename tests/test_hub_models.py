@@ -11,7 +11,6 @@ from polarlm.engine.chat import terminal
 from polarlm.engine.chat.config import read_command_line as chat_flags
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.model_loaders import load_weights
 from polarlm.server.config import read_command_line as server_flags
@@ -19,14 +18,6 @@ from tests.model_loaders.checkpoints import MODELS
 from tests.model_loaders.hub_server import Hub, Repository
 
 SETTINGS = {"device": "cpu", "ctx_size": 128, "calibration": False}
-
-
-def test_a_model_of_the_hub_answers(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
-    hub.repositories["user/tiny"] = Repository(small_ggufs)
-    with Engine.load("hf:user/tiny", **SETTINGS) as engine:
-        assert engine.model.name == "tiny"
-        assert engine.model.dtype == "Q8_0"
-        assert engine.generate("the", None).usage.completion_tokens > 0
 
 
 def test_the_quantization_is_one_that_fits(
@@ -62,8 +53,8 @@ def test_the_kv_store_of_the_context_counts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(type(ops), "room_beside", lambda self, weights: 256 * per_token)
     for context, expected in ((64, True), (1 << 20, False)):
         config = EngineConfig(ctx_size=context, parallel=1, kept_sequences=0)
-        assert fits_beside(config, WHOLE, ops)(model, 1000) is expected
-    assert fits_beside(EngineConfig(), WHOLE, ops)(None, 1000)
+        assert fits_beside(config, ops)(model, 1000) is expected
+    assert fits_beside(EngineConfig(), ops)(None, 1000)
 
 
 def test_the_flag_names_a_model_without_the_prefix() -> None:

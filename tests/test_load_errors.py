@@ -49,13 +49,13 @@ def test_a_tokenizer_that_cannot_be_read(
     assert error.code == "model_unavailable"
 
 
+def lacking(*arguments: object, **more: object) -> None:
+    raise MemoryError
+
+
 def test_memory_that_runs_out_is_named_with_what_is_needed(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.load(tiny_path, device="cpu", calibration=False) as engine:
         weights, store = engine._model.weights.bytes, engine._store.plan.bytes
-
-    def lacking(*arguments: object, **more: object) -> None:
-        raise MemoryError
-
     monkeypatch.setattr(assembly, "load_weights", lacking)
     monkeypatch.setattr(assembly, "warm_up_first", lambda *arguments: [])
     error = refusal(tiny_path)
@@ -68,9 +68,6 @@ def test_memory_that_runs_out_is_named_with_what_is_needed(tiny_path: Path, monk
 def test_memory_that_runs_out_before_sizes_are_known_is_a_sentence(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lacking(*arguments: object, **more: object) -> None:
-        raise MemoryError
-
     monkeypatch.setattr(assembly.model_loaders, "load", lacking)
     error = refusal(tiny_path)
     assert error.code == "out_of_memory"

@@ -60,7 +60,7 @@ def test_a_function_stays_where_a_module_has_its_name(tmp_path: Path) -> None:
 import sys
 import polarlm.engine.backends.native.kernels.encode as package
 from types import FunctionType
-functions = {name for name, found in vars(package).items() if isinstance(found, FunctionType)}
+functions = {name for name, value in vars(package).items() if isinstance(value, FunctionType)}
 names = {name for name in functions if f"{package.__name__}.{name}" in sys.modules}
 for name in names:
     __import__(f"engine.backends.native.kernels.encode.{name}")

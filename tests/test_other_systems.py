@@ -109,6 +109,7 @@ again.close()
 third = Engine.load(model, **{**settings, "cache_disk": None, "cache_disk_folder": None})
 print(len(third.load_session(folder / "a session").token_ids) == saved)
 third.close()
+import polarlm.server.running.driver, polarlm.server.running.listening, polarlm.server.socket.socket_server
 """
 
 
@@ -132,12 +133,12 @@ def run(folder: Path, words: list[str], program: str) -> str:
 def test_a_model_answers_as_on_linux(system: str, tiny_path: Path, tmp_path: Path) -> None:
     """With compiled kernels, which LLVM links there; blocks on a disk, a session and packed weights, in folders whose
     names have spaces."""
-    found = []
+    outputs = []
     for number, start in enumerate(("", prelude(system))):
         folder = tmp_path / f"a folder {number}"
         folder.mkdir()
-        found.append(run(folder, [str(folder), str(tiny_path)], start + PROGRAM))
-    (here, *wanted), (there, *got) = (text.splitlines() for text in found)
+        outputs.append(run(folder, [str(folder), str(tiny_path)], start + PROGRAM))
+    (here, *wanted), (there, *got) = (text.splitlines() for text in outputs)
     assert (here.split()[0], there) == (sys.platform, f"{system} LLVM")
     assert got == wanted
     assert wanted[1:] == ["True", "True"]

@@ -86,12 +86,3 @@ def test_without_a_terminal_a_line_is_written_now_and_then(
         *(f"Scoring: pass {count}{of}" for count in (240, 480, 720, 960)),
         f"Scoring: pass 1,001{of}, a minute left",
     ]
-
-
-def test_on_a_terminal_passes_are_counted_on_a_bar(terminal: Terminal) -> None:
-    with redirect_stderr(terminal), progress.counting("Scoring", "pass", 3) as count:
-        for left in "210":
-            count(f"{left} left")
-    assert "Scoring:   0%|" in terminal.getvalue()
-    assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().split("\r")[-2].strip() == ""

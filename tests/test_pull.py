@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,8 +9,6 @@ import pytest
 from polarlm import pull
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.random_model import random_model, write_in_parts
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_path_is_printed_and_how_to_talk_to_the_model(
@@ -75,43 +68,10 @@ def test_what_cannot_be_fetched_is_a_sentence(hub: Hub, capsys: pytest.CaptureFi
         assert f"error: {problem}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="Windows has another Ctrl-C")
-def test_a_process_that_is_stopped_is_gone_on_with_by_another(
-    hub: Hub, small_ggufs: dict[str, bytes], tmp_path: Path
-) -> None:
-    """Two processes are started, which import all of the loader."""
-    name = "tiny-Q8_0.gguf"
-    hub.repositories["user/tiny"] = Repository(small_ggufs)
-    hub.trouble.hold[name] = threading.Event()
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
-    environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-c", "import sys; from polarlm.pull import main; sys.exit(main())", "user/tiny:q8_0"]
-    with subprocess.Popen([*command, "--device", "cpu"], env=environment, stderr=subprocess.PIPE, text=True) as first:
-        assert hub.trouble.held.wait(120)
-        (partial,) = _when_it_has_bytes(tmp_path)
-        first.send_signal(signal.SIGINT)
-        _, said = first.communicate(timeout=120)
-        hub.trouble.hold.pop(name).set()
-    assert first.returncode == 130
-    assert said.splitlines()[-2:] == ["The next attempt continues from what has been downloaded.", "Stopped"]
-    begun = partial.stat().st_size
-    assert begun > 0
-    done = subprocess.run(
-        [*command, "--device", "cpu"], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    path = Path(done.stdout.strip())
-    assert tmp_path / "home" / "hub" in path.parents
-    assert path.read_bytes() == small_ggufs[name]
-    assert hub.fetched(name)[-1] == f"bytes={begun}-"
+def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(*arguments: object) -> None:
+        raise KeyboardInterrupt
 
-
-def _when_it_has_bytes(folder: Path) -> list[Path]:
-    """The part of the file that has been written, once there is one."""
-    for _ in range(1200):
-        found = [path for path in folder.rglob("*.incomplete") if path.stat().st_size]
-        if found:
-            return found
-        threading.Event().wait(0.05)
-    raise AssertionError("nothing was written within a minute")
+    monkeypatch.setattr(pull.hub, "fetch", stopped)
+    assert pull.main(["user/tiny", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == "Stopped\n"

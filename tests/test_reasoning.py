@@ -118,7 +118,7 @@ class Around:
 
 def test_tags_come_in_pairs() -> None:
     for before, after, tags in PAIRS:
-        assert find_tags(Around(before, after)) == tags
+        assert find_tags(Around(before, after).render_each) == tags
 
 
 CHANNEL = Tags("<|channel>thought", "<channel|>")

@@ -73,8 +73,8 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(page, text[: at.start()].count("\n") + 2, at[1], at[2]) for at in found]
+    fences = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: at.start()].count("\n") + 2, at[1], at[2]) for at in fences]
 
 
 def runs(page: Path) -> bool:
@@ -166,13 +166,13 @@ def _run(command: str, expected: str, folder: Path) -> None:
 @cache
 def _programs() -> set[str]:
     """Programs that not every machine has, and this one does. Only OpenBSD's nc has the flag that the page gives it."""
-    found = {name for name in ("curl", "make", "nc") if shutil.which(name)}
+    programs = {name for name in ("curl", "make", "nc") if shutil.which(name)}
     if (
-        "nc" in found
+        "nc" in programs
         and "OpenBSD" not in subprocess.run(["nc", "-h"], capture_output=True, text=True, timeout=60).stderr
     ):
-        found.remove("nc")
-    return found
+        programs.remove("nc")
+    return programs
 
 
 def _shape(value: Any) -> Any:
@@ -200,36 +200,29 @@ def _check_flags(module: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_modules_that_are_run_are_there(page: Path) -> None:
-    """By their full names, which work in a checkout and installed. Tables say what was run, which was in a checkout."""
-    text = re.sub(r"<!-- ([\w -]+) -->.*?<!-- /\1 -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for name in re.findall(r"python3? -m ([\w.]+)", text):
+def test_what_a_page_names_is_there(page: Path) -> None:
+    """Modules that are run, by their full names, which work in a checkout and installed; links; files."""
+    text = page.read_text(encoding="utf-8")
+    # Tables say what was run, which was in a checkout.
+    for name in re.findall(
+        r"python3? -m ([\w.]+)", re.sub(r"<!-- ([\w -]+) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    ):
         top = name.split(".")[0]
-        if top not in ("polarlm", "bench", "engine", "server", "scripts", "examples"):
-            continue  # of others
-        file = ROOT / name.replace(".", "/")
-        assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), name
-        assert top != "bench", f"{name} is polarlm.{name} where it is installed"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if top in ("polarlm", "bench", "engine", "server", "scripts", "examples"):
+            file = ROOT / name.replace(".", "/")
+            assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), name
+            assert top != "bench", f"{name} is polarlm.{name} where it is installed"
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        name, _, anchor = target.partition("#")
         if "://" in target:
             continue
-        name, _, anchor = target.partition("#")
         file = page if not name else (page.parent / name).resolve()
         assert file.exists(), target
         if anchor and file.suffix == ".md":  # a line of code is named by its number
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_are_named_are_there(page: Path) -> None:
     folders = "bench|cuda|docs|engine|model_loaders|scripts|server|tests"
-    named = {*re.findall(rf"`((?:{folders})/[\w./]*\.\w+)`", page.read_text(encoding="utf-8"))}
     added = {"engine/codecs/int8.py", "model_loaders/families/seed_oss.py"}  # in docs/adding.md
-    for name in named - added:
+    for name in {*re.findall(rf"`((?:{folders})/[\w./]*\.\w+)`", text)} - added:
         assert (ROOT / name).exists(), name

@@ -73,9 +73,9 @@ def kernel_file(name: str, folder: Path) -> str:
 
 
 def sessions_of(model: str, folder: Path) -> Path:
-    own = process._of_child(replace(ServerConfig(), sessions=str(folder)), model, "key").sessions
-    assert own is not None
-    return Path(own)
+    sessions = process._of_child(replace(ServerConfig(), sessions=str(folder)), model, "key").sessions
+    assert sessions is not None
+    return Path(sessions)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A checkout of a system without symbolic links, where git writes those of `polarlm/` as files with their targets."""
+"""A checkout of a system without symbolic links, where git writes links as files with their targets."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import shutil
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,11 @@ def make_model(folder: Path, fixture: str = "llama_gqa_linear") -> Path:
 
 def load_tiny(path: Path, encoding: Encoding = WHOLE, ops: Ops | None = None, **settings: Any) -> Engine:
     """`Engine.load`, with parts of the encoder turned off, or with a backend of the caller's choice."""
-    return Engine(assembly.assemble(settle(path, None, settings), None, encoding, ops))
+    parts = assembly.assemble(settle(path, None, settings), None, ops)
+    if encoding != WHOLE:
+        other = assembly.with_cache(parts, parts.config, encoding=encoding)
+        parts = replace(other, adapters=parts.adapters, tiers=parts.tiers, draft=parts.draft, rehearsal=parts.rehearsal)
+    return Engine(parts)
 
 
 def held(engine: Engine) -> list[tuple[int, int]]:

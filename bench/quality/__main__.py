@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from polarlm.bench.quality import cache_cost, kld_base, peers, snapshot_cost
 from polarlm.bench.quality.inputs import LEAST_TOKENS, QualityConfig
-from polarlm.engine.cli.commands import run, use_utf8
+from polarlm.engine.cli.commands import run
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
 
 _OF_CACHE_TYPES = ("types", "ablate", "every_token_coded", "windows", "window", "weight_type")
@@ -17,7 +17,6 @@ GROUPS: Mapping[str, type] = {"Quality": QualityConfig}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, writes the page and its JSON, prints the table; returns the exit code."""
-    use_utf8()
     with peers.while_measured():
         return run(_measure, argv)
 

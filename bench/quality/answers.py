@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.bench.quality.divergence import Divergence, perplexity
+from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.figures import Figures, error_of, figures
 from polarlm.bench.quality.states import exact_logprobs, exact_states, forward, scored
 from polarlm.engine.model.forward import Transformer
@@ -31,7 +31,7 @@ class Answer(Figures):
     """What full precision says of a type's text; its errors are over pieces of 100 tokens."""
 
     tokens: int
-    perplexity: float  # of the text, in full precision
+    perplexity: float  # in full precision
     perplexity_error: float | None
 
 
@@ -63,15 +63,9 @@ class _Writer:
         divergence = scored(reference, exact, self._model, np.array(self._states), ids).divergence
         logprobs = exact_logprobs(reference, exact, ids)
         cut = [slice(start, start + _PIECE) for start in range(0, len(logprobs), _PIECE)]
-        pieces = [Divergence(divergence.kl[at], divergence.same_top1[at], divergence.accepted[at]) for at in cut]
-
-        def of_pieces(chosen: np.ndarray) -> float:
-            return perplexity(np.concatenate([logprobs[cut[i]] for i in chosen]))
-
-        error = error_of(of_pieces, len(cut))
-        return Answer(
-            **vars(figures(pieces)), tokens=len(logprobs), perplexity=perplexity(logprobs), perplexity_error=error
-        )
+        error = error_of(lambda chosen: perplexity(np.concatenate([logprobs[cut[i]] for i in chosen])), len(cut))
+        pieces = figures([divergence[piece] for piece in cut])
+        return Answer(**vars(pieces), tokens=len(logprobs), perplexity=perplexity(logprobs), perplexity_error=error)
 
     def close(self) -> None:
         self._model.store.release(self._sequence)

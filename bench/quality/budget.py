@@ -19,9 +19,9 @@ class Windows:
 
 
 def choose(seconds: float, token_seconds: float, text_tokens: int, max_context: int) -> Windows:
-    """The longest windows for which `seconds` suffice for two, and as many of them as there is time for; at least one.
+    """As many windows as there is time for, at least one, and the longest windows if there is time for two.
 
-    token_seconds: seconds per token in a short window. text_tokens: tokens of the text, which limit both.
+    token_seconds: seconds per token in a short window.
     """
     most = min(MOST, max_context, text_tokens)
     length = most

@@ -14,14 +14,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality import answers, kld_base, page
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.budget import MOST, Windows, choose, of_length, window_seconds
-from polarlm.bench.quality.inputs import (
-    LEAST_TOKENS,
-    TOO_SHORT,
-    QualityConfig,
-    model_files,
-    page_file,
-    read_text,
-)
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, model_files, page_file, read_text
 from polarlm.bench.quality.scores import SERVED, windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
@@ -42,17 +35,13 @@ from polarlm.model_loaders.config import ModelConfig
 _SPEED_SHARE = 0.2  # share of the time for measuring speed
 _ANSWERS_SHARE = 0.2  # and for texts of the model's own
 _LEAST_ANSWER = 100  # tokens, as far as the context allows
-_PROBE = 128  # tokens of the window from which the time is estimated
 _WRITTEN_EVERY = 15  # seconds
 
 Clock = Callable[[], float]
 
 
 def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
-    """Measure for `options.minutes`, write the page and its JSON, and print the tables. clock: returns seconds.
-
-    Raises FlagError, LoadError or EngineError, and KeyboardInterrupt after writing what was measured.
-    """
+    """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the tables."""
     _Measurement(options, argv, clock).run()
 
 
@@ -92,10 +81,25 @@ class _Measurement:
         }
         self._answers: dict[str, answers.Answer] = {}
         self._rates: dict[str, Rates] = {}
+        self._end = self._started + self._seconds
+        self._until_speed = self._end - _SPEED_SHARE * self._seconds  # when measuring quality must end
+        self._until_answers = self._until_speed - _ANSWERS_SHARE * self._seconds  # when scoring the text must end
         self._written = -math.inf  # time of the last write
 
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
+        try:
+            self._measure()
+        except BaseException:
+            if self._about.get("windows"):
+                self._write(complete=False)
+                note(f"What was measured is in {self._file}")
+            raise
+        self._write(complete=True)
+        print(page.terminal(self._result))
+        note(f"The page: {self._file}, its figures: {self._file.with_suffix('.json')}")
+
+    def _measure(self) -> None:
         note(f"Loading {self._about['model']} with {len(self._types)} cache types")
         length = self._options.window or MOST
         if self._base is not None:
@@ -116,7 +120,7 @@ class _Measurement:
             every_token_coded=self._options.every_token_coded,
         )
         try:
-            ids = survey.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
+            ids = survey.tokenizer.tokenize(self._text) if self._base is None else self._base.ids.ravel().tolist()
             if len(ids) < LEAST_TOKENS:
                 raise FlagError(TOO_SHORT.format(len(ids)))
             self._quality(survey, ids)
@@ -127,17 +131,14 @@ class _Measurement:
         del survey  # frees its weights before the engine loads its own
         if not self._is_counted:
             self._measure_speed(ids)
-        self._write(complete=True)
-        print(page.terminal(self._result))
-        note(f"The page: {self._file}, its figures: {self._file.with_suffix('.json')}")
 
     # -- quality -----------------------------------------------------------------------------------------------
 
     def _quality(self, survey: Survey, ids: Sequence[int]) -> None:
-        """Score windows until their share of the time is over."""
         plan = self._plan(survey, ids)
         base = self._base
-        cut = windows(ids, plan.length, survey.bos_id) if base is None else kld_base.windows(base.ids, survey.bos_id)
+        bos_id = survey.tokenizer.bos_id
+        cut = windows(ids, plan.length, bos_id) if base is None else kld_base.windows(base.ids, bos_id)
         cut = cut[: plan.count]
         self._about |= {"window": plan.length, "planned_windows": len(cut)}
         each = plan.seconds / plan.count
@@ -152,22 +153,17 @@ class _Measurement:
                     for _ in survey.score(window) if base is None else survey.score_against(base, number, window):
                         count("")
                     each = self._clock() - started
-                    self._keep(survey)
-        except BaseException:
+                    if self._clock() - self._written >= _WRITTEN_EVERY:  # errors and drawing take a second
+                        self._take(survey)
+                        self._write(complete=False)
+        finally:
             if survey.windows:
                 self._take(survey)
-                self._stopped()
-            raise
-        self._take(survey)
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
-        probe = windows(ids[:_PROBE], _PROBE, survey.bos_id)[0]
-        list(survey.score(probe, keep=False))  # the first run takes longer
-        started = self._clock()
-        list(survey.score(probe, keep=False))
-        taken = self._clock() - started
-        seconds, token_seconds = max(0.0, self._until_answers - self._clock()), taken / len(probe)
+        token_seconds = survey.token_seconds(ids, self._clock)
+        seconds = max(0.0, self._until_answers - self._clock())
         length, most = self._options.window, len(ids)
         if self._base is not None:
             most, length = self._base.ids.size, self._base.ids.shape[1]
@@ -193,31 +189,10 @@ class _Measurement:
         scoring = f"{windows} of {plan.length:,} tokens{text}: about {report.duration(plan.seconds)}"
         if not self._is_counted:
             late = "" if plan.seconds <= seconds else f" (--minutes leaves {report.duration(seconds)})"
-            own, speed = self._until_speed - self._until_answers, _SPEED_SHARE * self._seconds
-            scoring += (
-                f"{late}, and {report.duration(own)} for texts of their own, {report.duration(speed)} at most for speed"
-            )
+            texts = report.duration(self._until_speed - self._until_answers)
+            speed = report.duration(self._end - self._until_speed)
+            scoring += f"{late}, and {texts} for texts of their own, {speed} at most for speed"
         note(f"{scoring}. Ctrl-C keeps what was measured, in {self._file}")
-
-    @property
-    def _until_answers(self) -> float:
-        """The time at which scoring the text must end."""
-        return self._until_speed - _ANSWERS_SHARE * self._seconds
-
-    @property
-    def _end(self) -> float:
-        return self._started + self._seconds
-
-    @property
-    def _until_speed(self) -> float:
-        """The time at which measuring quality must end."""
-        return self._started + (1 - _SPEED_SHARE) * self._seconds
-
-    def _keep(self, survey: Survey) -> None:
-        """Write what was scored so far from time to time, since errors and drawing take a second."""
-        if self._clock() - self._written >= _WRITTEN_EVERY:
-            self._take(survey)
-            self._write(complete=False)
 
     def _take(self, survey: Survey) -> None:
         self._quality_so_far, self._about["windows"] = survey.quality(), survey.windows
@@ -226,28 +201,23 @@ class _Measurement:
 
     def _answer(self, survey: Survey, ids: Sequence[int]) -> None:
         """Let each type continue the text until its share of the time is over; until all of it is, for a few tokens."""
-        start = [] if survey.bos_id is None else [survey.bos_id]
+        start = [] if survey.tokenizer.bos_id is None else [survey.tokenizer.bos_id]
         prompt = [*start, *ids[: answers.PROMPT - len(start)]]
         most = min(answers.MOST, survey.context - len(prompt))
         if most < 1:
             return
         texts = survey.answers(prompt)
-        try:
-            with counting("Continuing", "token", most) as count:
-                for number, _ in enumerate(texts.write(most), 1):
-                    count("")
-                    if self._clock() > (self._until_speed if number >= _LEAST_ANSWER else self._end):
-                        break
-        except BaseException:
-            self._stopped()
-            raise
+        with counting("Continuing", "token", most) as count:
+            for number, _ in enumerate(texts.write(most), 1):
+                count("")
+                if self._clock() > (self._until_speed if number >= _LEAST_ANSWER else self._end):
+                    break
         labels = [cache_type.label for cache_type in self._types]
         self._answers = dict(zip(labels, texts.judged(), strict=True))
 
     # -- speed -------------------------------------------------------------------------------------------------
 
     def _measure_speed(self, ids: Sequence[int]) -> None:
-        """Measure the speed of each type, in rounds while there is time."""
         options = self._options
         settings = {"device": self._device, "threads": options.threads, "weight_type": options.weight_type}
         whole = [cache_type for cache_type in self._types if cache_type.encoding == WHOLE]
@@ -258,20 +228,12 @@ class _Measurement:
             with counting("Speed", "run") as count:
                 for _ in speeds.measure(self._end):
                     count(f"{report.duration(max(0.0, self._end - self._clock()))} left")
-        except BaseException:
+        finally:
             self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
-            self._stopped()
-            raise
-        self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def _stopped(self) -> None:
-        self._write(complete=False)
-        note(f"What was measured is in {self._file}")
-
     def _write(self, *, complete: bool) -> None:
-        """Write the page and its JSON. Raises EngineError."""
         quality = asdict(self._quality_so_far)
         types = {cache_type.label: cache_type for cache_type in self._types}
         for row in quality["rows"]:

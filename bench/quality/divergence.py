@@ -24,6 +24,9 @@ class Divergence:
     """(T,) float64: Σ min(p, q), the probability that a token drawn from the reference's distribution is accepted as a
     draft for the other one (Leviathan et al. 2023, corollary 3.6)."""
 
+    def __getitem__(self, rows: slice) -> Divergence:
+        return Divergence(self.kl[rows], self.same_top1[rows], self.accepted[rows])
+
 
 def compare(reference: np.ndarray, logits: np.ndarray) -> Divergence:
     """The divergence of `logits` (T, V) float32 from `reference` (T, V) float32, both finite."""

@@ -13,13 +13,13 @@ import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence
 
-_DRAWS = 200  # their spread is within 5 % of that of infinitely many
+_DRAWS = 200  # their spread is within 5 % of the spread of infinitely many
 _TAIL = 1000  # positions without which nothing is said of one in a thousand
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a number of divergences; KL in nats.
+    """Figures of many divergences; KL in nats.
 
     errors: the standard errors of the others by name; None if there is a single window.
     """
@@ -37,14 +37,14 @@ class Figures:
 
 def figures(windows: Sequence[Divergence]) -> Figures:
     """The figures of windows' divergences, with their errors."""
-    found = _of(windows)
+    values = _of(windows)
     draws = [_of([windows[i] for i in chosen]) for chosen in drawn(len(windows))]
-    errors = {name: float(np.std([draw[name] for draw in draws])) for name in found} if draws else None
+    errors = {name: float(np.std([draw[name] for draw in draws])) for name in values} if draws else None
     whole = sum(len(one.kl) for one in windows)
-    tail = found["kl_999th_percentile"] if whole >= _TAIL else None
+    tail = values["kl_999th_percentile"] if whole >= _TAIL else None
     if errors is not None and tail is None:
         del errors["kl_999th_percentile"]
-    return Figures(**found | {"kl_999th_percentile": tail}, errors=errors)  # type: ignore[arg-type]
+    return Figures(**values | {"kl_999th_percentile": tail}, errors=errors)  # type: ignore[arg-type]
 
 
 def error_of(statistic: Callable[[np.ndarray], float], windows: int) -> float | None:

@@ -13,7 +13,6 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import AS_STORED, EngineConfig, setting
-from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
@@ -99,7 +98,7 @@ def model_files(path: str | None) -> tuple[str, str]:
     if path.startswith(hub.PREFIX) and not where.exists():
         name = hub.parse(path)
         ops = select("auto", 0)[0]
-        where = hub.fetch(name, fits_beside(EngineConfig(), WHOLE, ops), note)
+        where = hub.fetch(name, fits_beside(EngineConfig(), ops), note)
         return str(where), name.short if where.is_dir() else where.stem
     return path, where.resolve().name if where.is_dir() else where.stem
 

@@ -1,9 +1,9 @@
-"""`polarlm quality --kld-base FILE`: full precision in a file that llama.cpp reads, and its files in that place."""
+"""`polarlm quality --kld-base FILE`: full precision in a file that llama.cpp reads, or from a file of llama.cpp."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from polarlm.bench.quality import kld_file
 from polarlm.bench.quality.budget import MOST, choose
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, model_files, read_text
-from polarlm.bench.quality.states import exact_logprobs, exact_states, logits_of
+from polarlm.bench.quality.states import exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
@@ -22,8 +22,6 @@ from polarlm.engine.errors import counted
 from polarlm.engine.model.score import logprobs_of
 from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.config import ModelConfig
-
-_PROBE = 128  # tokens from which the time is estimated
 
 
 def read(path: str, config: ModelConfig, model: str) -> kld_file.KldFile:
@@ -43,16 +41,13 @@ def read(path: str, config: ModelConfig, model: str) -> kld_file.KldFile:
 
 
 def windows(ids: np.ndarray, bos_id: int | None) -> list[list[int]]:
-    """The windows of a file's ids (windows, tokens) as the model reads them: BOS is in the place of the first id."""
+    """The windows of a file's ids (windows, tokens) as the model reads them: BOS replaces the first id."""
     cut = [window.tolist() for window in ids]
     return cut if bos_id is None else [[bos_id, *window[1:]] for window in cut]
 
 
 def write(options: QualityConfig, clock: Callable[[], float]) -> None:
-    """Write the text's log-probabilities in full precision to --kld-base, as many windows as there is time for.
-
-    Raises FlagError, LoadError or EngineError.
-    """
+    """Write full precision's log-probabilities to --kld-base. Raises FlagError, LoadError or EngineError."""
     started = clock()
     file = Path(str(options.kld_base))
     if file.exists():
@@ -67,13 +62,13 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
     note(f"Loading {name}")
     survey = Survey(path, [], min(MOST, config.max_context), ops, note)
     try:
-        ids = survey.tokenize(text)
-        if survey.bos_id is not None:
-            ids = [survey.bos_id, *ids]
+        ids = survey.tokenizer.tokenize(text)
+        if survey.tokenizer.bos_id is not None:
+            ids = [survey.tokenizer.bos_id, *ids]
         if len(ids) < LEAST_TOKENS:
             raise FlagError(TOO_SHORT.format(len(ids)))
-        seconds = _seconds_of_a_token(survey, ids, clock)
-        plan = choose(max(0.0, 60 * options.minutes - (clock() - started)), seconds, len(ids), survey.context)
+        token_seconds = survey.token_seconds(ids, clock)
+        plan = choose(max(0.0, 60 * options.minutes - (clock() - started)), token_seconds, len(ids), survey.context)
         cut = np.array(ids[: plan.count * plan.length]).reshape(plan.count, plan.length)
         size = kld_file.nbytes(plan.count, plan.length, config.vocab_size)
         note(
@@ -91,16 +86,7 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
     )
 
 
-def _seconds_of_a_token(survey: Survey, ids: Sequence[int], clock: Callable[[], float]) -> float:
-    probe = ids[:_PROBE]
-    exact_states(survey.reference, probe)  # the first run takes longer
-    started = clock()
-    exact_logprobs(survey.reference, exact_states(survey.reference, probe), probe)
-    return (clock() - started) / len(probe)
-
-
 def _check_room(file: Path, size: int) -> None:
-    """Raises FlagError if the file would not fit on its disk."""
     try:
         free = shutil.disk_usage(file.parent).free
     except OSError as error:
@@ -115,13 +101,13 @@ def _check_room(file: Path, size: int) -> None:
 def _write(file: Path, survey: Survey, vocabulary: int, ids: np.ndarray) -> np.ndarray:
     """Write the windows ids (windows, tokens), and return the log-probabilities of the ids that rows predict."""
     model, first = survey.reference, ids.shape[1] // 2
-    found = []
+    logprobs = []
     with kld_file.KldWriter(file, vocabulary, ids.tolist()) as writer, counting("Writing", "window", len(ids)) as count:
-        for window in windows(ids, survey.bos_id):
+        for window in windows(ids, survey.tokenizer.bos_id):
             hidden, at = exact_states(model, window), first + 1
             for logits in logits_of(model, hidden[first:-1]):
                 writer.add(logits)
-                found.append(logprobs_of(logits, window[at : at + len(logits)]))
+                logprobs.append(logprobs_of(logits, window[at : at + len(logits)]))
                 at += len(logits)
             count("")
-    return np.concatenate(found)
+    return np.concatenate(logprobs)

@@ -10,7 +10,7 @@ of the token after it:
 | 4·n·windows | the tokens of the text, as int32 |
 | 2·(V + 4) for each row, V rounded up to even | scale and least log-probability as float32, V codes as uint16 |
 
-A window has n − 1 − ⌊n/2⌋ rows, those of the tokens from ⌊n/2⌋ on but the last; the log-probability of a token is
+A window has n − 1 − ⌊n/2⌋ rows, a row for each token from ⌊n/2⌋ on but the last; the log-probability of a token is
 least + scale · code. Log-probabilities more than 16 below the largest are stored as if they were 16 below. All numbers
 are little-endian. Where a model begins texts with BOS, the first token of a window is read as BOS, whatever it is.
 """
@@ -71,8 +71,7 @@ def read(path: str | Path) -> KldFile:
                     f"{vocabulary}"
                 )
             rows, words = _rows(tokens), _words(vocabulary)
-            expected = _HEAD + windows * (4 * tokens + 2 * rows * words)
-            if size != expected:
+            if size != (expected := nbytes(windows, tokens, vocabulary)):
                 raise EngineError(
                     f"{path} is damaged: it has {size:,} bytes, and {windows} windows of {tokens} tokens take "
                     f"{expected:,}; let llama-perplexity write it to its end"
@@ -92,7 +91,7 @@ def nbytes(windows: int, tokens: int, vocabulary: int) -> int:
 
 
 class KldWriter:
-    """Writes a file under another name, which gets its own when all rows are there. A context manager."""
+    """Writes a file under another name, which gets its name when all rows are there. A context manager."""
 
     def __init__(self, path: Path, vocabulary: int, ids: Sequence[Sequence[int]]) -> None:
         """ids: windows of the same length. Raises EngineError."""

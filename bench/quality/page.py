@@ -16,6 +16,7 @@ from polarlm.bench.quality import pictures, tables
 from polarlm.bench.quality.scores import SERVED
 from polarlm.bench.quality.tables import NONE, Table, small
 from polarlm.engine import EngineError
+from polarlm.engine.errors import counted
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.plan import format_bytes
 
@@ -27,7 +28,7 @@ COLUMNS = {
     "bits/value": "bits of complete blocks over their values: codes, norms and means; f16 has 16",
     "perplexity": "of the text, and its change from full precision; lower is better, and small changes are chance",
     "KL mean": "how far the next token's distribution is from full precision's on average, in nats; 0 is the same",
-    "same top-1": "positions where the most likely next token is that of full precision",
+    "same top-1": "positions where the most likely next token is the same as in full precision",
     "prompt": "tokens a second of a prompt, on this machine",
     "generation": "tokens a second after that prompt, one request alone",
     "1,000 tokens": "bytes of the KV cache for 1,000 tokens in complete blocks",
@@ -190,7 +191,6 @@ def _partial(result: Result) -> str:
 
 
 def _missing(result: Result) -> list[str]:
-    """A sentence for each figure that is missing from the table."""
     sentences = []
     if any(row["kl_999th_percentile"] is None for row in result["rows"]):
         sentences.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")
@@ -219,7 +219,11 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
         speed += f", a prompt of {result['speed_context']:,} tokens and 32 steps, medians of {rounds} rounds"
     return [
         ("model", f"{result['model']}, {result['weights']} weights"),
-        ("text", f"{result['text']}: {_windows(result)}, {result['scored_tokens']:,} tokens scored"),
+        (
+            "text",
+            f"{result['text']}: {counted(result['windows'], 'window')} of up to {result['window']:,} tokens, "
+            f"{result['scored_tokens']:,} tokens scored",
+        ),
         ("full precision", f"{exact}; its perplexity is {result['exact_perplexity']:.3f}"),
         (
             "types",
@@ -231,8 +235,3 @@ def _about(result: Result) -> Sequence[tuple[str, str]]:
         ("date", f"{result['date']}, {report.duration(result['seconds'])}"),
         ("command", result["command"]),
     ]
-
-
-def _windows(result: Result) -> str:
-    count = result["windows"]
-    return f"{count} window{'' if count == 1 else 's'} of up to {result['window']:,} tokens"

@@ -25,7 +25,6 @@ from polarlm.bench.plots import (
     save,
     spread,
 )
-from polarlm.bench.quality.scores import SERVED
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import command, note
 
@@ -38,7 +37,7 @@ Result = Mapping[str, Any]
 _PLAIN = ":plain"
 _BEYOND = 12.0  # bits/value above which a type is left out of pictures of what compression costs
 _SIZE = (4.4, 3.3)  # inches of a panel
-_DASHES = ("-", "--", "-.", ":")  # of lines with the same colour
+_DASHES = ("-", "--", "-.", ":")  # for lines of one colour
 # Colour in the drawing → (name of the page's CSS variable, colour on a light page, colour on a dark page).
 _INK, _FAINT, _GRID = "#010101", "#020202", "#030303"
 COLOURS = {
@@ -76,11 +75,11 @@ def _colour(row: Result) -> str:
 
 def _panels(rows: Sequence[Result], **shared: Any) -> tuple[Figure, list[tuple[Axes, list[Result]]]]:
     """A figure with a panel for each way of scoring, and the rows of each panel."""
-    scorings = list(dict.fromkeys(row.get("scored_as", SERVED) for row in rows))
-    figure, (axes,) = panels(len(scorings), 1, _SIZE, **shared)
+    scorings = list(dict.fromkeys(row["scored_as"] for row in rows))
+    figure, axes = panels(len(scorings), _SIZE, **shared)
     filled = []
     for ax, scoring in zip(axes, scorings, strict=True):
-        filled.append((ax, [row for row in rows if row.get("scored_as", SERVED) == scoring]))
+        filled.append((ax, [row for row in rows if row["scored_as"] == scoring]))
         if len(scorings) > 1:
             ax.set_title(scoring)
     axes[0].set_ylabel("KL divergence, nats (mean)")
@@ -148,7 +147,7 @@ def speed(result: Result) -> Figure | None:
     rows = [row for row in result["rows"] if (row.get("speed") or {}).get("generation")]
     if not rows:
         return None
-    figure, (axes,) = panels(2, 1, (_SIZE[0] / 2, 0.9 + 0.32 * len(rows)), sharey=True)
+    figure, axes = panels(2, (_SIZE[0] / 2, 0.9 + 0.32 * len(rows)), sharey=True)
     labels = [row["type"] for row in rows]
     for ax, kind in zip(axes, ("generation", "prompt"), strict=True):
         rates = [row["speed"][kind] for row in rows]

@@ -115,8 +115,6 @@ def by_position(windows: Sequence[Divergence], first: int = 0) -> list[Stretch]:
 
 
 def _mean(windows: Sequence[np.ndarray]) -> tuple[float, float | None]:
-    """The mean of all windows' figures, and its standard error."""
-
     def of_windows(chosen: np.ndarray) -> float:
         return float(np.concatenate([windows[i] for i in chosen]).mean())
 

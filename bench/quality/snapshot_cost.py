@@ -38,16 +38,13 @@ COLUMNS = {
     "KL 90 %": "one token in ten is further off than this, in nats",
     "KL 99 %": "one token in a hundred is further off than this, in nats",
     "KL 99.9 %": "one token in a thousand is further off than this, in nats",
-    "KL max": "that of the token that is furthest off, in nats",
+    "KL max": "the token that is furthest off, in nats",
     "same top-1": "tokens for which the most likely one is that after an exact snapshot",
 }
 
 
 def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], float]) -> None:
-    """Measure for `options.minutes`, write the page and its JSON, and print the table.
-
-    Raises FlagError, LoadError or EngineError, and KeyboardInterrupt after writing what was measured.
-    """
+    """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the table."""
     started = clock()
     text = read_text(str(options.text))
     path, name = model_files(options.weights)
@@ -69,12 +66,12 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
         "window": window,
     }
 
-    found: list[dict[str, Divergence]] = []
+    divergences: list[dict[str, Divergence]] = []
 
     def keep(*, complete: bool) -> list[dict[str, Any]]:
         """Write the page and its JSON, and return the rows."""
-        rows = [asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, found)]
-        more = {"snapshots": len(found), "rows": rows, "seconds": round(clock() - started, 1)}
+        rows = [asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, divergences)]
+        more = {"snapshots": len(divergences), "rows": rows, "seconds": round(clock() - started, 1)}
         whole, program = {**about, **more}, ("polarlm", "quality")
         written = report.write(file.with_suffix(".json"), "quality", argv, whole, complete=complete, program=program)
         _write_page(file, written)
@@ -84,9 +81,9 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
     note(f"{len(_CODINGS)} state types for {report.duration(limit)} at most; Ctrl-C keeps the figures")
     try:
         try:
-            _continue_texts(parts, text, window, found, lambda: clock() - started < limit)
+            _continue_texts(parts, text, window, divergences, lambda: clock() - started < limit)
         except BaseException:
-            if found:
+            if divergences:
                 keep(complete=False)
             raise
         rows = keep(complete=True)
@@ -97,7 +94,6 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
 
 
 def _check(config: ModelConfig, name: str) -> None:
-    """Raises FlagError for a model that `--state` cannot measure."""
     if not any(isinstance(layer.mixer, Recurrent) for layer in config.layers):
         raise FlagError(
             f"--state: {name} has no recurrent layers whose snapshots could be coded; without --state, its cache types "
@@ -108,9 +104,9 @@ def _check(config: ModelConfig, name: str) -> None:
 
 
 def _continue_texts(
-    parts: Parts, text: str, window: int, found: list[dict[str, Divergence]], has_time: Callable[[], bool]
+    parts: Parts, text: str, window: int, divergences: list[dict[str, Divergence]], has_time: Callable[[], bool]
 ) -> None:
-    """Add the divergences after each snapshot of the text to `found`, until there is no time. Raises FlagError."""
+    """Add the divergences after each snapshot of the text, until there is no time. Raises FlagError."""
     tokenizer = parts.source.tokenizer
     cut = [
         ids for ids in windows(tokenizer.tokenize(text), window, tokenizer.bos_id) if len(ids) >= 2 * snapshots.LENGTH
@@ -120,7 +116,7 @@ def _continue_texts(
     with counting("Continuing", "snapshot") as count:
         for ids in cut:
             for one in snapshots.continuations(parts.model, ids, _CODINGS):
-                found.append(one)
+                divergences.append(one)
                 count("")
                 if not has_time():
                     return

@@ -49,7 +49,7 @@ def continuations(
 ) -> Iterator[dict[str, Divergence]]:
     """Yield, for each snapshot of a text `ids` (T,), the divergence of LENGTH tokens after it by coding.
 
-    model: of an engine with SETTINGS. T is at least twice LENGTH.
+    model: made with SETTINGS. T is at least twice LENGTH.
     """
     store, prefixes = model.store, PrefixCache(model.store)
     prompt = store.new_sequence()
@@ -69,8 +69,7 @@ def continuations(
 
 
 def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], codes: SnapshotCodes) -> np.ndarray:
-    """Return hidden states (T, E) of `ids` (T,) after a sequence that ends with a snapshot, which is coded before it
-    is read. Releases the sequence."""
+    """Hidden states (T, E) of `ids` (T,) after a sequence whose last block is a snapshot, coded before it is read."""
     last = sequence.length // model.store.shape.block_size - 1
     kept = []
     for group, table in zip(model.store.groups, sequence.tables, strict=True):
@@ -80,7 +79,9 @@ def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], cod
             kept.append((group, [block], group.read_blocks([block])))
     try:
         for group, blocks, arrays in kept:
-            group.write_blocks(blocks, {place: _coded(place[1], array, codes) for place, array in arrays.items()})
+            matrices = {place: array for place, array in arrays.items() if place[1] == "matrices"}
+            coded = {place: codes.decode(codes.encode(array)) for place, array in matrices.items()}
+            group.write_blocks(blocks, {**arrays, **coded})
         return hidden_of(model, sequence, ids)
     finally:
         for group, blocks, arrays in kept:  # others continue from it, too
@@ -88,19 +89,18 @@ def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], cod
         model.store.release(sequence)
 
 
-def _coded(name: str, array: np.ndarray, codes: SnapshotCodes) -> np.ndarray:
-    return codes.decode(codes.encode(array)) if name == "matrices" else array
-
-
 def rows_of(
-    model: Transformer, codings: Sequence[SnapshotCodes], found: Sequence[Mapping[str, Divergence]]
+    model: Transformer, codings: Sequence[SnapshotCodes], divergences: Sequence[Mapping[str, Divergence]]
 ) -> list[SnapshotRow]:
-    """Return a row for exact snapshots, then one for each coding. found: what `continuations` yielded."""
+    """Return a row for exact snapshots, then one for each coding. divergences: what `continuations` yielded."""
     same = Divergence(np.zeros(LENGTH), np.ones(LENGTH, bool), np.ones(LENGTH))
-    return [_row(model, one, [same if one == EXACT else each[one.name] for each in found]) for one in (EXACT, *codings)]
+    return [
+        _row(model, one, [same if one == EXACT else each[one.name] for each in divergences])
+        for one in (EXACT, *codings)
+    ]
 
 
-def _row(model: Transformer, codes: SnapshotCodes, found: Sequence[Divergence]) -> SnapshotRow:
+def _row(model: Transformer, codes: SnapshotCodes, divergences: Sequence[Divergence]) -> SnapshotRow:
     store = model.store.shape
     shapes = [replace(layer, codes=codes) for layer in store.layers if isinstance(layer, DeltaShape)]
     sizes = codes.fields(shapes[0].mixer.key_dim, shapes[0].mixer.value_dim).values()
@@ -109,10 +109,7 @@ def _row(model: Transformer, codes: SnapshotCodes, found: Sequence[Divergence]) 
         codes.name,
         bytes=sum(one.quantized_bytes(store.block_size) for one in shapes),
         bits=bits / (shapes[0].mixer.key_dim * shapes[0].mixer.value_dim),
-        distances=[_distance(tokens, found) for tokens in DISTANCES],
+        distances=[
+            Distance(**vars(figures([one[:tokens] for one in divergences])), tokens=tokens) for tokens in DISTANCES
+        ],
     )
-
-
-def _distance(tokens: int, found: Sequence[Divergence]) -> Distance:
-    parts = [Divergence(one.kl[:tokens], one.same_top1[:tokens], one.accepted[:tokens]) for one in found]
-    return Distance(**vars(figures(parts)), tokens=tokens)

@@ -50,11 +50,11 @@ class Speeds:
 
     def rates(self) -> dict[str, Rates]:
         """Label → rates so far, for the types that were tried."""
-        found = {label: Rates(label, problem=problem) for label, problem in self._problems.items()}
+        rates = {label: Rates(label, problem=problem) for label, problem in self._problems.items()}
         for label, runs in self._runs.items():
             prompt, generation = (median(column) for column in zip(*runs, strict=True))
-            found[label] = Rates(label, prompt, generation, len(runs))
-        return found
+            rates[label] = Rates(label, prompt, generation, len(runs))
+        return rates
 
     def measure(self, end: float) -> Iterator[None]:
         """Measure rounds until the clock reaches `end`, at least one; yields after each run. Raises EngineError."""
@@ -84,7 +84,6 @@ class Speeds:
             first.close()
 
     def _longest(self, rate: float, seconds: float) -> int:
-        """The tokens of the longest prompt of which two runs take at most two thirds of a type's `seconds`; at most
-        those of the text."""
+        """The tokens of the longest prompt whose two runs take at most two thirds of a type's `seconds`."""
         most = int(rate * seconds / 3)
         return min(next((tokens for tokens in _PROMPTS if tokens <= most), _PROMPTS[-1]), len(self._ids))

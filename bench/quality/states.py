@@ -22,8 +22,7 @@ _ROWS = 64  # rows of logits to compute at a time
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of ids that were predicted from the earlier ones: of a window all but the first, or with a file of
-    log-probabilities those of its second half."""
+    """The score of ids that were predicted from the earlier ids."""
 
     logprobs: np.ndarray  # (T,) float32: log-probabilities of the ids
     divergence: Divergence  # divergence of T distributions from full precision
@@ -67,31 +66,40 @@ def hidden_of(
     return np.concatenate([np.array(model.ops.to_host(hidden)) for _, hidden in chunks])
 
 
+def _pieces(first: int, end: int) -> Iterator[slice]:
+    """Yield the positions from `first` to `end` − 1, as many at a time as are computed together."""
+    for start in range(first, end, _ROWS):
+        yield slice(start, min(start + _ROWS, end))
+
+
 def logits_of(model: Transformer, hidden: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the logits of hidden states (T, E), (rows, V) float32, a few rows at a time."""
-    for first in range(0, len(hidden), _ROWS):
-        yield _logits(model, hidden[first : first + _ROWS])
+    for rows in _pieces(0, len(hidden)):
+        yield _logits(model, hidden[rows])
+
+
+def _following(ids: Sequence[int], rows: slice) -> Sequence[int]:
+    """The ids after those at positions `rows`."""
+    return ids[rows.start + 1 : rows.stop + 1]
 
 
 def exact_logprobs(model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -> np.ndarray:
     """Log-probabilities (T − 1,) of the ids after the first, from hidden states (T, E)."""
-    found = np.empty(len(ids) - 1, np.float32)
-    for first in range(0, len(found), _ROWS):
-        rows = slice(first, min(first + _ROWS, len(found)))
-        found[rows] = logprobs_of(_logits(model, hidden[rows]), ids[rows.start + 1 : rows.stop + 1])
-    return found
+    pieces = _pieces(0, len(ids) - 1)
+    return np.concatenate([logprobs_of(_logits(model, hidden[rows]), _following(ids, rows)) for rows in pieces])
 
 
 def stored_logprobs(base: KldFile, window: int, ids: Sequence[int]) -> np.ndarray:
     """A file's log-probabilities (rows,) of the ids that its rows of a window predict. ids: all of the window."""
-    count, following = base.codes.shape[1], np.asarray(ids[base.first + 1 :])
-    found = np.empty(count, np.float32)
-    for first in range(0, count, _ROWS):
-        rows = slice(first, min(first + _ROWS, count))
-        found[rows] = np.take_along_axis(base.logprobs(window, rows.start, rows.stop), following[rows, None], axis=1)[
-            :, 0
-        ]
-    return found
+    parts = []
+    for rows in _pieces(base.first, len(ids) - 1):
+        following = np.asarray(_following(ids, rows))[:, None]
+        parts.append(np.take_along_axis(_stored(base, window, rows), following, axis=1)[:, 0])
+    return np.concatenate(parts)
+
+
+def _stored(base: KldFile, window: int, rows: slice) -> np.ndarray:
+    return base.logprobs(window, rows.start - base.first, rows.stop - base.first)
 
 
 def scored(
@@ -108,7 +116,7 @@ def scored_against(base: KldFile, window: int, model: Transformer, hidden: np.nd
     """The score of a window of a file, ids (T,), from their hidden states (T, E) in `model`."""
 
     def compared(rows: slice, logits: np.ndarray) -> Divergence:
-        return compare_stored(base.logprobs(window, rows.start - base.first, rows.stop - base.first), logits)
+        return compare_stored(_stored(base, window, rows), logits)
 
     return _scored(compared, model, hidden, ids, base.first)
 
@@ -121,19 +129,16 @@ def _scored(
     first: int = 0,
 ) -> Scored:
     """The score of the ids after position `first`. compared: positions, and the model's logits there → divergence."""
-    count = len(ids) - 1 - first
-    logprobs, parts = np.empty(count, np.float32), []
-    for start in range(0, count, _ROWS):
-        found = slice(start, min(start + _ROWS, count))
-        rows = slice(first + found.start, first + found.stop)
+    logprobs, parts = [], []
+    for rows in _pieces(first, len(ids) - 1):
         logits = _logits(model, hidden[rows])
         parts.append(compared(rows, logits))
-        logprobs[found] = logprobs_of(logits, ids[rows.start + 1 : rows.stop + 1])
-    return Scored(logprobs, joined(parts), first)
+        logprobs.append(logprobs_of(logits, _following(ids, rows)))
+    return Scored(np.concatenate(logprobs), joined(parts), first)
 
 
 def divergence(model: Transformer, exact: np.ndarray, hidden: np.ndarray) -> Divergence:
-    """The divergence of the distributions of hidden states (T, E) from those of `exact` (T, E), of the same model."""
+    """The divergence of the distributions after hidden states (T, E) from `exact` (T, E), in the same model."""
     return joined([compare(*both) for both in zip(logits_of(model, exact), logits_of(model, hidden), strict=True)])
 
 

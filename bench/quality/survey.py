@@ -10,7 +10,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality.answers import Answers
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.kld_file import KldFile
-from polarlm.bench.quality.scores import CODED, SERVED, Quality, row_of
+from polarlm.bench.quality.scores import CODED, SERVED, Quality, row_of, windows
 from polarlm.bench.quality.states import (
     Scored,
     exact_logprobs,
@@ -30,8 +30,10 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.model_loaders.tokenizers import Tokenizer
 
 _ARITHMETIC_SHARE = 0.7  # share of the free memory that weights as float32 may take
+_PROBE = 128  # tokens of the window from which the time is estimated
 
 
 def arithmetic(source: WeightSource, threads: int, weight_type: WeightFormat | None = None) -> Ops:
@@ -82,7 +84,7 @@ class Survey:
             for cache_type, other in zip(types, self._others, strict=True)
             for scoring in ([SERVED, CODED] if every_token_coded else [SERVED])
         ]
-        self._logprobs: list[np.ndarray] = []  # of each window, in full precision
+        self._logprobs: list[np.ndarray] = []  # full precision, for each window
         self._longest = 0  # tokens of the longest window so far
 
     @property
@@ -95,44 +97,50 @@ class Survey:
         """The model in full precision, as `states.exact_states` reads it."""
         return self._parts.model
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._parts.source.tokenizer.tokenize(text)
-
     @property
-    def bos_id(self) -> int | None:
-        return self._parts.source.tokenizer.bos_id
+    def tokenizer(self) -> Tokenizer:
+        return self._parts.source.tokenizer
 
     def score(self, ids: Sequence[int], *, keep: bool = True) -> Iterator[None]:
         """Score a window (T,); yields after full precision and after each row. keep: whether `quality` counts it."""
         reference = self._parts.model
         exact = exact_states(reference, ids)
         logprobs = exact_logprobs(reference, exact, ids)
+        return self._score(ids, logprobs, lambda model, hidden: scored(reference, exact, model, hidden, ids), keep)
+
+    def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
+        """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
+        logprobs = stored_logprobs(base, window, ids)
+        return self._score(ids, logprobs, lambda model, hidden: scored_against(base, window, model, hidden, ids), True)
+
+    def _score(
+        self,
+        ids: Sequence[int],
+        logprobs: np.ndarray,
+        compared: Callable[[Transformer, np.ndarray], Scored],
+        keep: bool,
+    ) -> Iterator[None]:
         if keep:
-            self._add_window(ids, logprobs)
+            self._longest = max(self._longest, len(ids))
+            self._logprobs.append(logprobs)
         yield
-        for _, other, scoring, windows in self._rows:
-            hidden = served_states(other.model, ids, every_token_coded=scoring == CODED)
-            score = scored(reference, exact, other.model, hidden, ids)
+        for _, other, scoring, scores in self._rows:
+            score = compared(other.model, served_states(other.model, ids, every_token_coded=scoring == CODED))
             if keep:
-                windows.append(score)
+                scores.append(score)
             yield
+
+    def token_seconds(self, ids: Sequence[int], clock: Callable[[], float]) -> float:
+        """Seconds for each token of a short window, scored with every type."""
+        probe = windows(ids[:_PROBE], _PROBE, self.tokenizer.bos_id)[0]
+        list(self.score(probe, keep=False))  # the first run takes longer
+        started = clock()
+        list(self.score(probe, keep=False))
+        return (clock() - started) / len(probe)
 
     def answers(self, prompt: Sequence[int]) -> Answers:
         """Texts of all types that continue a prompt. The stores have room for `context` tokens."""
         return Answers(self.reference, [other.model for other in self._others], prompt)
-
-    def score_against(self, base: KldFile, window: int, ids: Sequence[int]) -> Iterator[None]:
-        """As `score`, of a window of a file, ids (T,), whose log-probabilities are full precision's."""
-        self._add_window(ids, stored_logprobs(base, window, ids))
-        yield
-        for _, other, scoring, windows in self._rows:
-            hidden = served_states(other.model, ids, every_token_coded=scoring == CODED)
-            windows.append(scored_against(base, window, other.model, hidden, ids))
-            yield
-
-    def _add_window(self, ids: Sequence[int], logprobs: np.ndarray) -> None:
-        self._longest = max(self._longest, len(ids))
-        self._logprobs.append(logprobs)
 
     @property
     def passes(self) -> int:
@@ -142,16 +150,16 @@ class Survey:
     @property
     def windows(self) -> int:
         """The number of windows that `quality` counts."""
-        counts = [len(windows) for _, _, _, windows in self._rows]
+        counts = [len(scores) for _, _, _, scores in self._rows]
         return max(1, min(counts)) if any(counts) else 0
 
     def quality(self) -> Quality:
         """All figures so far. At least one row must have been scored on a window."""
         count = self.windows
         rows = [
-            row_of(cache_type, other.plan.shape.bits_of_text(self._longest), scoring, windows[:count], self._logprobs)
-            for cache_type, other, scoring, windows in self._rows
-            if windows
+            row_of(cache_type, other.plan.shape.bits_of_text(self._longest), scoring, scores[:count], self._logprobs)
+            for cache_type, other, scoring, scores in self._rows
+            if scores
         ]
         logprobs = np.concatenate(self._logprobs[:count])
         return Quality(len(logprobs), perplexity(logprobs), rows)

@@ -59,8 +59,7 @@ def kl_cells(figures: Figures) -> list[str]:
 
 def label(row: Figures) -> str:
     """The type of a row, with its scoring unless it is as served."""
-    scoring = row.get("scored_as", SERVED)
-    return row["type"] if scoring == SERVED else f"{row['type']}, {scoring}"
+    return row["type"] if row["scored_as"] == SERVED else f"{row['type']}, {row['scored_as']}"
 
 
 def divergences(rows: Sequence[Figures]) -> Table:
@@ -76,17 +75,13 @@ def divergences(rows: Sequence[Figures]) -> Table:
 
 def kl_by_position(rows: Sequence[Figures]) -> Table:
     """KL by position; all rows are of the same windows."""
-    return _by_position(
-        "KL at positions", rows, lambda stretch: with_error(stretch["kl_mean"], stretch.get("kl_error"), small)
-    )
+    return _by_position("KL at positions", rows, lambda one: with_error(one["kl_mean"], one["kl_error"], small))
 
 
 def top1_by_position(rows: Sequence[Figures]) -> Table:
     """The same top-1 by position; all rows are of the same windows."""
     return _by_position(
-        "same top-1 at positions",
-        rows,
-        lambda stretch: with_error(stretch["same_top1"], stretch["top1_error"], two_digits),
+        "same top-1 at positions", rows, lambda one: with_error(one["same_top1"], one["top1_error"], two_digits)
     )
 
 

@@ -20,7 +20,7 @@ def chosen(types: str, ablate: str | None, config: ModelConfig) -> list[CacheTyp
     if ablated and types == DEFAULT_TYPES:
         types = ""
     supported = []
-    for cache_type in [*(cache_types(types, by_layer=True) if types else []), *ablated]:
+    for cache_type in [*(cache_types(types) if types else []), *ablated]:
         try:
             cache_type.check(config.attention.head_dim)
         except FlagError as error:

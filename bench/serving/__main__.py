@@ -7,15 +7,17 @@ machine unless --url says otherwise, and then share its cores.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 
 from polarlm.bench import report
-from polarlm.bench.command import at_least, model_named, needs_http
+from polarlm.bench.command import at_least, model_named
 from polarlm.bench.report import Output
 from polarlm.bench.serving import conversations
 from polarlm.bench.serving.options import LOAD, ConversationOptions, LoadOptions, Options
 from polarlm.bench.speed.options import file_names
+from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse
 
@@ -35,7 +37,8 @@ def main(argv: Sequence[str]) -> None:
             **dict.fromkeys(("rate", "seconds"), lambda value: None if value > 0 else "must be more than 0"),
         },
     )
-    needs_http()
+    if importlib.util.find_spec("httpx") is None:
+        raise EngineError("httpx, which sends the requests, is not installed: pip install 'polarlm[bench]' adds it")
     model = model_named(options.weights, options.hf_repo)
     if options.url is not None and options.only != LOAD:
         raise FlagError(f"--url and --only {options.only}, which starts its own servers: leave one of them out")

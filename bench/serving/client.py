@@ -56,7 +56,6 @@ async def ask(
 
 
 async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
-    """Read an answer up to its end, or record its error."""
     answer.error = "cut off"
     async for line in response.aiter_lines():
         data = line.removeprefix("data: ")
@@ -70,7 +69,6 @@ async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
 
 
 def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
-    """Add an event of a completion or chat completion that arrived at `now`."""
     choices = event.get("choices", ())
     if text := "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices):
         answer.pieces.append(now)
@@ -83,7 +81,6 @@ def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
 
 
 def _code(body: str | bytes) -> str:
-    """The code of an API error."""
     try:
         return str(json.loads(body)["error"]["code"])
     except (ValueError, KeyError, TypeError):

@@ -153,7 +153,6 @@ def _disk(folder: str) -> list[str]:
 
 
 def _multiples(text: str) -> list[float]:
-    """The numbers of --times. Raises FlagError."""
     try:
         multiples = [float(part) for part in text.split(",")]
     except ValueError:
@@ -181,8 +180,7 @@ def _returning_table(turns_by_visit: Mapping[str, Sequence[Mapping[str, Any]]]) 
 
 
 def _crowded_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The median time to the first token in the last round, and how much of its prompts was found, of each type and
-    number of conversations."""
+    """The last round's median time to the first token, and the tiers of its prompts, by type and conversations."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         turns = row["rounds"][-1]
@@ -199,8 +197,8 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def places(turns: Sequence[Mapping[str, Any]]) -> str:
     """Which tiers had how much of the turns' prompts, as in "91 % disk"; a dash if none had anything."""
-    found: Counter[str] = Counter()
+    cached: Counter[str] = Counter()
     for turn in turns:
-        found.update(turn["cached_from"])
+        cached.update(turn["cached_from"])
     tokens = sum(turn["prompt_tokens"] for turn in turns)
-    return ", ".join(f"{100 * count / tokens:.0f} % {place}" for place, count in found.items() if count) or "—"
+    return ", ".join(f"{100 * count / tokens:.0f} % {place}" for place, count in cached.items() if count) or "—"

@@ -125,10 +125,12 @@ def poisson(rate: float, seconds: float, most: int | None, rng: np.random.Genera
     return starts
 
 
-def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.random.Generator) -> Sequence[Sequence[int]]:
-    """`count` prompts of random ids: `shared` ids that are the same in all, then `own` ids of each."""
+def prompts(
+    ids: Sequence[int], count: int, shared: int, other: int, rng: np.random.Generator
+) -> Sequence[Sequence[int]]:
+    """`count` prompts of random ids: `shared` ids that are the same in all, then `other` ids of each."""
     prefix = rng.choice(ids, shared).tolist()
-    return [prefix + rng.choice(ids, own).tolist() for _ in range(count)]
+    return [prefix + rng.choice(ids, other).tolist() for _ in range(count)]
 
 
 async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
@@ -209,12 +211,12 @@ class _Watch:
     async def poll(self, http: httpx.AsyncClient) -> None:
         while True:
             with suppress(httpx.HTTPError):
-                found = dict(re.findall(r"(?m)^polarlm_(\w+) (\S+)$", (await http.get("/metrics")).text))
-                if "kv_blocks" in found:
-                    self.blocks = int(float(found["kv_blocks"]))
-                    held = sum(int(float(found[f"kv_blocks_{kind}"])) for kind in ("used", "kept"))
+                values = dict(re.findall(r"(?m)^polarlm_(\w+) (\S+)$", (await http.get("/metrics")).text))
+                if "kv_blocks" in values:
+                    self.blocks = int(float(values["kv_blocks"]))
+                    held = sum(int(float(values[f"kv_blocks_{kind}"])) for kind in ("used", "kept"))
                     self.held = max(self.held, held)
-                    self.running = max(self.running, int(float(found["requests_running"])))
+                    self.running = max(self.running, int(float(values["requests_running"])))
             await asyncio.sleep(_SAMPLE_SECONDS)
 
 
@@ -228,7 +230,7 @@ def summary(seen: Seen) -> dict[str, Any]:
     tokens = sum(answer.completion_tokens for answer in whole)
     waits = {
         "first_token_seconds": [answer.first_token for answer in whole if answer.pieces],
-        "between_tokens_seconds": [gap for answer in whole for gap in _gaps(answer)],
+        "between_tokens_seconds": [end - start for answer in whole for start, end in pairwise(answer.pieces)],
         "request_seconds": [answer.ended - answer.sent for answer in whole],
         "behind_arrival_seconds": [answer.sent - answer.planned for answer in seen.answers],
     }
@@ -248,12 +250,7 @@ def summary(seen: Seen) -> dict[str, Any]:
     }
 
 
-def _gaps(answer: Answer) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(answer.pieces)]
-
-
 def _distribution(values: Sequence[float]) -> dict[str, Any]:
-    """Percentiles 0 to 100 of the values; an empty list without values."""
     percentiles = np.percentile(values, np.arange(101)).tolist() if values else []
     return {"count": len(values), "percentiles": percentiles}
 

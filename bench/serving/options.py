@@ -13,7 +13,7 @@ LOAD, AGENTS, PRESSURE = "load", "agents", "pressure"
 
 @dataclass(frozen=True)
 class Options:
-    """The flags: what is measured, and of which server."""
+    """The flags: what is measured, and which server."""
 
     only: str = setting(
         LOAD,

@@ -23,13 +23,13 @@ def own_server(flags: Sequence[str]) -> Iterator[str]:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
             try:
-                found = re.search(r"http://\S+", process.stdout.readline())
+                address = re.search(r"http://\S+", process.stdout.readline())
                 errors.seek(0)
                 said = errors.read().splitlines() or ["it said nothing"]
-                if found is None:
+                if address is None:
                     raise EngineError(f"The server did not start: {said[-1].removeprefix('error: ')}")
                 note(said[-1])
-                yield found[0]
+                yield address[0]
             finally:
                 process.terminate()
                 try:

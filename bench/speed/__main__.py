@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         description="Tokens a second and memory, compared with other engines on the same file.",
         checks={"repeat": at_least(1), "tokens": at_least(2)},
     )
-    section = None if options.only is None else _SECTIONS.get(options.only)
+    section = _SECTIONS.get(options.only or "")
     if section is None:
         compare.run(options, destination, argv)
         return

@@ -44,8 +44,7 @@ class Child:
     """A process that runs the module `module`, which calls `serve`."""
 
     def __init__(self, module: str, python: str = sys.executable, variables: Mapping[str, str] | None = None) -> None:
-        """python: the interpreter. variables: further ones of its environment. Raises Failed if it cannot be
-        started."""
+        """variables: further ones of its environment. Raises Failed if it cannot be started."""
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # None when the process has ended
         try:

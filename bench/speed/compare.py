@@ -6,6 +6,7 @@ down slows all of them. A context is computed once; every run continues from it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -33,9 +34,9 @@ _NONE = "none"  # --peer-types without any
 
 
 def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
-    """Measures, writes the JSON as figures come and a picture at the end, prints the tables. Raises FlagError,
-    EngineError or LoadError."""
-    types, threads = cache_types(options.types), options.thread_counts()
+    """Measure, write the JSON as figures come and a picture at the end, print tables. Raises FlagError, EngineError or
+    LoadError."""
+    types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads or "1,2"))
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
     caches = _peer_caches(options.peer_types, list(paths))
@@ -68,13 +69,13 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
         note(sentence)
     plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
 
-    def keep(speed: Speed, complete: bool = False) -> None:
+    def keep(complete: bool = False) -> None:
         report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete, program=PROGRAM)
 
     note(f"Figures are kept in {output} as they come")
     with closing(Children(subject)) as children:
         Measurement(plan, subject, speed, children, keep).run()
-    keep(speed, complete=True)
+    keep(complete=True)
     note(f"Written to {output}")
     if plan.only != STARTS:
         note(draw(speed.as_json(), output))
@@ -99,28 +100,23 @@ def peer_paths(text: str) -> dict[str, str]:
     paths = {}
     for part in text.split(","):
         name, _, path = (each.strip() for each in part.partition("="))
-        peer = peers.find(name)
-        if peer is None or peer.name != name:
-            known = ", ".join(peer.name for peer in peers.every())
-            raise FlagError(f"--peer {text}: {name!r} is not among {known}")
-        paths[name] = path or peer.default_path()
+        if name not in peers.every():
+            raise FlagError(f"--peer {text}: {name!r} is not among {', '.join(peers.every())}")
+        paths[name] = path or peers.every()[name].program or sys.executable
     return paths
 
 
 def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]:
-    """Name of each peer → its caches that are in a list separated by commas; all its caches without a list.
-
-    Raises FlagError for one that no peer has.
-    """
-    of_peers = {peer.name: list(peer.caches) for peer in peers.every() if peer.name in names}
+    """Name of each peer → its caches, or those in a list separated by commas. Raises FlagError for an unknown cache."""
+    caches_of = {name: list(peers.every()[name].caches) for name in names}
     if text is None:
-        return of_peers
+        return caches_of
     wanted = [] if text == _NONE else [name.strip() for name in text.split(",")]
-    known = list(dict.fromkeys(cache for caches in of_peers.values() for cache in caches))
+    known = list(dict.fromkeys(cache for caches in caches_of.values() for cache in caches))
     for name in wanted:
         if name not in known:
             raise FlagError(f"--peer-types {text}: {name!r} is not among {', '.join(known)}; {_NONE} leaves all out")
-    return {name: [cache for cache in caches if cache in wanted] for name, caches in of_peers.items()}
+    return {name: [cache for cache in caches if cache in wanted] for name, caches in caches_of.items()}
 
 
 def _ask_peer(name: str, speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
@@ -154,8 +150,7 @@ def _that_fit(
 ) -> tuple[list[int], list[int]]:
     """The lengths of prompts and contexts that fit into `most` tokens; sentences about others are added to `left_out`.
 
-    A context that leaves no room for the steps after it is shortened to whole blocks. Raises FlagError if no prompt
-    fits.
+    A context without room for the steps is shortened to whole blocks. Raises FlagError if no prompt fits.
     """
     room, block = most - DEEP_STEPS - 1, EngineConfig.block_size
     lengths = [tokens for tokens in prompts if tokens <= room]

@@ -35,9 +35,7 @@ class Contestant:
     @property
     def peer(self) -> peers.Peer:
         """What the peer says about itself, for a contestant that is not ours."""
-        found = peers.find(self.engine)
-        assert found is not None
-        return found
+        return peers.every()[self.engine]
 
     @property
     def is_program(self) -> bool:
@@ -76,14 +74,12 @@ class Subject:
 
 
 def _metadata(reader: Any, key: str, default: int) -> int:
-    """A number of a file's architecture."""
     field = next((field for name, field in reader.fields.items() if name.partition(".")[2] == key), None)
     return default if field is None else int(field.contents())
 
 
 def new_child(contestant: Contestant, subject: Subject, variables: Mapping[str, str] | None = None) -> Child:
-    """A new process of the contestant, which has loaded nothing. variables: further ones of its environment. Raises
-    Failed."""
+    """A new process of the contestant. variables: further ones of its environment. Raises Failed."""
     if contestant.is_ours:
         return Child(_OURS, variables=variables)
     path = subject.peer_paths[contestant.engine]
@@ -98,8 +94,7 @@ def start(
     context: int,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Load the model in the contestant's process. settings: further fields of EngineConfig for our engine. Raises
-    Failed."""
+    """Load the model in a process. settings: further fields of EngineConfig for our engine. Raises Failed."""
     arguments: list[Any] = [contestant.cache]
     if contestant.is_ours:
         types = {} if contestant.types is None else contestant.types.settings()

@@ -89,14 +89,14 @@ class Replay:
 
 def offers(prompt: Sequence[int], answer: Sequence[int], size: int, vocabulary: int) -> list[Offer]:
     """The draft of prompt lookup before each token of an answer."""
-    lookup, ids, found = PromptLookup(size, vocabulary, prompt), [*prompt], []
+    lookup, ids, drafts = PromptLookup(size, vocabulary, prompt), [*prompt], []
     for position, token in enumerate(answer):
         draft = lookup.draft(ids, MOST_DRAFTED)
         rest = answer[position : position + len(draft)]
         wrong = (at for at, (drafted, right) in enumerate(zip(draft, rest, strict=False)) if drafted != right)
-        found.append(Offer(len(draft), next(wrong, len(rest))))
+        drafts.append(Offer(len(draft), next(wrong, len(rest))))
         ids.append(token)
-    return found
+    return drafts
 
 
 def measure(options: Options) -> dict[str, Any]:

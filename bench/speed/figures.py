@@ -14,7 +14,7 @@ FAR_BEHIND = 1.5  # times as fast as with fewer threads a contestant is with mor
 MARGIN = 0.1  # share of the fastest run by which a peer's second fastest may be slower, or its figure does not count
 
 
-@dataclass
+@dataclass(eq=False)
 class Cell:
     """The runs of one contestant in one row, in tokens per second, or the reason why there are none."""
 
@@ -51,8 +51,7 @@ class Cell:
 
 
 def is_far_behind(cell: Cell, cells: Sequence[Cell]) -> bool:
-    """Whether the same contestant, in one of `cells`, is stable and so much faster with more threads that the number of
-    `cell` cannot be its best."""
+    """Whether the same contestant with more threads is stable and so much faster that `cell` cannot be its best."""
     return any(
         cell.runs and more.is_stable and max(more.runs) > FAR_BEHIND * max(cell.runs)
         for more in cells
@@ -61,10 +60,7 @@ def is_far_behind(cell: Cell, cells: Sequence[Cell]) -> bool:
 
 
 def best(cells: Sequence[Cell]) -> Cell:
-    """The cell that counts among a peer's cells in one row, one for each number of threads: the fastest stable cell.
-
-    If no cell is stable, the fastest becomes a failure.
-    """
+    """The cell that counts among a peer's cells in one row: the fastest stable cell; else the fastest, as a failure."""
     measured = [cell for cell in cells if cell.runs and cell.failure is None]
     if not measured:
         return cells[0]

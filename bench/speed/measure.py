@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from polarlm.bench.speed.bandwidth import Memory
 from polarlm.bench.speed.child import Child, Failed, memory
 from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed, best
 from polarlm.bench.speed.options import RATES, STARTS
-from polarlm.bench.speed.referee import Referee, Runs
+from polarlm.bench.speed.referee import Referee
 from polarlm.bench.speed.starts import START_TOKENS, WITH_EMPTY_FOLDER, measure_starts
 from polarlm.engine import EngineConfig
 from polarlm.engine.cli.commands import note
@@ -30,6 +31,27 @@ _WHOLE = 256  # tokens; llama.cpp rounds its cache size up to a multiple
 # Work for the progress bar, in tokens of a prompt, roughly.
 _STEP_WORK = 5
 _START_WORK = 1000
+_BUFFER = 512 << 20  # bytes, many times the last-level cache
+
+
+class Memory:
+    """A buffer that is read sequentially as a whole: a step takes at least its bytes divided by this rate."""
+
+    def __init__(self, nbytes: int = _BUFFER) -> None:
+        self._buffer = np.ones(nbytes // 4, np.int32)  # written, so that its pages exist
+
+    def read_rate(self, threads: int) -> float:
+        """Bytes per second that `threads` threads read together.
+
+        They compute the maximum of integers: of NumPy's reductions it comes closest to the hardware, since it keeps
+        several vectors in flight.
+        """
+        parts = np.array_split(self._buffer, threads)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(np.max, [part[:1] for part in parts]))  # starts the threads
+            started = time.perf_counter()
+            list(pool.map(np.max, parts))
+            return self._buffer.nbytes / (time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -51,32 +73,22 @@ class Plan:
     def context(self) -> int:
         """Tokens of context for prompts and generation."""
         needed = [SHORT_DEPTH + SHORT_STEPS, *self.prompts, *(depth + DEEP_STEPS for depth in self.depths)]
-        return self._whole(max(needed) + 1)
-
-    @property
-    def memory_tokens(self) -> int:
-        """Tokens before the steps for measuring memory: the longest prompt."""
-        return max(self.prompts)
+        return self.whole(max(needed) + 1)
 
     @property
     def memory_context(self) -> int:
         """Tokens of context for measuring memory: little more than are in use."""
-        return self._whole(self.memory_tokens + DEEP_STEPS + 1)
+        return self.whole(max(self.prompts) + DEEP_STEPS + 1)
 
-    @property
-    def batch_context(self) -> int:
-        """Tokens of context of the engine that takes steps of several sequences, which have a KV store of their own."""
-        return self._whole(_BATCH_DEPTH)
-
-    def _whole(self, tokens: int) -> int:
+    def whole(self, tokens: int) -> int:
         return min(-(-tokens // _WHOLE) * _WHOLE, self.max_context)
 
 
 class Measurement:
-    """Measures all sections in order. on_progress is called with all figures so far after each row."""
+    """Measures all sections in order, into `speed`. on_progress is called after each row."""
 
     def __init__(
-        self, plan: Plan, subject: Subject, speed: Speed, children: Children, on_progress: Callable[[Speed], None]
+        self, plan: Plan, subject: Subject, speed: Speed, children: Children, on_progress: Callable[[], None]
     ) -> None:
         self._plan, self._subject, self._speed = plan, subject, speed
         self._children, self._on_progress = children, on_progress
@@ -99,7 +111,7 @@ class Measurement:
             self._referee.close()
 
     def _parts(self) -> list[tuple[float, Callable[[], None]]]:
-        """What is measured, in order, each with its work for the progress bar."""
+        """(work, what measures it) in order."""
         plan, contestants, runs = self._plan, len(self._speed.contestants), 1 + self._plan.repeat
         parts: list[tuple[float, Callable[[], None]]] = []
         if plan.only != STARTS:
@@ -113,7 +125,7 @@ class Measurement:
                 parts.append((work, partial(self._generate, f"generation at {depth:,}", depth, DEEP_STEPS)))
         if plan.only is None:
             parts.append((runs * len(SEQUENCES) * _BATCH_STEPS * 3 * _STEP_WORK, self._measure_batches))
-            parts.append(((plan.memory_tokens + DEEP_STEPS * _STEP_WORK) * contestants, self._measure_memory))
+            parts.append(((max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants, self._measure_memory))
         if plan.only != RATES:
             engines = len({contestant.engine for contestant in self._speed.contestants})
             parts.append(((runs * engines + WITH_EMPTY_FOLDER) * _START_WORK, self._measure_starts))
@@ -129,15 +141,14 @@ class Measurement:
                 self._speed.bandwidth.setdefault(threads, []).append(memory.read_rate(threads))
 
     def _choose_threads(self) -> None:
-        """Find the number of threads with which our engine generates fastest after a short context.
+        """Find the number of threads with which our first contestant generates fastest after a short context.
 
-        Its first contestant decides. Prompts use the most threads, since they have work for all. A peer's best number
-        is found in each row.
+        Prompts use the most threads. A peer's best number is found in each row.
         """
         plan, speed, leader = self._plan, self._speed, self._leader
         cells = {threads: Cell(leader, threads) for threads in plan.threads}
         note("Loading, and trying the numbers of threads" if len(plan.threads) > 1 else "Loading")
-        self._referee.measure("threads", [self._generation(cell, SHORT_DEPTH, SHORT_STEPS) for cell in cells.values()])
+        self._measure_steps("threads", [*cells.values()], SHORT_DEPTH, SHORT_STEPS, warm_up=True)
         speed.tried[OURS] = {threads: cell.runs for threads, cell in cells.items()}
         medians = {threads: cell.median for threads, cell in cells.items() if cell.runs}
         speed.chosen[OURS] = max(medians, key=medians.__getitem__, default=speed.most_threads)
@@ -156,7 +167,7 @@ class Measurement:
         row = Row(GENERATION, name, depth)
         cells = self._cells(self._speed.chosen[OURS])
         first = depth == SHORT_DEPTH  # later contexts need no warm-up
-        self._referee.measure(name, [self._generation(cell, depth, steps) for cell in cells], warm_up=first)
+        self._measure_steps(name, cells, depth, steps, warm_up=first)
         row.cells += self._best(cells)
         for cell in row.cells:
             cache = self._cache_bytes(cell.contestant, depth) if cell.runs else None
@@ -173,20 +184,19 @@ class Measurement:
         ]
 
     def _best(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cell that counts of each contestant."""
         counting = []
         for contestant in self._speed.contestants:
             candidates = [cell for cell in cells if cell.contestant == contestant]
             counting.append(candidates[0] if contestant.is_ours else best(candidates))
         return counting
 
-    def _generation(self, cell: Cell, depth: int, steps: int) -> Runs:
+    def _measure_steps(self, name: str, cells: Sequence[Cell], depth: int, steps: int, *, warm_up: bool) -> None:
         ids, following = self._deep[:depth], self._ids(steps + 1)
 
-        def run(number: int) -> float:
+        def run(cell: Cell, number: int) -> float:
             return float(self._child(cell.contestant, cell.threads).call("generation_rate", ids, following))
 
-        return Runs(cell, run)
+        self._referee.measure(name, cells, run, warm_up=warm_up)
 
     def _measure_prompt(self, tokens: int) -> None:
         """Measure prompts. Each run has its own prompt; the last one is the start of the context for generation."""
@@ -195,51 +205,36 @@ class Measurement:
         prompts = [self._ids(tokens) for _ in range(self._plan.repeat)]
         prompts[-1] = self._deep[:tokens]
 
-        def runs(cell: Cell) -> Runs:
-            def run(number: int) -> float:
-                return float(self._child(cell.contestant, cell.threads).call("prompt_rate", prompts[number]))
-
-            return Runs(cell, run)
+        def run(cell: Cell, number: int) -> float:
+            return float(self._child(cell.contestant, cell.threads).call("prompt_rate", prompts[number]))
 
         first = tokens == self._plan.prompts[0]  # longer prompts need no warm-up
-        self._referee.measure(row.name, [runs(cell) for cell in cells], warm_up=first)
+        self._referee.measure(row.name, cells, run, warm_up=first)
         row.cells += self._best(cells)
         self._add(row)
 
     def _measure_batches(self) -> None:
-        """Measure steps of several sequences together, and of one alone, with our first cache."""
         self._children.end_part()
-        leader = self._leader
-        prompts = [self._ids(_BATCH_DEPTH) for _ in range(max(SEQUENCES))]
-        rows = [
-            Row(BATCHES, f"steps of {n} at {_BATCH_DEPTH}", n, [Cell(leader, self._speed.chosen[leader.engine])])
-            for n in SEQUENCES
-        ]
+        leader, prompts = self._leader, [self._ids(_BATCH_DEPTH) for _ in range(max(SEQUENCES))]
+        sequences = {Cell(leader, self._speed.chosen[OURS]): count for count in SEQUENCES}
         settings = {"parallel": max(SEQUENCES), "kept_sequences": 0}
 
-        def runs(row: Row) -> Runs:
-            (cell,) = row.cells
+        def run(cell: Cell, number: int) -> float:
+            child = self._children.child(leader, cell.threads, self._plan.whole(_BATCH_DEPTH), settings)
+            return float(child.call("streams_rate", prompts, sequences[cell], _BATCH_STEPS))
 
-            def run(number: int) -> float:
-                child = self._children.child(leader, cell.threads, self._plan.batch_context, settings)
-                return float(child.call("streams_rate", prompts, row.tokens, _BATCH_STEPS))
-
-            return Runs(cell, run)
-
-        self._referee.measure("batches", [runs(row) for row in rows])
-        for row in rows:
-            self._add(row)
+        self._referee.measure("batches", [*sequences], run)
+        for cell, count in sequences.items():
+            self._add(Row(BATCHES, f"steps of {count} at {_BATCH_DEPTH}", count, [cell]))
 
     @property
     def _leader(self) -> Contestant:
-        """The first of our contestants."""
         return next(contestant for contestant in self._speed.contestants if contestant.is_ours)
 
     def _measure_memory(self) -> None:
-        """Measure the memory of fresh processes after the longest prompt and some steps, with a cache for little more
-        than these."""
+        """Measure fresh processes after the longest prompt and some steps, with a cache for little more than these."""
         self._children.end_part()
-        tokens = self._plan.memory_tokens
+        tokens = max(self._plan.prompts)
         ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
         context = self._plan.memory_context
         for contestant in self._speed.contestants:
@@ -255,14 +250,13 @@ class Measurement:
             self._children.close()
             self._speed.memory.append(about | measured | {"tokens": tokens, "context": context})
             self._referee.advance(1 / len(self._speed.contestants))
-        self._on_progress(self._speed)
+        self._on_progress()
 
     def _measure_starts(self) -> None:
-        """Measure starts of each engine with its first contestant, and the first start ever of ours."""
         self._children.end_part()
         context, ids = self._plan.memory_context, self._ids(START_TOKENS)
         measure_starts(self._speed, self._subject, self._referee, context, ids)
-        self._on_progress(self._speed)
+        self._on_progress()
 
     # -- help --------------------------------------------------------------------------------------------------
 
@@ -278,17 +272,17 @@ class Measurement:
         for cell in row.cells:
             rate = f"{cell.median:,.1f} tokens/s" if cell.runs and cell.failure is None else cell.failure
             note(f"{row.name}, {cell.contestant.engine} {cell.contestant.cache}: {rate}")
-        self._on_progress(self._speed)
+        self._on_progress()
 
     def _weight_bytes(self, contestant: Contestant) -> int:
         if contestant.is_ours:
-            return int(self._child(contestant, self._speed.chosen[contestant.engine]).call("weight_bytes"))
+            return int(self._child(contestant, self._speed.chosen[OURS]).call("weight_bytes"))
         return self._subject.peer_weight_bytes()
 
     def _cache_bytes(self, contestant: Contestant, tokens: int, child: Child | None = None) -> int | None:
         """Bytes of K/V of `tokens` tokens; None for a peer that does not say them."""
         if contestant.is_ours:
-            child = child or self._child(contestant, self._speed.chosen[contestant.engine])
+            child = child or self._child(contestant, self._speed.chosen[OURS])
             return int(child.call("cache_bytes", tokens))
         bits = contestant.peer.caches[contestant.cache]
         return None if bits is None else self._subject.kv_bytes(bits, tokens)

@@ -19,7 +19,6 @@ _TOKENS = {DRAFTS: 200, EMBEDDINGS: 8192, EXPERTS: 64, TIERS: 4096}
 
 
 def _described(peer: peers.Peer) -> str:
-    """A peer and what its PATH is."""
     return f"{peer.name} ({f'PATH is its {peer.program}' if peer.program else 'PATH is a Python that has it'})"
 
 
@@ -49,7 +48,7 @@ class Options:
         peers.DEFAULT,
         "--peer",
         metavar="NAME[=PATH],…",
-        help=f"engines to compare with: {', '.join(_described(peer) for peer in peers.every())}",
+        help=f"engines to compare with: {', '.join(_described(peer) for peer in peers.every().values())}",
     )
     peer_types: str | None = setting(
         None, "--peer-types", metavar="TYPES", help="caches of the peers, or none; else all that each has"
@@ -87,10 +86,6 @@ class Options:
         help=f"sizes for {EXPERTS}; without it, what memory leaves. all: every expert in memory",
     )
 
-    def thread_counts(self) -> list[int]:
-        """The numbers of threads to compare. Raises FlagError."""
-        return sorted(numbers("--threads", self.threads or "1,2"))
-
     def thread_count(self, default: int = 0) -> int:
         """The number of threads of a section that has one; 0 stands for all. Raises FlagError."""
         if self.threads is None:
@@ -101,7 +96,7 @@ class Options:
         return counts[0]
 
     def token_count(self) -> int:
-        """The tokens of --tokens, or those that its section has without."""
+        """--tokens, or the default of its section."""
         return self.tokens or _TOKENS[self.only or DRAFTS]
 
 

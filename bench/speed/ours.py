@@ -44,8 +44,7 @@ class Ours:
         self._streams: Streams | None = None
 
     def with_settings(self, settings: dict[str, Any]) -> Ours:
-        """An engine with the same weights and its own cache. settings: fields of EngineConfig about the cache.
-        Closing either of the two is enough. Raises EngineError."""
+        """An engine with the same weights and its own cache. Closing one of the two is enough. Raises EngineError."""
         other = copy(self)
         other._use(with_cache(self._parts, settle(None, self._parts.config, settings), self._said.append))
         return other
@@ -66,10 +65,10 @@ class Ours:
             return sum(ops.matrix_bytes(part.format, math.prod(part.shape)) for part in parts)
 
         total = held(weights.head.parts)
-        for layer, own in zip(self._model.config.layers, weights.layers, strict=True):
-            total += sum(held(linear.parts) for linear in own.matrices.values())
-            if isinstance(own.ffn, ExpertsWeights) and isinstance(layer.ffn, Experts):
-                total += held([*own.ffn.gate_up.parts, *own.ffn.down.parts]) * layer.ffn.top_k // layer.ffn.count
+        for layer, loaded in zip(self._model.config.layers, weights.layers, strict=True):
+            total += sum(held(linear.parts) for linear in loaded.matrices.values())
+            if isinstance(loaded.ffn, ExpertsWeights) and isinstance(layer.ffn, Experts):
+                total += held([*loaded.ffn.gate_up.parts, *loaded.ffn.down.parts]) * layer.ffn.top_k // layer.ffn.count
         return total
 
     def resident(self) -> dict[str, int]:
@@ -101,26 +100,20 @@ class Ours:
         return len(ids) / (first - started), steps / (last - first)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
-        """Steps per second after `ids` and one more token: len(following) − 1 steps.
-
-        The prefix of `ids` in the store is not computed again. The tokens are sampled and turned into text.
-        """
+        """Steps per second after `ids` and one more token; the prefix of `ids` in the store is not computed again."""
         first, *_, last = self._arrivals([*ids, following[0]], len(following), PromptOptions())
         return (len(following) - 1) / (last - first)
 
     def _arrivals(self, ids: Sequence[int], tokens: int, options: PromptOptions) -> list[float]:
         """The arrival time of each of `tokens` tokens. Raises EngineError if there are fewer."""
         params = replace(_GREEDY, max_tokens=tokens)
-        found = [time.perf_counter() for chunk in self._engine.stream(ids, params, options) if chunk.token_ids]
-        if len(found) != tokens:
-            raise EngineError(f"stopped after {len(found)} of {tokens} tokens")
-        return found
+        times = [time.perf_counter() for chunk in self._engine.stream(ids, params, options) if chunk.token_ids]
+        if len(times) != tokens:
+            raise EngineError(f"stopped after {len(times)} of {tokens} tokens")
+        return times
 
     def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
-        """Tokens per second of the first `batch` of `prompts` together, over `steps` steps.
-
-        The first call sets the prompts, and makes a KV store for them.
-        """
+        """Tokens per second of the first `batch` of `prompts` together. The first call makes their KV store."""
         if self._streams is None:
             # Each sequence takes the room of two: its prompt, which is kept, and its continuation.
             tokens, count = max(map(len, prompts)) + steps, 2 * len(prompts)
@@ -131,10 +124,7 @@ class Ours:
 
 
 class Streams:
-    """Sequences with different prompts that take steps together, like an engine's requests.
-
-    Prompts are whole blocks, so that every run continues from the same blocks.
-    """
+    """Sequences that take steps together, as requests do. Prompts are whole blocks, which every run shares."""
 
     def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
         self._model, self._store = model, model.store

@@ -29,11 +29,9 @@ def draw(measured: Mapping[str, Any], output: Path) -> str:
     file = output.with_suffix(".png")
     ours, theirs = iter(2 * _OURS), iter(2 * _PEER)
     with rc_context(STYLE):
-        figure, ((ax,),) = panels(1, 1, (7.2, 4.2))
+        figure, (ax,) = panels(1, (7.2, 4.2))
         ends, labels, colours = [], [], []
         for (engine, cache), points in lines.items():
-            if not points:
-                continue
             is_ours = engine == OURS
             colour = next(ours) if is_ours else next(theirs)
             contexts, rates = zip(*points, strict=True)
@@ -53,12 +51,9 @@ def draw(measured: Mapping[str, Any], output: Path) -> str:
 
 
 def _lines(measured: Mapping[str, Any]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """(engine, cache) → (tokens of context, tokens/s) for each row."""
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in measured["rows"]:
-        if row["section"] == GENERATION:
-            for cell in row["cells"]:
-                points = lines.setdefault((cell["engine"], cell["cache"]), [])
-                if "median" in cell:
-                    points.append((row["tokens"], cell["median"]))
+        for cell in row["cells"]:
+            if row["section"] == GENERATION and "median" in cell:
+                lines.setdefault((cell["engine"], cell["cache"]), []).append((row["tokens"], cell["median"]))
     return lines

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polarlm.bench.speed.child import Failed
@@ -17,17 +16,10 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 T = TypeVar("T")
+Run = Callable[[Cell, int], float]  # run(cell, number) measures a rate
 
 # A library's idle threads may spin for a moment, which would slow down the next run.
 _REST_SECONDS = 0.1
-
-
-@dataclass
-class Runs:
-    """The runs of a cell: run(number) measures a rate; number −1 is a warm-up, which does not count."""
-
-    cell: Cell
-    run: Callable[[int], float]
 
 
 class Referee:
@@ -66,31 +58,29 @@ class Referee:
         if self._bar is not None:
             self._bar.set_postfix_str(name)
 
-    def measure(self, name: str, runs: Sequence[Runs], warm_up: bool = True, share: float = 1.0) -> None:
-        """Measure each `repeat` times, in turn, with `warm_up` after a run that does not count; fewer times where more
-        threads leave a contestant's fewer ones far behind.
+    def measure(self, name: str, cells: Sequence[Cell], run: Run, *, warm_up: bool = True, share: float = 1) -> None:
+        """Run each cell `repeat` times, in turn; fewer times where the same contestant with more threads is far faster.
 
-        share: which share of the current part this is.
+        warm_up: whether a run −1 comes first, which does not count. share: which share of the current part this is.
         """
         self.announce(name)
         rounds = range(-1 if warm_up else 0, self.repeat)
         for number in rounds:
-            for entry in runs:
-                if not is_far_behind(entry.cell, [other.cell for other in runs]):
-                    rate = self._run(entry, number)
+            for cell in cells:
+                if not is_far_behind(cell, cells):
+                    rate = self._rate(cell, run, number)
                     if rate is not None and number >= 0:
-                        entry.cell.runs.append(rate)
-                self.advance(share / (len(rounds) * len(runs)))
+                        cell.runs.append(rate)
+                self.advance(share / (len(rounds) * len(cells)))
 
-    def _run(self, entry: Runs, number: int) -> float | None:
-        contestant = entry.cell.contestant
-        if contestant not in self._children.failures:
+    def _rate(self, cell: Cell, run: Run, number: int) -> float | None:
+        if cell.contestant not in self._children.failures:
             time.sleep(_REST_SECONDS)
             try:
-                return entry.run(number)
+                return run(cell, number)
             except Failed as error:
-                self._children.fail(contestant, str(error))
-        entry.cell.failure = self._children.failures[contestant]
+                self._children.fail(cell.contestant, str(error))
+        cell.failure = self._children.failures[cell.contestant]
         return None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from polarlm.bench.speed.child import Failed, memory
 from polarlm.bench.speed.contestants import Contestant, Subject, new_child, start
 from polarlm.bench.speed.figures import Cell, Speed
-from polarlm.bench.speed.referee import Referee, Runs
+from polarlm.bench.speed.referee import Referee
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.cli.commands import note
 
@@ -26,7 +26,7 @@ _TILE_CACHE = {"tile_cache": "1000G"}
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
 _WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
 _MIB, _GIB = 1 << 20, 1 << 30
-WITH_EMPTY_FOLDER = 14  # `Starter.first_ever` takes as long as this number of other starts, roughly
+WITH_EMPTY_FOLDER = 14  # `Starter.first_ever` takes about as long as this number of other starts
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ class Starter:
         variables: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the "seconds" from the start of a process to its first token, their "parts" (name → seconds), its
-        "memory" (name → bytes), and of ours the number of "kernels" that it has compiled and the "compiling" seconds of
-        CPU time. variables: further ones of its environment; settings: further ones of our engine. Raises Failed."""
+        """The "seconds" to a new process's first token, their "parts" and its "memory"; of our engine also the compiled
+        "kernels" and their "compiling" seconds. variables: of its environment. Raises Failed."""
         ready_memory(memory_of_a_start(self.subject.file_bytes))
         began = time.perf_counter()
         with closing(new_child(contestant, self.subject, variables)) as child:
@@ -69,12 +68,10 @@ class Starter:
         return {"seconds": ended - began, "parts": parts, "memory": sizes, **compiled}
 
     def first_ever(self, contestant: Contestant, warm: float, repeat: int) -> dict[str, Any]:
-        """Return the "first" start of ours with an empty cache folder: its "seconds", what the "fit" of the KV cache
-        takes of them, the number of "kernels" compiled, and the "compiling" seconds of CPU time, which pass while
-        weights load; and, on a CPU, the medians of `repeat` starts that find "mapped" weights in the tile cache. warm:
-        seconds of a start that finds fit and kernels. Raises Failed.
+        """The "first" start with an empty cache folder: its "seconds", the "fit" of the cache among them, its compiled
+        "kernels" and their "compiling" seconds; on a CPU also `repeat` starts with "mapped" weights.
 
-        A second start finds the kernels alone: it takes longer than a warm one by the fit.
+        warm: seconds of a start that finds fit and kernels. Raises Failed.
         """
         mapped = {}
         with tempfile.TemporaryDirectory() as folder:
@@ -99,8 +96,7 @@ def memory_of_a_start(file_bytes: int) -> int:
 def ready_memory(size: int) -> None:
     """Let another process write `size` bytes of memory, and end.
 
-    The host of a virtual machine may take back memory that has been free for seconds. The process that needs it next
-    waits for it, seconds a GiB, whichever engine it belongs to.
+    The host of a virtual machine may take back memory that has been free for seconds; the next process waits for it.
     """
     if size:
         subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
@@ -113,19 +109,16 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
     cells = [Cell(leader, speed.most_threads) for leader in reversed(leaders.values())]
     measured: dict[Contestant, list[dict[str, Any]]] = {cell.contestant: [] for cell in cells}
 
-    def runs(cell: Cell) -> Runs:
-        def run(number: int) -> float:
-            result = starter.run(cell.contestant)
-            if number >= 0:
-                measured[cell.contestant].append(result)
-            return float(result["seconds"])
-
-        return Runs(cell, run)
+    def run(cell: Cell, number: int) -> float:
+        result = starter.run(cell.contestant)
+        if number >= 0:
+            measured[cell.contestant].append(result)
+        return float(result["seconds"])
 
     note("Starting new processes")
     alternating = (1 + referee.repeat) * len(cells)
     share = alternating / (alternating + WITH_EMPTY_FOLDER)
-    referee.measure("starts", [runs(cell) for cell in cells], share=share)
+    referee.measure("starts", cells, run, share=share)
     for cell in cells:
         row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
         row |= {"threads": cell.threads, "context": context}
@@ -145,7 +138,6 @@ def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: in
 
 
 def _medians(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The seconds of all runs and their median, the medians of their parts, and the most memory of each kind."""
     seconds = [start["seconds"] for start in starts]
     parts = {name: statistics.median(start["parts"][name] for start in starts) for name in starts[0]["parts"]}
     sizes = {name: max(start["memory"][name] for start in starts) for name in starts[0]["memory"]}

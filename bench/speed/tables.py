@@ -35,10 +35,9 @@ def format_tables(measured: Measured) -> str:
 
 def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = False) -> str:
     """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
-    which is the fastest cache of any. Where there are several peers, the last column names it.
+    which is the fastest cache of any peer. With several peers, the last column names it.
 
-    sections: whose rows to show, in this order. spread: whether to show half the distance between the slowest and the
-    fastest run, too.
+    spread: whether to show half the distance between the slowest and the fastest run, too.
     """
     rows, several = [], len({cell["engine"] for cell in measured["contestants"] if _is_peer(cell)}) > 1
     for row in (row for section in sections for row in measured["rows"] if row["section"] == section):
@@ -51,22 +50,14 @@ def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = F
 
 
 def _strongest(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The fastest cell of a peer; None if there is none."""
     theirs = [cell for cell in cells if _is_peer(cell) and "median" in cell]
     return max(theirs, key=lambda cell: cell["median"], default=None)
 
 
-def _ratio(cell: Mapping[str, Any], best: float) -> str:
-    return f"{cell['median'] / best:.2f}×"
-
-
 def bandwidth_table(measured: Measured) -> str:
     """A table of the bytes of weights and cache that a step reads, and of the share of memory bandwidth."""
-    rows = []
-    for row in measured["rows"]:
-        if row["section"] == GENERATION:
-            rows.append([row["name"], *map(_bytes_cell, row["cells"])])
-    return report.table(["", *_columns(measured)], rows)
+    rows = [row for row in measured["rows"] if row["section"] == GENERATION]
+    return report.table(["", *_columns(measured)], [[row["name"], *map(_bytes_cell, row["cells"])] for row in rows])
 
 
 def batches_table(measured: Measured) -> str:
@@ -76,11 +67,9 @@ def batches_table(measured: Measured) -> str:
     lines = []
     for row in rows:
         (cell,) = row["cells"]
-        if "median" in cell:
-            times = f"{cell['median'] / one:.2f}" if one else NOTHING
-            lines.append([row["name"], f"`{cell['cache']}`", _rate(cell["median"]), times])
-        else:
-            lines.append([row["name"], f"`{cell['cache']}`", cell["failure"], NOTHING])
+        rate = _rate(cell["median"]) if "median" in cell else cell["failure"]
+        times = f"{cell['median'] / one:.2f}" if one and "median" in cell else NOTHING
+        lines.append([row["name"], f"`{cell['cache']}`", rate, times])
     return report.table(["", "cache", "tokens/s", "times one"], lines)
 
 
@@ -102,7 +91,7 @@ def starts_table(measured: Measured) -> str:
     fastest = min((row["median"] for row in theirs if "median" in row), default=None)
     lines = []
     for row in measured["starts"]:
-        name = f"{_engine(row['engine'])} {row['cache']}"
+        name = f"{label(row['engine'])} {row['cache']}"
         if "median" not in row:
             lines.append([name, row["failure"], *[NOTHING] * 5])
             continue
@@ -120,30 +109,30 @@ def starts_in_parts(measured: Measured) -> str:
     for row in measured["starts"]:
         if row.get("parts"):
             parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in row["parts"].items())
-            lines.append(f"{_engine(row['engine'])} {row['cache']}: {parts}")
+            lines.append(f"{label(row['engine'])} {row['cache']}: {parts}")
         if "first" in row:
             first = row["first"]
             lines.append(
-                f"The first start ever of {_engine(row['engine'])} {row['cache']}: {first['seconds']:.2f} s, of which "
+                f"The first start ever of {label(row['engine'])} {row['cache']}: {first['seconds']:.2f} s, of which "
                 f"fitting the cache {first['fit']:.2f} s; compiling {first['kernels']} kernels took "
                 f"{first['compiling']:.2f} s of one core"
             )
         if "mapped" in row:
-            lines.append(f"With --tile-cache, {_engine(row['engine'])} {row['cache']}: {row['mapped']['median']:.2f} s")
+            lines.append(f"With --tile-cache, {label(row['engine'])} {row['cache']}: {row['mapped']['median']:.2f} s")
     return "\n\n".join(lines)
 
 
-def starts_of_models(found: Sequence[Measured]) -> str:
+def starts_of_models(measurements: Sequence[Measured]) -> str:
     """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
     other = label(peers.DEFAULT)
     header = ["", "file", "here", other, "times", "mapped", "times"]
     header += ["peak", f"{other}'s peak", "weights", "first ever", "fit", "compiling"]
     lines = []
-    for measured in sorted(found, key=lambda one: (one["file_bytes"], one["model"])):
+    for measured in sorted(measurements, key=lambda one: (one["file_bytes"], one["model"])):
         ours, theirs = _start_of(measured, OURS), _start_of(measured, peers.DEFAULT)
         mapped = ours.get("mapped", {})
-        lines.append([_title(measured), format_bytes(measured["file_bytes"]), _median(ours), _median(theirs)])
-        lines[-1] += [_times(ours, theirs), _median(mapped), _times(mapped, theirs)]
+        lines.append([f"{measured['model']}, {measured['weights']}", format_bytes(measured["file_bytes"])])
+        lines[-1] += [_median(ours), _median(theirs), _times(ours, theirs), _median(mapped), _times(mapped, theirs)]
         sizes = [(ours, "peak"), (theirs, "peak"), (ours, "weights")]
         lines[-1] += [format_bytes(row["memory"][part]) if "memory" in row else NOTHING for row, part in sizes]
         lines[-1] += [f"{ours['first'][part]:.1f} s" if "first" in ours else NOTHING for part in _OF_THE_FIRST]
@@ -173,15 +162,13 @@ def peers_in_words(measured: Measured) -> str:
 
 
 def label(engine: str) -> str:
-    """The name of a peer in tables."""
-    found = peers.find(engine)
-    return engine if found is None else found.label
+    """The name of an engine in tables."""
+    return "here" if engine == OURS else peers.every()[engine].label
 
 
 def _threads(measured: Measured) -> str:
-    """The numbers of threads of a measurement, in words."""
     threads = measured["threads"]
-    chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
+    chosen = ", ".join(f"{label(engine)} {n}" for engine, n in threads["chosen"].items())
     words = f"{threads['most']} for prompts, for steps {chosen}"
     if "peers" in threads and any(_is_peer(contestant) for contestant in measured["contestants"]):
         words += f"; a peer's best of {' and '.join(map(str, threads['peers']))} in each row"
@@ -209,12 +196,7 @@ def _named(measured: Measured) -> str:
     return f"{measured['model']} ({measured['weights']})"
 
 
-def _title(measured: Measured) -> str:
-    return f"{measured['model']}, {measured['weights']}"
-
-
 def _start_of(measured: Measured, engine: str) -> Mapping[str, Any]:
-    """The row of an engine's starts; an empty one if it has none."""
     return next((row for row in measured["starts"] if row["engine"] == engine), {})
 
 
@@ -223,24 +205,19 @@ def _median(row: Mapping[str, Any]) -> str:
 
 
 def _times(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """How many times the seconds of another row this one takes."""
     return f"{row['median'] / other['median']:.2f}" if "median" in row and "median" in other else NOTHING
 
 
 def _columns(measured: Measured) -> list[str]:
-    """A heading for each contestant; the default cache is in bold."""
-    found = []
+    """The default cache is in bold."""
+    columns = []
     for contestant in measured["contestants"]:
         cache = contestant["cache"]
         if contestant["engine"] != OURS:
-            found.append(f"{label(contestant['engine'])} {cache}")
+            columns.append(f"{label(contestant['engine'])} {cache}")
         else:
-            found.append(f"**{cache}**" if cache == EngineConfig.cache_type else cache)
-    return found
-
-
-def _engine(name: str) -> str:
-    return "here" if name == OURS else label(name)
+            columns.append(f"**{cache}**" if cache == EngineConfig.cache_type else cache)
+    return columns
 
 
 def _is_peer(cell: Mapping[str, Any]) -> bool:
@@ -255,7 +232,7 @@ def _rate_cell(cell: Mapping[str, Any], best: float | None, spread: bool) -> str
     if spread:
         half = (max(cell["runs"]) - min(cell["runs"])) / 2
         text += f" ±{half:,.1f}" if cell["median"] < 100 else f" ±{half:,.0f}"
-    return text if _is_peer(cell) or best is None else f"{text} ({_ratio(cell, best)})"
+    return text if _is_peer(cell) or best is None else f"{text} ({cell['median'] / best:.2f}×)"
 
 
 def _bytes_cell(cell: Mapping[str, Any]) -> str:

@@ -59,8 +59,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _first_token(engine: Engine, ids: Sequence[int], cached: int) -> dict[str, float]:
-    """The "seconds" to the first token and the process's "cpu_seconds", for a prompt of which `cached` tokens are in a
-    tier or the store. Raises EngineError if others are."""
+    """Seconds of a first token, and CPU seconds. Raises EngineError if not `cached` tokens come from tier or store."""
     began, busy = time.perf_counter(), time.process_time()
     usage = engine.generate(ids, _FIRST_TOKEN).usage
     seconds = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - busy}

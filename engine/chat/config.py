@@ -19,8 +19,6 @@ from polarlm.engine.params import SAMPLING, SamplingParams
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """The settings of the terminal chat."""
-
     prompt: str | None = setting(
         None,
         "-p",
@@ -31,12 +29,7 @@ class ChatConfig:
     )
     file: str | None = setting(None, "-f", "--file", metavar="FILE", help="read the prompt from FILE (UTF-8)")
     system_prompt: str | None = setting(
-        None,
-        "-sys",
-        "--system-prompt",
-        metavar="TEXT",
-        text=True,
-        help="the system prompt, ahead of the conversation",
+        None, "-sys", "--system-prompt", metavar="TEXT", text=True, help="the system prompt, ahead of the conversation"
     )
     conversation: bool = setting(
         True,
@@ -78,10 +71,8 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Sampling": SamplingParams,
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
-    """The settings on the command line `argv`, which lacks the program's name.
-
-    Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0).
-    """
+    """The settings on the command line `argv`, which lacks the program's name. Raises FlagError or EngineError with a
+    sentence that names the flag; `--help` raises SystemExit(0)."""
     engine, sampling, chat = parse(
         argv,
         GROUPS,
@@ -108,7 +99,6 @@ def read_prompt(chat: ChatConfig) -> str | None:
 
 
 def _read_text(flag: str, file: str) -> str:
-    """The text in a file that a flag names. Raises FlagError."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -118,7 +108,6 @@ def _read_text(flag: str, file: str) -> str:
 
 
 def _read_schema(file: str) -> str:
-    """The text of a JSON schema in a file. Raises FlagError if it is no JSON."""
     text = _read_text("--json-schema", file)
     try:
         json.loads(text)

@@ -44,10 +44,8 @@ class Console:
 
     def read(self) -> str:
         """The next message; of piped input, the next line, with the one after it if it ends in a backslash, and so on.
-
-        Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C at the empty prompt, and EngineError for
-        piped input that is not UTF-8.
-        """
+        Raises EOFError, KeyboardInterrupt for Ctrl-C at the empty prompt, and EngineError for input that is not
+        UTF-8."""
         if self._editor is not None:
             return self._editor.read()
         lines: list[str] = []
@@ -82,7 +80,6 @@ class Console:
             )
 
     def write(self, text: str) -> None:
-        """Writes a piece of the model's text, without delay."""
         if text:
             self.end_progress()
             self._out.write(text.translate(_VISIBLE) if self.on_terminal else text)
@@ -90,7 +87,6 @@ class Console:
             self._line_open = not text.endswith("\n")
 
     def end_answer(self) -> None:
-        """Ends the line of the model's text, if it is open."""
         if self._line_open:
             self._out.write("\n")
             self._out.flush()
@@ -102,26 +98,18 @@ class Console:
     def error(self, text: str) -> None:
         self._tell(self._paint(_RED, "error: ") + self._visible(text))
 
-    def prefill(self, done: int, total: int) -> None:
-        """Shows the progress of the prompt in tokens, as a bar that appears after a second."""
-        self._progress("reading the prompt", "{n:.0f}/{total} tokens, ", done, total)
-
-    def transfer(self, what: str, done: int, total: int) -> None:
-        """Shows the progress of a transfer in bytes, as a bar; `what` is 'saving' or 'loading'."""
-        self._progress(what, "", done, total)
-
-    def end_progress(self) -> None:
-        """Removes the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def _progress(self, what: str, amount: str, done: int, total: int) -> None:
+    def progress(self, what: str, done: int, total: int, amount: str = "") -> None:
+        """Shows progress as a bar that appears after a second. amount: what precedes the time that is left."""
         if self._bar is None and self._err.isatty():
             layout = f"{what} {{percentage:3.0f}}% |{{bar:30}}| {amount}{{remaining}} left"
             self._bar = tqdm(total=total, file=self._err, delay=1, leave=False, bar_format=layout)
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
+
+    def end_progress(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def _visible(self, text: str) -> str:
         """`text` with control characters replaced: notes quote files and messages, too."""
@@ -145,10 +133,8 @@ class Console:
 
 @contextmanager
 def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether Ctrl-C was pressed, so that no step of the engine is interrupted.
-
-    A second Ctrl-C raises KeyboardInterrupt.
-    """
+    """Yields a function that returns whether Ctrl-C was pressed, so that no step of the engine is interrupted. A second
+    Ctrl-C raises KeyboardInterrupt."""
     asked = False
 
     def on_signal(number: int, frame: object) -> None:
@@ -183,10 +169,8 @@ def _without_ctrl_c_echo() -> Iterator[None]:
 
 
 def _own_terminal() -> int | None:
-    """The descriptor of standard input if it is a terminal and this process is in its foreground, else None.
-
-    A background process that configures its terminal is stopped.
-    """
+    """The descriptor of standard input if it is a terminal and this process is in its foreground, else None: a
+    background process that configures its terminal is stopped."""
     if termios is None or sys.stdin is None or not sys.stdin.isatty():
         return None
     try:

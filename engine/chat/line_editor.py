@@ -18,10 +18,7 @@ _SHORT = 1000  # characters: a refused message of at most this length stays in t
 
 
 class LineEditor:
-    """Reads messages from a person at a terminal."""
-
     def __init__(self, prompt: str, colored: bool) -> None:
-        """`prompt` is PROMPT, possibly with codes for colour."""
         self.history = History(_history_file())
         self._session: PromptSession[str] = PromptSession(
             ANSI("\n" + prompt),
@@ -48,7 +45,6 @@ class History(FileHistory):
         self._last = string
 
     def keep(self) -> None:
-        """Adds the last message."""
         if self._last is not None:
             with suppress(OSError):  # a full disk: this chat still has it
                 super().append_string(self._last)

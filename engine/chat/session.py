@@ -24,16 +24,14 @@ from polarlm.model_loaders.errors import LoadError
 
 _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer is stopped if at least so many tokens repeat at least so many times
+_OF_PROMPT = "{n:.0f}/{total} tokens, "  # on the bar of a prompt
 _BRIEF = 200  # characters of the last messages that `/load` shows
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to one prompt.
-
-    `finish_reason` is "cancelled" after Ctrl-C, and "loop" for an answer that was stopped because it repeated itself;
-    `usage` is None then.
-    """
+    """The answer to one prompt. finish_reason is "cancelled" after Ctrl-C, and "loop" for an answer that was stopped
+    because it repeated itself; usage is None then."""
 
     text: str  # as it was shown
     token_ids: tuple[int, ...]
@@ -44,11 +42,8 @@ class Turn:
 
 
 class ChatSession:
-    """The messages of a conversation, and its last turn.
-
-    A turn that fails, or is stopped before its first token, leaves the messages as they were: a prompt would
-    otherwise hold two messages of the user in a row.
-    """
+    """The messages of a conversation, and its last turn. A turn that fails, or is stopped before its first token,
+    leaves the messages as they were: a prompt would otherwise hold two messages of the user in a row."""
 
     def __init__(
         self,
@@ -71,13 +66,11 @@ class ChatSession:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all but the system prompt."""
         self.messages: list[Mapping[str, Any]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
 
     def send(self, text: str) -> Turn:
-        """Answers a message. Raises EngineError."""
         return self._answer([*self.messages, {"role": "user", "content": text}])
 
     def regenerate(self) -> Turn | None:
@@ -87,10 +80,8 @@ class ChatSession:
         return self._answer(self.messages[:-1])
 
     def save(self, path: str) -> str:
-        """Writes the conversation and its cache to a file; returns a sentence. An empty path is the default one.
-
-        Raises EngineError, or KeyboardInterrupt after Ctrl-C; the file is unchanged then.
-        """
+        """Writes the conversation and its cache to a file; returns a sentence. An empty path is the default one. Raises
+        EngineError, or KeyboardInterrupt after Ctrl-C; the file is unchanged then."""
         if not any(message["role"] == "assistant" for message in self.messages):
             raise EngineError("There is no answer yet, and so nothing to save", "session")
         file = _session_file(path)
@@ -99,10 +90,8 @@ class ChatSession:
         return f"The conversation is saved in {file}: {counted(count, 'token')}."
 
     def load(self, path: str) -> str:
-        """Replaces this conversation with a saved one; returns a sentence and the saved one's last messages.
-
-        Raises EngineError, or KeyboardInterrupt after Ctrl-C; the conversation is unchanged then.
-        """
+        """Replaces this conversation with a saved one; returns a sentence and the saved one's last messages. Raises
+        EngineError, or KeyboardInterrupt after Ctrl-C; the conversation is unchanged then."""
         file = _session_file(path)
         with self._transfer("loading") as progress:
             session = self.engine.load_session(file, progress=progress)
@@ -121,7 +110,7 @@ class ChatSession:
         with ctrl_c_asked() as asked:
 
             def progress(done: int, total: int) -> None:
-                self._console.transfer(what, done, total)
+                self._console.progress(what, done, total)
                 if asked():
                     raise KeyboardInterrupt
 
@@ -131,7 +120,6 @@ class ChatSession:
                 self._console.end_progress()
 
     def complete(self, prompt: str) -> Turn:
-        """Continues plain text, outside the conversation. Raises EngineError."""
         return self._stream(prompt)
 
     def _answer(self, messages: list[Mapping[str, Any]]) -> Turn:
@@ -142,9 +130,7 @@ class ChatSession:
 
     def _stream(self, prompt: str | list[Mapping[str, Any]]) -> Turn:
         """Writes the answer as it is generated; Ctrl-C ends it after the token, or the prompt's chunk, in progress.
-
-        With the loop check, an answer that repeats itself over and over ends as well.
-        """
+        With the loop check, an answer that repeats itself over and over ends as well."""
         ids: list[int] = []
         repeats = Repeats()
         reason, usage = None, None
@@ -158,7 +144,9 @@ class ChatSession:
                 with closing(self.engine.stream(prompt, params, as_written, progress=True)) as chunks:
                     for chunk in chunks:
                         if chunk.prompt_tokens:
-                            self._console.prefill(chunk.prefilled, chunk.prompt_tokens)
+                            self._console.progress(
+                                "reading the prompt", chunk.prefilled, chunk.prompt_tokens, _OF_PROMPT
+                            )
                         else:
                             self._console.write(shown.push(chunk.text, last=chunk.finish_reason is not None))
                         ids.extend(chunk.token_ids)
@@ -210,11 +198,8 @@ class _Shown:
         return text
 
     def message(self, ids: tuple[int, ...]) -> dict[str, Any]:
-        """The answer as later prompts get it.
-
-        The ids are kept, so that the next prompt starts with exactly the tokens that are in the cache. Those of
-        several messages are not: the template leaves all but the last one out.
-        """
+        """The answer as later prompts get it, with its ids, so that the next prompt starts with exactly the tokens that
+        are in the cache. An answer in channels has none: the template leaves all its messages but the last one out."""
         if self._reader is not None:
             return {"role": "assistant", "content": self._final}
         answer = {"role": "assistant", "content": self.text, "token_ids": ids}
@@ -284,9 +269,8 @@ def numbers(turn: Turn, engine: Engine) -> str:
 
 
 def _places(usage: Usage) -> str:
-    """Which of the cached tokens came from a tier, in brackets; empty for none."""
-    found = [f"{tokens} from {place}" for place, tokens in usage.from_tiers.items()]
-    return f" ({', '.join(found)})" if found else ""
+    places = [f"{tokens} from {place}" for place, tokens in usage.from_tiers.items()]
+    return f" ({', '.join(places)})" if places else ""
 
 
 def kernels(engine: Engine) -> str | None:

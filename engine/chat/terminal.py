@@ -40,7 +40,6 @@ _COMMANDS = [line.split()[0] for line in _HELP.splitlines() if line.startswith("
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Engine.load) -> int:
-    """Runs the chat and returns its exit code."""
     use_utf8()
     verbose = False
     try:
@@ -88,7 +87,6 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
 
 
 def _raw_prompt(prompt: str | None, chat: ChatConfig, console: Console) -> str:
-    """The prompt of -no-cnv: from the flags, else all of piped input."""
     if chat.system_prompt is not None:
         console.note("note: -sys has no effect with -no-cnv, which uses no chat template")
     if prompt is None and not console.interactive:
@@ -185,7 +183,6 @@ class _Conversation:
         self._code = 0 if self._watched else _BAD_REQUEST
 
     def _transfer(self, work: Callable[[], str]) -> None:
-        """Saves or loads, and shows the result or the error."""
         try:
             self._console.note(work())
         except EngineError as error:

@@ -34,10 +34,8 @@ def use_utf8() -> None:
 
 def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
     """Run `work` on a command line and return the exit code: 0; 2, with a sentence, for bad input; 130 after Ctrl-C;
-    the code of `lost_output`.
-
-    argv: without the program's name; None means the process's own.
-    """
+    the code of `lost_output`. argv: without the program's name; None means the process's own."""
+    use_utf8()
     try:
         work(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -28,10 +28,7 @@ Check = Callable[[Any], "str | None"]
 """Returns what is wrong with a value, as a sentence for the user; None if it is valid."""
 
 IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
-    ("-ngl", "--n-gpu-layers", "--gpu-layers"): (
-        "N",
-        "all layers are on the GPUs that --device names, or on the CPU",
-    ),
+    ("-ngl", "--n-gpu-layers", "--gpu-layers"): ("N", "all layers are on the GPUs that --device names, or on the CPU"),
     ("-fa", "--flash-attn"): ("MODE", "attention never holds a whole row of scores for the context in memory"),
     ("--no-mmap",): ("", "the weights file is read, and never mapped"),
     ("--draft-min", "--draft-n-min"): ("N", "a draft is as long as pays most"),
@@ -43,7 +40,6 @@ _HUB_NAME = re.compile(r"(hf:)?\w[\w.-]*/\w[\w.-]*(?<!\.gguf)([@:]\S+)?")
 
 
 def that(holds: Callable[[Any], bool], sentence: str) -> Check:
-    """A check that complains with `sentence` unless `holds(value)`."""
     return lambda value: None if holds(value) else sentence
 
 
@@ -80,10 +76,8 @@ class _Help(argparse.HelpFormatter):
 def parser(
     groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
 ) -> argparse.ArgumentParser:
-    """The parser of the flags and positional arguments of `groups` (title: class). Its result has only given fields.
-
-    checks: field name → check. Its errors are FlagErrors.
-    """
+    """The parser of the flags and positional arguments of `groups` (title: class). Its result has only given fields,
+    its errors are FlagErrors. checks: field name → check."""
     words = [field for cls in groups.values() for field in _on_command_line(cls) if _is_word(field)]
     shown = [f"[{_value_name(word)}]" if "bare" in word.metadata else _value_name(word) for word in words]
     made = _Parser(
@@ -109,8 +103,6 @@ def parser(
 
 
 class _Ignore(argparse.Action):
-    """Collects the sentences about given flags that have no effect."""
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         namespace.ignored = [*getattr(namespace, "ignored", ()), f"{option_string} has no effect: {self.help}"]
 
@@ -119,10 +111,8 @@ def parse(
     argv: Sequence[str], groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
 ) -> list[Any]:
     """One instance per dataclass of `groups` (title: class), with the values in `argv`, else the fields' defaults.
-
-    checks: field name → check. Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help`
-    and `--version` print and raise SystemExit(0).
-    """
+    Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help` and `--version` print and
+    raise SystemExit(0). checks: field name → check."""
     made = parser(groups, prog=prog, description=description, checks=checks)
     joined = _join_values(argv, groups)
     try:
@@ -135,10 +125,10 @@ def parse(
             raise
     if unknown:
         raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], groups)}") from None
-    given = vars(namespace)
-    for sentence in given.pop("ignored", ()):
+    values = vars(namespace)
+    for sentence in values.pop("ignored", ()):
         print(f"note: {sentence}", file=sys.stderr)
-    return [cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in groups.values()]
+    return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in groups.values()]
 
 
 def describe(cls: type) -> Iterator[tuple[str, str]]:
@@ -152,7 +142,6 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def close_to(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is most similar to `word`; None if none is similar."""
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
@@ -219,8 +208,8 @@ def _meant(word: str, groups: Mapping[str, type]) -> str:
 
 def version() -> str:
     """The line that `--version` prints. A checkout that is not installed has no version."""
-    if found := release():
-        return f"polarlm {found}"
+    if number := release():
+        return f"polarlm {number}"
     return f"polarlm, not installed: the files in {Path(__file__).resolve().parents[2]}"
 
 
@@ -233,10 +222,8 @@ def release() -> str:
 
 
 def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
-    """`argv` with `-p -x` as `--prompt=-x`: a flag that needs a value takes the next word, even one with a dash.
-
-    Raises FlagError for the value `--`.
-    """
+    """`argv` with `-p -x` as `--prompt=-x`: a flag that needs a value takes the next word, even one with a dash. Raises
+    FlagError for the value `--`."""
     long_names = {
         flag: field.metadata["flags"][-1]
         for cls in groups.values()
@@ -274,18 +261,13 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
 
 
 def _collect(container: type) -> type[argparse.Action]:
-    """An action that collects the values of a repeated flag in a tuple or a dict."""
-
     class Collect(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
             earlier = getattr(namespace, self.dest, container())
-            setattr(namespace, self.dest, container([*_items(earlier), values]))
+            items = earlier.items() if isinstance(earlier, dict) else earlier
+            setattr(namespace, self.dest, container([*items, values]))
 
     return Collect
-
-
-def _items(collected: tuple[Any, ...] | dict[Any, Any]) -> list[Any]:
-    return list(collected.items() if isinstance(collected, dict) else collected)
 
 
 def _checked(read: Callable[[str], Any], check: Check | None) -> Callable[[str], Any]:
@@ -302,8 +284,8 @@ def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
     """(container of a repeated flag or None, parser of one value) for a field of type `annotation`."""
     arguments, container = typing.get_args(annotation), typing.get_origin(annotation)
     if type(None) in arguments:
-        (given,) = (kind for kind in arguments if kind is not type(None))
-        return _reader(given)
+        (kind,) = (kind for kind in arguments if kind is not type(None))
+        return _reader(kind)
     if container is dict:
         return dict, _read_bias if arguments[0] is int else _read_named
     if container is tuple:
@@ -340,10 +322,10 @@ def _read_text(text: str) -> str:
 
 def _read_bias(text: str) -> tuple[int, float]:
     """`42-1.5` → (42, -1.5): a token id, then a signed number."""
-    found = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"takes a token id and a signed number, as in 42-1.5, not {text!r}")
-    return int(found[1]), float(found[2])
+    return int(match[1]), float(match[2])
 
 
 def _read_named(text: str) -> tuple[str, str]:

@@ -24,10 +24,7 @@ BYTES = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{unit} {elapsed_s
 @contextmanager
 def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
     """Yields a progress bar, which is redrawn several times a second and disappears at the end; None if it is not to be
-    shown, or there is no terminal.
-
-    settings: of tqdm, whose import takes 2 MB.
-    """
+    shown, or there is no terminal. settings: of tqdm, whose import takes 2 MB."""
     if not (is_shown and sys.stderr.isatty()):
         yield None
         return
@@ -46,7 +43,6 @@ def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
 
 
 def _redraw(bar: tqdm[Any], ended: threading.Event) -> None:
-    """Draw the bar again and again, also while nothing is counted, until `ended`."""
     wait = _DELAY
     while not ended.wait(wait):
         bar.refresh()

@@ -1,7 +1,8 @@
 """KV codecs: how the K or V vectors of one block become bytes, and back. One codec per file.
 
 Each module of this folder is a codec; what several share is in `parts/` and `schema/`. It defines `NAMES`, the cache
-types that it makes, and `create(name, options)`, which makes one of them. There is no list to edit.
+types that it makes, and `create(name, options)`, which makes one of them, or raises ValueError for an unknown
+option. There is no list to edit.
 """
 
 from __future__ import annotations
@@ -55,10 +56,7 @@ class PathRounding(Table, Protocol):
     """A table in which a code's point depends on earlier codes, so that a vector is rounded as a whole."""
 
     def best_path(
-        self,
-        unit: np.ndarray,
-        feedback: np.ndarray | None = None,
-        weights: np.ndarray | None = None,
+        self, unit: np.ndarray, feedback: np.ndarray | None = None, weights: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """unit (K, R, D) float32, unit variance → codes (K, R, P) uint8, their points (K, R, D) float32; P = D / width.
 
@@ -73,13 +71,11 @@ class Codec(ABC):
 
     A codec maps vectors to streams of codes and numbers, and back; how fields store them follows from the schema.
     Codecs are values: two of the same name are equal and have the same hash. name: the cache type that `get` makes this
-    codec from, with its options. serves: the sides that it can store: keys ("k"), values ("v"), or both. per_layer:
-    whether it learns from the first blocks that it encodes; each layer then needs one for keys and one for values.
+    codec from, with its options. serves: the sides that it can store: keys ("k"), values ("v"), or both.
     """
 
     name: str
     serves = KEYS_AND_VALUES
-    per_layer = False
 
     @abstractmethod
     def schema(self, block_size: int, head_dim: int) -> Schema:
@@ -174,15 +170,12 @@ def available() -> tuple[str, ...]:
 
 
 def is_quantized(codec: Codec) -> bool:
-    """False for full precision, True for every other codec."""
     return codec.name != FULL
 
 
 def get(name: str) -> Codec:
-    """The codec of cache type `name`, such as "polarquant" or, with an option, "polarquant+dense".
-
-    Raises ValueError, with a sentence for the user, on an unknown name or option.
-    """
+    """The codec of cache type `name`, such as "polarquant" or, with an option, "polarquant+dense". Raises ValueError,
+    with a sentence for the user, on an unknown name or option."""
     base, *options = name.split("+")
     module = _modules().get(base)
     if module is None:

@@ -1,6 +1,6 @@
 """Half precision: every value is rounded to float16. No rotation.
 
-Bits per value: 16. Decode: three integer passes and one multiplication (`_arrays.widen`).
+Bits per value: 16. Decode: three integer passes and one multiplication (`widen`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,5 @@ class Half(Codec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Half:
-    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Half()

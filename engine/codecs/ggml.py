@@ -46,7 +46,6 @@ class Grouped(Codec):
 
     @property
     def zero(self) -> int:
-        """The zero point: the code of the value 0."""
         return 1 << self.bits - 1
 
     def check(self, head_dim: int, block_size: int) -> None:
@@ -75,8 +74,6 @@ class Grouped(Codec):
 
 
 class Q8(Grouped):
-    """Eight bits, symmetric."""
-
     bits = 8
 
     def round(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -108,6 +105,5 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> Q8 | Q4:
-    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Q8(name) if name == "q8_0" else Q4(name)

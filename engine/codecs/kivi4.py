@@ -36,8 +36,6 @@ _GROUP = 32
 
 @dataclass(frozen=True)
 class Kivi4(Codec):
-    """KIVI by channel, or by token."""
-
     name: str = "kivi4"
     by_token: bool = False
 
@@ -59,8 +57,8 @@ class Kivi4(Codec):
         low, high = grouped.min(self._axis, keepdims=True), grouped.max(self._axis, keepdims=True)
         scale, zero = ((high - low) / np.float32(15)).astype(np.float16), low.astype(np.float16)
         step = np.where(scale == 0, np.float16(1), scale).astype(np.float32)
-        found = np.clip(np.rint((grouped - zero.astype(np.float32)) / step), 0, 15).astype(np.uint8)
-        return {"scale": scale.squeeze(self._axis), "zero": zero.squeeze(self._axis), "codes": found.reshape(x.shape)}
+        values = np.clip(np.rint((grouped - zero.astype(np.float32)) / step), 0, 15).astype(np.uint8)
+        return {"scale": scale.squeeze(self._axis), "zero": zero.squeeze(self._axis), "codes": values.reshape(x.shape)}
 
     def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
         scale, zero = (np.expand_dims(streams[name], self._axis).astype(np.float32) for name in ("scale", "zero"))
@@ -70,7 +68,6 @@ class Kivi4(Codec):
 
     @property
     def _axis(self) -> int:
-        """The axis of a grouped array that runs over the members of a group."""
         return -1 if self.by_token else -2
 
     def _grouped(self, x: np.ndarray) -> np.ndarray:
@@ -82,7 +79,6 @@ class Kivi4(Codec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Kivi4:
-    """The codec of this name. Raises ValueError on any option but "token"."""
     if options not in ((), ("token",)):
         raise ValueError(f"Cache type {name} has one option, token: write {name} for keys, {name}+token for values.")
     return Kivi4("+".join((name, *options)), bool(options))

@@ -51,10 +51,8 @@ TANGENTS = np.tan(np.pi / 16 * np.array([1, 3])).astype(np.float32)
 
 @dataclass(frozen=True)
 class PolarPair(Codec):
-    """PolarQuant of RoPE pairs. radius_bits: bits per radius. group: tokens that share scales, None for all of a block.
-
-    minmax: "radius" or "both" (radius and angle) if codes count from the minimum of the group, else "".
-    """
+    """PolarQuant of RoPE pairs. group: tokens that share scales, None for all of a block. minmax: "radius" or "both"
+    (radius and angle) if codes count from the minimum of the group, else ""."""
 
     name: str
     radius_bits: int
@@ -125,7 +123,6 @@ class PolarPair(Codec):
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """The names of the streams of scales."""
         radius, angle = ("radius_step", "radius_low"), ("angle_step", "angle_low")
         return {"": radius[:1], "radius": radius, "both": radius + angle}[self.minmax]
 
@@ -176,7 +173,6 @@ def _direction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarPair:
-    """The codec of this name. Raises ValueError on an unknown option, or on two of a kind."""
     known = {"minmax-radius": "radius", "minmax": "both"}
     minmax = [option for option in options if option in known]
     groups = [option for option in options if option[:1] == "g" and option[1:].isdecimal() and int(option[1:]) > 0]

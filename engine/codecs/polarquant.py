@@ -56,7 +56,7 @@ from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
 from polarlm.engine.codecs.schema.arrays import HALF_MAX, widen
-from polarlm.engine.codecs.schema.joined import join, joined_table, split
+from polarlm.engine.codecs.schema.joined import join, joined_table
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
 NAMES = ("polarquant",)
@@ -74,7 +74,6 @@ TAN_SQUARED = {level: np.float32(np.tan((first + second) / 2) ** 2) for level, (
 
 
 def level_count(head_dim: int) -> int:
-    """The number of levels of a vector's transform."""
     return 4 if head_dim % 16 == 0 else 3
 
 
@@ -117,8 +116,6 @@ def upper_table(levels: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PolarQuant(Codec):
-    """PolarQuant after a signed Hadamard matrix, a dense random rotation, or no rotation."""
-
     name: str = "polarquant"
     preconditioning: str = "hadamard"
 
@@ -161,10 +158,8 @@ class PolarQuant(Codec):
         out *= np.repeat(radius, 2**levels).reshape(out.shape)
 
     def angles(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels).
-
-        A norm whose square overflows is infinite.
-        """
+        """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels),
+        which are infinite where a square overflows."""
         with np.errstate(over="ignore"):
             negative = (x < 0).view(np.uint8)
             level1, squares = _quarter(x * x, 1)
@@ -197,16 +192,7 @@ def from_rows(rows: np.ndarray, levels: int) -> dict[str, np.ndarray]:
     return {"upper8": rows[..., 0::2], "upper6": rows[..., 1::2] & 63}
 
 
-def angles_of(streams: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Streams → codes of the angles of every level, (..., N, D/2) uint8 and so on."""
-    rows = rows_of(streams)
-    level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:-1], 2 * rows.shape[-1])
-    level4 = [streams["upper8"] >> 6] if "upper8" in streams else []
-    return [split(streams["level1"], 4), level2, rows >> 4 & 3, *level4]
-
-
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:
-    """The codec of this name. Raises ValueError on any option but one preconditioning."""
     return PolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))
 
 

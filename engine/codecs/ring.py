@@ -116,8 +116,6 @@ def _nearest(bits: int) -> NearestPoint:
 
 @dataclass(frozen=True)
 class RingTable(PairStore):
-    """The table of `ring`: pairs of unit variance are rounded to the nearest point."""
-
     width = 2
 
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -127,8 +125,6 @@ class RingTable(PairStore):
 
 @dataclass(frozen=True)
 class Ring(RotatedPairs):
-    """Ring with one of its tables."""
-
     store: RingTable
 
     @property
@@ -141,7 +137,6 @@ class Ring(RotatedPairs):
 
 
 def create(name: str, options: tuple[str, ...]) -> Ring:
-    """The codec of this name. Raises ValueError for options other than one preconditioning and `norm16`."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("ring")))
     return Ring("+".join((name, *options)), RingTable(bits, half_norms, RINGS[bits][-1][1]), preconditioning)

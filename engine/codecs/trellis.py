@@ -12,7 +12,7 @@ Bits per value: m/2 + 8/D for `trellis3`, `trellis3.5` and `trellis4` with m = 6
 `norm16`. Mean squared error on Gaussian vectors of 128 values: .0233, .0118, .0059 per variance. States that rotate the
 table by right angles have 2 % less, but exchange x and y, which takes three instructions more for 64 pairs.
 Decode, per value: a quarter of a lookup of four values (`trellis4`: half a lookup of two), one multiplication by the
-norm. Kernels of a CPU look up x and y as those of `ring` do, and xor each with what the code before looks up.
+norm. Kernels of a CPU look up x and y as for `ring`, and xor each with what the code before looks up.
 
 **Codes.** The state s is the last two bits of the previous code. Code c stands for point c of the table, whose x is
 negated by bit 0 of s, and whose y by bit 1. `scripts/train_trellis.py` finds the tables.
@@ -69,27 +69,17 @@ def _table(bits: int, pairs: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TrellisTable(PairStore):
-    """The table of `trellis`: vectors of unit variance are rounded as a whole, to the best path."""
-
     width = 2
 
     def best_path(
-        self,
-        unit: np.ndarray,
-        feedback: np.ndarray | None = None,
-        weights: np.ndarray | None = None,
+        self, unit: np.ndarray, feedback: np.ndarray | None = None, weights: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """unit (K, R, D) float32, rms 1 → codes (K, R, D/2) uint8, points (K, R, D) float32.
-
-        feedback (K, D, D), weights (K, D/2): see `PathRounding.best_path`.
-        """
+        """unit (K, R, D) float32, rms 1 → codes (K, R, D/2) uint8, points (K, R, D) float32: see `PathRounding`."""
         return _search(self.bits)(unit, feedback, weights)
 
 
 @dataclass(frozen=True)
 class Trellis(RotatedPairs):
-    """Trellis with one of its tables."""
-
     store: TrellisTable
 
     @property
@@ -119,7 +109,6 @@ class Trellis(RotatedPairs):
 
 
 def create(name: str, options: tuple[str, ...]) -> Trellis:
-    """The codec of this name. Raises ValueError for options other than one preconditioning and `norm16`."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("trellis")))
     reach = float(np.hypot(*points_of(bits).T).max())

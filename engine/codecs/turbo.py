@@ -11,8 +11,8 @@ Bits per value: b + 16/D, for `turbo2`, `turbo3` and `turbo4` with b = 2, 3, 4. 
 of 128 values: .116, .0340, .0093 per variance.
 Decode, per value: a quarter of a lookup of four values and one multiplication by the norm.
 
-**Streams.** N tokens of one KV head. A code of a pair has the code of its first value in the low b bits, that of the
-second above; codes of values number the levels upwards.
+**Streams.** N tokens of one KV head. A code of a pair has the code of its first value in the low b bits, and of its
+second value above; codes of values number the levels upwards.
 
     norm   (N,)      float16  n, at most 65504 over the largest level, so that no decoded value exceeds half precision
     codes  (N, D/2)  2b bits
@@ -32,7 +32,7 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.codecs.parts.checks import check_head_dim, check_no_options
-from polarlm.engine.codecs.parts.norms import NormFormat
+from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.pair_codec import PairCodec, PairStore
 from polarlm.engine.codecs.parts.rotation import twice_signed_hadamard
 from polarlm.engine.codecs.schema.joined import join
@@ -83,7 +83,7 @@ class TurboTable:
         return PairStore(2 * self.bits, half_norms=True, reach=LEVELS[self.bits][-1])
 
     @property
-    def norms(self) -> NormFormat:
+    def norms(self) -> ByteNorm | HalfNorm:
         return self.store.norms
 
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -100,8 +100,6 @@ class TurboTable:
 
 @dataclass(frozen=True)
 class Turbo(PairCodec):
-    """Turbo at two, three or four bits."""
-
     largest = np.float32(np.inf)  # so vectors whose norm overflows get the codes next to 0
 
     @property
@@ -125,6 +123,5 @@ class Turbo(PairCodec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Turbo:
-    """The codec of this name. Raises ValueError on any option."""
     check_no_options(name, options)
     return Turbo(name, TurboTable(int(name.removeprefix("turbo"))).store)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine.backends.ops import ExpertCache, Load, Ops, WarmUp
+from polarlm.engine.backends.ops import ExpertCache, Load, Ops
 from polarlm.engine.backends.select import select, with_host, without_kernels
 from polarlm.engine.cli.progress import BYTES, SHARE, above_bars, amounts, progress_bar
 from polarlm.engine.config import EngineConfig
@@ -19,9 +19,8 @@ from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.parts import Parts, fit_line
-from polarlm.engine.loading.placement.draft import draft_bytes, draft_config
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import fits_beside, wanted_of_source
+from polarlm.engine.loading.placement.wanted import draft_bytes, draft_config, fits_beside, wanted_of_source
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     check_layers,
@@ -51,21 +50,18 @@ __all__ = ["Parts", "assemble", "fit_line", "with_cache"]
 Say = Callable[[str], None]
 
 
-def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE, ops: Ops | None = None) -> Parts:
-    """Load the model and allocate its KV store. Raises EngineError.
-
-    ops: the backend; None selects the backend of `config.device`.
-    """
+def assemble(config: EngineConfig, verbose: Say | None, ops: Ops | None = None) -> Parts:
+    """Load the model and allocate its KV store. ops: None for the backend of `config.device`. Raises EngineError."""
     if verbose is not None:
         verbose = above_bars(verbose)
     try:
         if ops is not None:
-            return _assemble(config, ops, verbose, encoding)
+            return _assemble(config, ops, verbose)
         try:
-            return _assemble(config, _device(config, verbose or _silent), verbose, encoding)
+            return _assemble(config, _device(config, verbose or _silent), verbose)
         except KernelError as error:
             (verbose or _silent)(without_kernels(str(error)))
-        return _assemble(config, select("cpu", config.threads, compiled=False)[0], verbose, encoding)
+        return _assemble(config, select("cpu", config.threads, compiled=False)[0], verbose)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     except MemoryError:
@@ -77,7 +73,6 @@ def _silent(sentence: str) -> None:
 
 
 def _device(config: EngineConfig, say: Say) -> Ops:
-    """Return the ops of the device that `config` names. Raises EngineError."""
     ops, note = select(config.device, config.threads)
     if note:
         say(note)
@@ -88,33 +83,37 @@ def _device(config: EngineConfig, say: Say) -> Ops:
     return ops
 
 
-def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> Parts:
-    """Load the model, and its draft model."""
+def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
     try:
-        parts = _Loading(config, ops, verbose, encoding).run()
+        parts = _Loading(config, ops, verbose).run()
     except _DamagedTiles as error:
         (verbose or _silent)(f"{error.reason}: weights are packed again.")
-        parts = _Loading(config, ops, verbose, encoding).run()
+        parts = _Loading(config, ops, verbose).run()
     if config.model_draft is not None:
         try:
-            parts.draft = _draft(parts, verbose, encoding)
+            parts.draft = _draft(parts, verbose)
         except BaseException:
             parts.close()
             raise
     return parts
 
 
-def _draft(parts: Parts, verbose: Say | None, encoding: Encoding) -> Parts:
+def _draft(parts: Parts, verbose: Say | None) -> Parts:
     """Load the draft model; of several GPUs on the last one. Raises EngineError if its vocabulary is another one."""
     say = None if verbose is None else lambda sentence: verbose(f"draft model: {sentence}")
     ops = parts.model.ops if (split := parts.placement.split) is None else split.shares[-1].card
-    draft = _assemble(draft_config(parts.config, parts.plan.tokens), ops, say, encoding)
-    try:
-        _check_vocabulary(parts.source, draft.source)
-    except EngineError:
-        draft.close()
-        raise
-    return draft
+    draft, model = _assemble(draft_config(parts.config, parts.plan.tokens), ops, say), parts.source
+    ours, theirs = model.tokenizer, draft.source.tokenizer
+    if model.vocabulary == draft.source.vocabulary and all(
+        ours.token_bytes(token) == theirs.token_bytes(token) for token in model.vocabulary
+    ):
+        return draft
+    draft.close()
+    raise EngineError(
+        f"model_draft={draft.source.path}: its vocabulary is not that of {model.name}; choose a smaller model of the "
+        "same family",
+        settings=("model_draft",),
+    )
 
 
 class _DamagedTiles(EngineError):
@@ -128,8 +127,8 @@ class _DamagedTiles(EngineError):
 class _Loading:
     """A model on its way from files to the parts of an engine."""
 
-    def __init__(self, config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> None:
-        self._config, self._ops, self._verbose, self._encoding = config, ops, verbose, encoding
+    def __init__(self, config: EngineConfig, ops: Ops, verbose: Say | None) -> None:
+        self._config, self._ops, self._verbose = config, ops, verbose
         self._say = verbose or _silent
         self._weight_format = weight_format(config)
         self._adapters = Adapters()
@@ -157,8 +156,7 @@ class _Loading:
         is_here = config.weights is not None and Path(config.weights).exists()
         if config.weights is not None and is_here:
             self._bar = _loading_bar(bars, self._verbose is not None, Path(config.weights).name)
-        fits = fits_beside(config, self._encoding, self._ops)
-        source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits)
+        source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits_beside(config, self._ops))
         self._config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
         if source.config.is_encoder and self._ops.of_encoders is None:
@@ -173,7 +171,6 @@ class _Loading:
         return source
 
     def _parts(self, bars: ExitStack) -> Parts:
-        """Place the model, load its weights and make its KV store."""
         config, source = self._config, self._source
         check_layers(self._ops, source.config, config.block_size)
         self._adapters = read_adapters(config, source.config, source.weights, self._say)
@@ -183,14 +180,17 @@ class _Loading:
         self._warn(placement)
         tiers = open_tiers(config, plan.shape, ops.name)
         warm = ops.warm_up()
-        later = [] if warm is None else self._warm_up(warm, placement)
-        weights = self._weights(placement)
+        on_host = placement.on_host.layers if placement.on_host else 0
+        later: list[Callable[[], None]] = []
+        if warm is not None:
+            later = warm_up_first(config, warm, source, placement.shape, on_host, self._adapters.all)
+        weights = self._weights(placement, on_host)
         if lost := source.left_out():  # what is wrong with the tokenizer is an error of loading
             self._say(lost)
         bars.close()
         if not source.config.is_encoder:
             ops.set_aside(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
-        store = _store(config, self._encoding, ops, source, weights, plan, self._verbose)
+        store = _store(config, WHOLE, ops, source, weights, plan, self._verbose)
         for clause in store.in_numpy():
             self._say(f"{clause}.")
         if warm is not None:
@@ -208,15 +208,12 @@ class _Loading:
         return None if cache is None else cache.tiles(lambda kept: self._load(self._ops, kept=kept))
 
     def _placed(self) -> Placement:
-        """Place the model. Raises EngineError if there is too little memory."""
         config, source = self._config, self._source
         wanted = wanted_of_source(config, self._ops, source.config, source.weights, self._adapters.all)
         more = draft_bytes(config, self._ops)
-        wanted = replace(wanted, more=more, encoding=self._encoding, is_mapped=self._mapped is not None)
-        return place(wanted, self._ops, self._say)
+        return place(replace(wanted, more=more, is_mapped=self._mapped is not None), self._ops, self._say)
 
     def _warn(self, placement: Placement) -> None:
-        """Tell of settings without effect, of a short context, and of matrices that are not converted."""
         config, source = self._config, self._source
         if config.state_cache is not None and not any(layer.is_sparse for layer in placement.shape.layers):
             self._say("state_cache has no effect on this model: it has no recurrent layers.")
@@ -224,20 +221,11 @@ class _Loading:
         if self._weight_format and (warning := left_out(placement.ops, source.weights, self._weight_format)):
             self._say(warning)
 
-    def _warm_up(self, warm: WarmUp, placement: Placement) -> list[Callable[[], None]]:
-        """Begin to compile the kernels of first requests; return calls that do so for later ones."""
-        on_host = placement.on_host.layers if placement.on_host else 0
-        return warm_up_first(
-            self._config, self._encoding, warm, self._source, placement.shape, on_host, self._adapters.all
-        )
-
-    def _weights(self, placement: Placement) -> ModelWeights:
-        """Load the weights to where they are placed."""
+    def _weights(self, placement: Placement, on_host: int) -> ModelWeights:
         if self._mapped is not None:
             weights = self._load(placement.ops, kept=self._mapped, is_shown=False)
             return replace(weights, why_damaged=self._mapped.removed_if_damaged)
         cache = None if placement.experts is None else ExpertCache(placement.experts.experts)
-        on_host = placement.on_host.layers if placement.on_host else 0
         return self._load(placement.ops, cache=cache, on_host=on_host)
 
     def _load(self, ops: Ops, *, is_shown: bool = True, **options: Any) -> ModelWeights:
@@ -276,19 +264,6 @@ def _loading_bar(bars: ExitStack, is_shown: bool, name: str) -> tqdm[Any] | None
     )
 
 
-def _check_vocabulary(model: model_loaders.Model, draft: model_loaders.Model) -> None:
-    """Raises EngineError unless the ids of both models stand for the same texts."""
-    ours, theirs = model.tokenizer, draft.tokenizer
-    if model.vocabulary != draft.vocabulary or any(
-        ours.token_bytes(token) != theirs.token_bytes(token) for token in model.vocabulary
-    ):
-        raise EngineError(
-            f"model_draft={draft.path}: its vocabulary is not that of {model.name}; choose a smaller model of the same "
-            "family",
-            settings=("model_draft",),
-        )
-
-
 def with_cache(
     parts: Parts,
     config: EngineConfig,
@@ -297,11 +272,7 @@ def with_cache(
     encoding: Encoding = WHOLE,
 ) -> Parts:
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
-    weight type and device. Closing either parts closes the files of both. Raises EngineError.
-
-    planned: returns the plan of the store for its shape; None plans it for `config`. encoding: the parts of the encoder
-    that are on.
-    """
+    weight type and device; see `Placement.loaded`. Closing either closes the files of both. Raises EngineError."""
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
     placement = parts.placement.loaded(config, planned, encoding)
     store = _store(config, encoding, ops, source, weights, placement.store_plan, verbose)

@@ -1,7 +1,5 @@
-"""Calibration: statistics of a model's queries and keys on a built-in text, measured once and kept in a file.
-
-They depend only on the model and the block size, so blocks that are encoded with them can be shared and saved.
-"""
+"""Calibration: statistics of a model's queries and keys on a built-in text, measured once and kept in a file. They
+depend only on the model and the block size, so blocks that are encoded with them can be shared and saved."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from polarlm.engine.model.forward import ModelWeights, Transformer
 from polarlm.engine.model.kv_scales import scale, variances
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization.conditioning import Conditioning
-from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second, smoothing
+from polarlm.engine.quantization.statistics import LayerStatistics, measure, neutral, output_second
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.layer_shapes import LayerShape, SharedShape
 from polarlm.engine.state.plan import plan_for_tokens
@@ -29,8 +27,6 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.tokenizers import Tokenizer
-
-__all__ = ["LayerStatistics", "calibrate", "load_or_calibrate", "smoothing"]
 
 TOKENS = 512  # four times as many give the same quality
 TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
@@ -52,11 +48,8 @@ def load_or_calibrate(
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
 ) -> Statistics:
-    """Return statistics of every layer with attention: those in the user's cache folder, or else measured now on the
-    text `ids` and kept there.
-
-    If these are less than two blocks, the statistics are neutral, and `say` is called with a warning.
-    """
+    """Return statistics of every layer with attention: from the user's cache folder, or else measured now on the text
+    `ids` and kept there. Of less than two blocks they are neutral, and `say` is called with a warning."""
     if not can_calibrate(ids, block_size):
         say(
             f"The KV cache is not fitted to this model, and quantized types are less precise: fitting takes two blocks "
@@ -76,13 +69,12 @@ def load_or_calibrate(
         }
     say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
     statistics = calibrate(ops, config, weights, ids, block_size, progress)
-    arrays = {f"{layer} {name}": getattr(own, name) for layer, own in statistics.items() for name in _NAMES}
+    arrays = {f"{layer} {name}": getattr(one, name) for layer, one in statistics.items() for name in _NAMES}
     kept_arrays.write(_KIND, key, arrays, say)
     return statistics
 
 
 def can_calibrate(ids: Sequence[int], block_size: int) -> bool:
-    """Whether a text is long enough to calibrate on."""
     return len(ids) >= 2 * block_size
 
 
@@ -103,7 +95,7 @@ def calibrate(
     """Return statistics of every layer's queries and keys, from a prefill of `ids` in full precision.
 
     progress: called with (rows done, all rows), each summed over the layers. Raises ValueError for fewer than two
-    blocks of ids, EngineError ("model_damaged") if queries, keys or the logits of the first ids are not finite.
+    blocks of ids, EngineError ("model_damaged") for numbers that are not finite.
     """
     model = _full_precision_model(ops, config, weights, len(ids), block_size)
     _check_finite(model, ids[:8])
@@ -159,10 +151,8 @@ def _check_finite(model: Transformer, ids: Sequence[int]) -> None:
 
 
 class _QueriesAndKeys:
-    """Taps that keep the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale.
-
-    The scale is a power of two, so removing it rounds nothing.
-    """
+    """Taps that keep the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale: a
+    power of two, so that removing it rounds nothing."""
 
     def __init__(self, model: Transformer, tokens: int):
         self._ops, self._conditioning = model.ops, model.store.conditioning
@@ -192,7 +182,6 @@ class _QueriesAndKeys:
 
 
 def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
-    """Return the shape of a store that keeps K/V of all layers in full precision."""
     full = codecs.get(codecs.FULL)
     layers = (
         SharedShape(one.mixer.kv_heads, one.mixer.head_dim, one.mixer.window)
@@ -208,7 +197,6 @@ def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:
 def _full_precision_model(
     ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int
 ) -> Transformer:
-    """Return a model with a store for one prompt of `tokens` in full precision, without rotations."""
     plan = plan_for_tokens(full_precision_shape(config, block_size), tokens, 1)
     conditioning = [Conditioning(scale=size and scale(size)) for size in variances(ops, config, weights)]
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))

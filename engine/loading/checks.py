@@ -51,7 +51,6 @@ def settle(
 
 
 def _check_values(config: EngineConfig) -> None:
-    """Check everything that needs no model. Raises EngineError."""
     if config.ctx_size < 0:
         raise _wrong("ctx_size", config, "give a number of tokens, or 0 for the model's own")
     if config.ctx_size == 1:

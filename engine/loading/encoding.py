@@ -35,10 +35,8 @@ Stored = tuple[list[Conditioning], list[Metrics]]  # one of each for every layer
 def stored(
     encoding: Encoding, layer: LayerShape, sizes: Sequence[Variances], statistics: Sequence[LayerStatistics]
 ) -> list[tuple[Conditioning, Metrics]]:
-    """Return how layers of one shape store keys and values. sizes: of each layer's; statistics: of each, or none.
-
-    The metrics of all layers are computed together: they take hundreds of small steps, however many layers there are.
-    """
+    """Return how layers of one shape store keys and values. sizes: of each layer's; statistics: of each, or none. All
+    metrics are computed together: they take hundreds of small steps, however many layers there are."""
     rotations = layer.codec_k.rotation(layer.head_dim), layer.codec_v.rotation(layer.head_dim)
     is_smooth = bool(statistics) and layer.mean_bits > 0 and encoding.smoothing
     smooth = [smoothing(one) for one in statistics] if is_smooth else [None] * len(sizes)
@@ -51,10 +49,7 @@ def stored(
 
 
 def stored_layers(
-    encoding: Encoding,
-    shape: CacheShape,
-    sizes: Sequence[Variances | None],
-    statistics: Mapping[int, LayerStatistics],
+    encoding: Encoding, shape: CacheShape, sizes: Sequence[Variances | None], statistics: Mapping[int, LayerStatistics]
 ) -> Stored:
     """Return `stored` of all layers. sizes: of each, None for one without K/V. statistics: of all with K/V, or none."""
     alike: dict[LayerShape, dict[int, Variances]] = {}
@@ -70,10 +65,7 @@ def stored_layers(
 
 
 def _metrics(
-    encoding: Encoding,
-    layer: LayerShape,
-    stored: Sequence[Conditioning],
-    statistics: Sequence[LayerStatistics],
+    encoding: Encoding, layer: LayerShape, stored: Sequence[Conditioning], statistics: Sequence[LayerStatistics]
 ) -> Metrics:
     """Return the error metrics of the keys and of the values of all heads of these layers; None for a codec that does
     not round to a table of points."""

@@ -1,32 +1,37 @@
-"""Tells what fits into a device's memory: a model's weights, its longest context, how many sequences at a time.
+"""Tells what fits into a device's memory: a model's weights, its longest context, how many sequences at a time; and
+advises with which settings to load it.
 
-Every cell of the grid is a `Placement`, the one that `Engine.load` executes. Only the model's configuration and the
-table of its tensors are read.
+Every cell of the grid is a `Placement`, as `Engine.load` executes it. Only the model's configuration and the table of
+its tensors are read.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from polarlm.engine import weight_formats
+from polarlm.engine import codecs, weight_formats
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select, with_host
-from polarlm.engine.config import AS_STORED, AUTO, EngineConfig
+from polarlm.engine.config import AS_STORED, AUTO, DEFAULT_CACHE_TYPE, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.cards import CardFit
-from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan
+from polarlm.engine.loading.placement.experts import LEAST_CONTEXT, CpuExperts, ExpertPlan
 from polarlm.engine.loading.placement.place import Placement, place
 from polarlm.engine.loading.placement.wanted import Wanted, wanted_of_bytes, wanted_of_source
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.model.weights import Kept, kept
 from polarlm.engine.state.cache_types import PRESETS
+from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
 
 CACHE_TYPES = ("f16", "q8_0", *PRESETS)
+_HOST_RATE = 50e9  # bytes a second from a desktop computer's memory
+_SMALLEST = "take a smaller model, or a file of fewer bits"
 
 
 @dataclass(frozen=True)
@@ -99,10 +104,8 @@ def fit_device(
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
 ) -> DeviceFit:
-    """Return what fits on a device with `config`: first with its weight type, then with every other one.
-
-    contexts: lengths in tokens; sequences of these lengths are counted with the first weight type.
-    """
+    """Return what fits on a device with `config`: first with its weight type, then with every other one. contexts:
+    lengths in tokens; sequences of these lengths are counted with the first weight type."""
     rows, adapters = [], read_adapters(config, model, source).all
     for number, weight_type in enumerate(weight_types(config)):
         settings = replace(config, weight_type=weight_type)
@@ -120,11 +123,8 @@ def fit_files(
     files: Mapping[str, int],
     contexts: Sequence[int] = (),
 ) -> DeviceFit:
-    """Return what fits on a device of a model that is not downloaded yet: with each of its GGUF files, or with one of
-    safetensors as each type of weights.
-
-    files: name, empty for safetensors → bytes. contexts: as for `fit_device`, counted with the first row.
-    """
+    """Return what fits on a device of a model that is not downloaded yet: with each of its GGUF files, or with
+    safetensors as each type of weights. files: name, empty for safetensors → bytes. contexts: as for `fit_device`."""
     rows = []
     names = {name: (config, size) for name, size in files.items()}
     if "" in files:
@@ -166,10 +166,8 @@ def fit_weights(
 
 
 def _placed(wanted: Wanted, ops: Ops) -> Placement | EngineError:
-    """Return where the model goes, or why it cannot have these settings.
-
-    With a GPU's host, as many experts as need be stay in its memory, if they fit there.
-    """
+    """Return where the model goes, or why it cannot have these settings. With a GPU's host, as many experts as need be
+    stay in its memory."""
     try:
         placement = place(wanted, ops)
         if placement.split is None and wanted.sizes.experts and ops.host is not None:
@@ -225,3 +223,86 @@ def steps_to(context: int) -> list[int]:
     while steps[-1] < context:
         steps.append(2 * steps[-1])
     return [*steps[:-1], context][-5:]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The settings to load a model with; None if it does not fit. sentence: the reason, for the user."""
+
+    sentence: str
+    settings: dict[str, str | int] | None
+
+
+def advise(devices: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig) -> Advice:
+    """Return the settings to load the model with, from what fits on each device with `config`. Weights are converted
+    only if they leave no room for 4,096 tokens anywhere, and experts read from the file only if that is not enough."""
+    target = config.ctx_size or model.max_context
+    least = min(target, LEAST_CONTEXT)
+    rows = range(max(len(device.weights) for device in devices))
+    for caches_experts, number, device in itertools.product((False, True), rows, devices):
+        weights = device.weights[number]
+        if (weights.experts is not None) != caches_experts or weights.bytes > device.weights[0].bytes:
+            continue
+        if max(cache.tokens for cache in weights.caches) < least:
+            continue
+        cache, sentence = _best_cache(weights, target)
+        if number:
+            first = device.weights[0].weight_type
+            first = "as the file has them" if first == AS_STORED else f"as {first}"
+            sentence = f"{weights.weight_type} is taken: {first}, the weights leave too little room. {sentence}"
+        if cache.experts is not None:
+            sentence = f"Not all experts fit. {_of_cache(cache.experts)} {sentence}"
+        if cache.cpu_experts is not None:
+            sentence = f"Not all experts fit on the GPU. {_of_host(cache.cpu_experts)} {sentence}"
+        settings: dict[str, str | int] = {}
+        if device is not devices[0]:
+            settings["device"] = device.device
+        if cache.cpu_experts is not None:
+            settings["cpu_moe"] = str(cache.cpu_experts.layers)
+        if weights.weight_type != AS_STORED:
+            settings["weight_type"] = weights.weight_type
+        if cache.cache_type != DEFAULT_CACHE_TYPE:
+            settings["cache_type"] = cache.cache_type
+        if cache.tokens < target or config.ctx_size:
+            settings["ctx_size"] = cache.tokens
+        return Advice(sentence, settings)
+    smallest = min(devices[0].weights, key=lambda weights: weights.bytes)
+    if smallest.lacking:
+        lack = f"{format_bytes(smallest.bytes)} as {smallest.weight_type}, {format_bytes(smallest.lacking)} too much"
+        return Advice(f"This model does not fit here: its weights take {lack}; {_SMALLEST}.", None)
+    most = max(cache.tokens for cache in smallest.caches)
+    return Advice(f"This model does not fit here: {most:,} tokens of context are left with it; {_SMALLEST}.", None)
+
+
+def _of_cache(experts: ExpertPlan) -> str:
+    return (
+        f"{format_bytes(experts.bytes)} of their {format_bytes(experts.whole)} are in memory at a time; if they are "
+        f"chosen equally often, a token reads {format_bytes(experts.of_token)} from the file."
+    )
+
+
+def _of_host(experts: CpuExperts) -> str:
+    return (
+        f"The experts of the first {experts.layers} layers, {format_bytes(experts.bytes)}, stay in the computer's "
+        f"memory; a token reads {format_bytes(experts.of_token)}: {experts.of_token / _HOST_RATE * 1e3:.1f} ms at "
+        f"{_HOST_RATE / 1e9:.0f} GB/s."
+    )
+
+
+def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:
+    """Return the default preset if it holds `target` tokens, else the preset that holds most, and a sentence that says
+    why. If no preset supports the model's heads, the choice is among all types."""
+    usable = [cache for cache in weights.caches if not cache.problem]
+    presets = [cache for cache in usable if cache.cache_type in PRESETS] or usable
+    best = next((cache for cache in presets if cache.cache_type == DEFAULT_CACHE_TYPE), presets[0])
+    if best.tokens < target:
+        best = max(presets, key=lambda cache: cache.tokens)
+    rest = f"{best.cache_type} takes {format_bytes(best.store_bytes)} for its KV store"
+    f16 = next((cache for cache in weights.caches if cache.cache_type == codecs.FULL), None)
+    if f16 is not None and f16.tokens == best.tokens:
+        rest += f", f16 {format_bytes(f16.store_bytes)}"
+    elif f16 is not None:
+        rest += f"; with f16, {f16.tokens:,} tokens fit"
+    if best.tokens >= target:
+        return best, f"A context of {target:,} tokens fits: {rest}."
+    return best, f"Of {target:,} tokens of context, {best.tokens:,} fit: {rest}."

@@ -1,6 +1,5 @@
 """Fits the KV cache to a model: how each layer stores keys and values, computed once and kept in the user's cache
-folder. For many layers computing it takes longer than reading the weights.
-"""
+folder, since for many layers it takes longer than reading the weights."""
 
 from __future__ import annotations
 
@@ -39,11 +38,8 @@ def load_or_fit(
     progress: Progress = lambda done, total: None,
 ) -> Stored:
     """Return how every layer stores keys and values, with scales from the weights, and smoothing and error metrics from
-    a calibration: as kept in the user's cache folder, or else computed now and kept there.
-
-    tokenizer: None leaves the calibration out; what is left takes too little time to be kept. say, progress: as of
-    `load_or_calibrate`.
-    """
+    a calibration: as kept in the user's cache folder, or else computed now and kept there. tokenizer: None leaves the
+    calibration out; what is left takes too little time to be kept."""
     ids = [] if tokenizer is None else text_ids(tokenizer, min(TOKENS, config.max_context))
     # A calibration on too short a text says so at every start.
     is_kept = can_calibrate(ids, shape.block_size)
@@ -79,8 +75,8 @@ def _unpacked(shape: CacheShape, arrays: Mapping[str, np.ndarray]) -> Stored:
     """Return the layers whose `_packed` arrays these are."""
 
     def metric(layer: int, side: str) -> Metric | None:
-        own = {field.name: arrays.get(f"{layer} {side} {field.name}") for field in fields(Metric)}
-        return None if own["matrix"] is None else Metric(**own)  # type: ignore[arg-type]
+        values = {field.name: arrays.get(f"{layer} {side} {field.name}") for field in fields(Metric)}
+        return None if values["matrix"] is None else Metric(**values)  # type: ignore[arg-type]
 
     layers = [NOT_STORED] * len(shape.layers)
     for layer, one in shape.kv_layers.items():

@@ -53,13 +53,11 @@ def write(kind: str, key: str, arrays: Mapping[str, np.ndarray], say: Callable[[
     made = Object({"kind": kind, "key": key, "arrays": shapes}, payload)
     try:
         file = _file(kind, key)
-    except LoadError as error:
-        say(f"What was computed for fitting the KV cache cannot be kept for the next time. {error}")
-        return
-    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         files.write(file, made.pack(_OBJECT))
         _remove_oldest(file.parent, kind)
+    except LoadError as error:
+        say(f"What was computed for fitting the KV cache cannot be kept for the next time. {error}")
     except OSError as error:
         say(
             f"What was computed for fitting the KV cache cannot be kept in {file.parent} "
@@ -74,7 +72,6 @@ def _file(kind: str, key: str) -> Path:
 
 
 def _remove_oldest(folder: Path, kind: str) -> None:
-    """Remove the files of a kind that were used least recently, but `_MOST_FILES`."""
     used = []
     for file in folder.glob(f"{kind}-{'[0-9a-f]' * 32}"):
         with suppress(OSError):

@@ -1,7 +1,4 @@
-"""What a model needs of a device's memory, and whether it has it now: for a server that loads and ends models.
-
-It is placed as `Engine.load` places it, beside other models.
-"""
+"""What a model needs of a device's memory beside other models, and whether it is free now: for a server of models."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import cards_of, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.encoding import WHOLE
-from polarlm.engine.loading.placement.draft import draft_bytes
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import fits_beside, wanted_of_source
+from polarlm.engine.loading.placement.wanted import draft_bytes, fits_beside, wanted_of_source
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.model_loaders import hub
@@ -39,29 +34,25 @@ class Need:
 
 
 def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.Progress) -> EngineConfig:
-    """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be.
-
-    Of several GGUF files the best that fits in memory is taken. Raises EngineError.
-    """
+    """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be:
+    of several GGUF files the best that fits in memory. Raises EngineError."""
     path = str(config.weights)
     if not path.startswith(hub.PREFIX):
         return config
     ops, _ = select(config.device, config.threads)
     try:
-        file = hub.fetch(hub.parse(path), fits_beside(config, WHOLE, ops), verbose, progress)
+        file = hub.fetch(hub.parse(path), fits_beside(config, ops), verbose, progress)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     return replace(config, weights=str(file))
 
 
 def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: int | None = None) -> Need:
-    """Return what the model of `config` needs, and whether it fits. Raises EngineError.
+    """Return what the model of `config`, settled and with a path, needs, and whether it fits. Raises EngineError.
 
     It fits if all its weights do, and beside them the requested context, or else the model's own, up to 16,384 tokens.
-    Experts are left out only if `expert_cache` or `cpu_moe` says so.
-    config: settled; its weights are the path of a model that is there.
-    reserved: bytes that other processes will still take of each device's memory, by `Need.device`. most: bytes that
-    weights, KV store and process may have; None for what is free.
+    Experts are left out only if `expert_cache` or `cpu_moe` says so. reserved: bytes that other processes will still
+    take, by `Need.device`. most: bytes that weights, KV store and process may have; None for what is free.
     """
     ops, _ = select(config.device, config.threads)
     if config.cpu_moe is not None:
@@ -82,7 +73,6 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: 
 
 
 def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> Placement:
-    """Return where the model goes beside `reserved` bytes, with `most` bytes. Raises EngineError."""
     try:
         model, source, _ = model_loaders.load_weights(str(config.weights))
     except model_loaders.LoadError as error:

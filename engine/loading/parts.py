@@ -36,7 +36,6 @@ class Parts:
 
     @property
     def plan(self) -> StorePlan:
-        """The plan of the KV store."""
         return self.placement.store_plan
 
     @property

@@ -15,7 +15,7 @@ from polarlm import model_loaders
 from polarlm.engine.backends.ops import WarmUp
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import DRAFT_ROWS
-from polarlm.engine.loading.encoding import NOT_STORED, Encoding, stored
+from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, stored
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
 from polarlm.engine.model.adapters import Loaded
 from polarlm.engine.model.encoder import Encoder
@@ -44,7 +44,6 @@ _SECONDS = 2.0  # after loading: a process that ends before need not map a compi
 
 def warm_up_first(
     config: EngineConfig,
-    encoding: Encoding,
     warm: WarmUp,
     source: model_loaders.Model,
     shape: CacheShape,
@@ -52,9 +51,7 @@ def warm_up_first(
     adapters: Sequence[Loaded] = (),
 ) -> list[Callable[[], None]]:
     """Warm up for first requests to a model of these shapes, of any values; return calls that do so for later ones.
-
-    on_host, adapters: as in `load_weights`.
-    """
+    on_host, adapters: as in `load_weights`."""
     ops, wanted = warm.ops, weight_format(config)
     if source.config.is_encoder:
         return _warm_up_encoder(warm, source, shape, wanted)
@@ -68,7 +65,7 @@ def warm_up_first(
         if layer not in made:
             heads, dim = layer.kv_heads, layer.head_dim
             measured = [neutral(heads, dim, shape.block_size)] if is_calibrated(config, shape) else []
-            (made[layer],) = stored(encoding, layer, [Variances(*np.ones((2, heads, dim)))], measured)
+            (made[layer],) = stored(WHOLE, layer, [Variances(*np.ones((2, heads, dim)))], measured)
     conditioning, metrics = zip(
         *(made[layer] if isinstance(layer, LayerShape) else NOT_STORED for layer in shape.layers), strict=True
     )
@@ -122,9 +119,7 @@ def rehearse(later: Sequence[Callable[[], None]]) -> threading.Timer | None:
 
 
 def _different_layers(model: ModelConfig, shape: CacheShape, formats: Sequence[object]) -> list[int]:
-    """Return the numbers of layers that have all kernels of the model. formats: the formats of each layer's matrices.
-
-    The last layer is one of them even if it is equal to others: a prompt computes only its last rows there.
-    """
+    """Return the numbers of layers that have all kernels of the model: also the last layer, where a prompt computes
+    only its last rows. formats: the formats of each layer's matrices."""
     kinds, last = [*zip(model.layers, shape.layers, formats, strict=True)], len(model.layers) - 1
     return [number for number, kind in enumerate(kinds) if number == last or kind not in kinds[number + 1 : last]]

@@ -17,11 +17,7 @@ from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape, SharedShape
-from polarlm.engine.state.plan import (
-    StorePlan,
-    format_bytes,
-    parse_size,
-)
+from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size
 from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.weight_formats import WeightFormat
@@ -72,10 +68,10 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
             continue
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
-        own = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window, finer)
+        layer_shape = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window, finer)
         if finer is not None and mixer.window is not None:  # no more blocks than its window has, however long the text
-            own = own.finest
-        layers.append(own)
+            layer_shape = layer_shape.finest
+        layers.append(layer_shape)
     if finer is not None:
         _check_two_kinds(config, layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
@@ -86,7 +82,6 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
 
 
 def _check_two_kinds(config: EngineConfig, layers: Sequence[LayerShape | SharedShape | OwnShape]) -> None:
-    """Raises EngineError for layers whose blocks cannot be of two kinds."""
     kinds = {layer.group for layer in layers if isinstance(layer, LayerShape) and layer.finer}
     if not kinds:
         raise cache_types.not_two_kinds(config, "no layer of this model keeps keys and values of a whole text")
@@ -138,7 +133,7 @@ def warn_of_context(config: EngineConfig, model: ModelConfig, plan: StorePlan, s
 
 
 def give_back_freed_memory() -> None:
-    """Give freed memory back to the system, such as that of slabs of weights, since glibc keeps it otherwise."""
+    """Give freed memory back to the system, such as slabs of weights, since glibc keeps it otherwise."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
@@ -156,7 +151,6 @@ def no_memory(model: str, sizes: tuple[int, int] | None) -> EngineError:
 
 
 def check_layers(ops: Ops, model: ModelConfig, block_size: int) -> None:
-    """Raises EngineError if the backend lacks kernels of the model's layers."""
     try:
         for mixer in {layer.mixer for layer in model.layers}:
             if isinstance(mixer, Recurrent):

@@ -1,13 +1,12 @@
 """Packed weights in files of the user's cache folder (`tile_cache`), which are mapped into memory.
 
 A file has a checked object, whose header lists the bytes of every matrix, then the tiles of all matrices in the order
-of loading, each aligned to 64 bytes, and another object with a checksum of each megabyte of tiles. A start checks a few
-of these, drawn by chance, since it would have to read all tiles otherwise; all are checked once an output is not
-finite.
+of loading, each aligned to 64 bytes, and an object with a checksum of each megabyte of tiles. A start checks a few
+megabytes, drawn by chance; all are checked once an output is not finite.
 
-The name of a file is a digest of what the tiles depend on: the weights' files, the type that they are converted to, and
-the code that packs them; not the level of CPU features. Files are written as a whole or not at all. When they exceed
-the size that the user gave, the least recently used ones are removed that no process has mapped.
+A file's name is a digest of what the tiles depend on: the weights' files, the type that they are converted to, and the
+code that packs them; not the level of CPU features. Beyond the user's limit, the least recently used files are removed
+that no process has mapped.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -37,11 +35,6 @@ from polarlm.engine.storage.tiers.names import digest
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, last_used, source_digest
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _OBJECT = b"polarlm tilefile"  # the name of the object at the start of a file
 _NAME = re.compile("[0-9a-f]{32}")
@@ -93,7 +86,6 @@ class MappedTiles:
         return self.memory[first : first + nbytes]
 
     def is_right(self, pieces: Iterable[int]) -> bool:
-        """Whether these pieces are as they were written."""
         starts = (piece * _PIECE for piece in pieces)
         return all(zlib.crc32(self.memory[at : at + _PIECE].data) == self.sums[at // _PIECE] for at in starts)
 
@@ -119,7 +111,7 @@ class TileCache:
 
     def tiles(self, load: Callable[[KeptTiles], object]) -> MappedTiles | None:
         """Return the mapped tiles of the matrices that `load` loads, which are packed and written first if need be;
-        None if they cannot be written. Raises LoadError for weights that cannot be read."""
+        None if they cannot be written. Raises LoadError."""
         if (mapped := self._open()) is None:
             listed = _Listed()
             load(listed)
@@ -130,7 +122,7 @@ class TileCache:
     def _open(self) -> MappedTiles | None:
         """Map the file; None if there is none, or if it is damaged."""
         with suppress(OSError, DamagedObject, LookupError, TypeError), self.file.open("rb") as opened:
-            _lock(opened, is_shared=True)
+            files.lock(opened, is_shared=True, waits=False)
             head = objects.read(opened, _OBJECT)
             sizes, first = head.header["sizes"], opened.tell()
             end = first + sum(map(_padded, sizes))
@@ -150,7 +142,6 @@ class TileCache:
         return None
 
     def _write(self, listed: _Listed) -> bool:
-        """Pack and write all tiles; if that is not possible, say why and return False."""
         header, _ = Object({"kind": "tiles", "key": self.file.name, "sizes": listed.sizes}).pack(_OBJECT)
         sums = _Sums(sum(map(_padded, listed.sizes)))
         folder, needed = self.file.parent, len(header) + sums.bytes_of_tiles + sum(map(len, sums.pack()))
@@ -182,22 +173,14 @@ def asked_tile_cache(
     if not ops.keeps_tiles:
         say(f"tile_cache has no effect with {ops.backend}: it keeps the weights of compiled kernels on a CPU.")
         return None
-    return tile_cache(source, config.weight_type, parse_size(config.tile_cache, "tile_cache"), say)
-
-
-def tile_cache(
-    source: WeightSource, weight_type: str, limit: int, say: Callable[[str], None] = lambda sentence: None
-) -> TileCache | None:
-    """Return the tile cache of a model, of at most `limit` bytes together with other models' files; None, after a
-    sentence to `say`, if there is no folder for it. weight_type: what its matrices are converted to."""
     try:
         folder = cache_folder()
         weights = digest(sorted(source.files()), folder)
     except (LoadError, OSError) as error:
         say(f"Packed weights are not kept. {error}")
         return None
-    key = key_of(source_digest(_SOURCES), weights, weight_type)
-    return TileCache(folder / "tiles" / key[:32], limit, say)
+    key = key_of(source_digest(_SOURCES), weights, config.weight_type)
+    return TileCache(folder / "tiles" / key[:32], parse_size(config.tile_cache, "tile_cache"), say)
 
 
 class _Sums:
@@ -222,7 +205,6 @@ class _Sums:
 
 
 def _parts(header: bytes, listed: _Listed, sums: _Sums) -> Iterator[bytes | memoryview]:
-    """The bytes of a file."""
     yield header
     for nbytes, packed in zip(listed.sizes, listed.packed, strict=True):
         for part in packed():
@@ -231,42 +213,25 @@ def _parts(header: bytes, listed: _Listed, sums: _Sums) -> Iterator[bytes | memo
     yield from sums.pack()
 
 
-def _lock(file: BinaryIO, *, is_shared: bool) -> None:
-    """Lock a file that is to be mapped (is_shared) or removed, until it is neither open nor mapped: a mapping has
-    a copy of the descriptor. Raises BlockingIOError if another process has the other lock.
-
-    Windows needs no lock: it does not remove files that are mapped.
-    """
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks
-            pass
-
-
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def _make_room(folder: Path, own: Path, limit: int) -> int:
-    """Remove the least recently used files until the others than `own` take `limit` bytes, and return what they take.
-
-    Files that a process has mapped stay. Files of other users, or with other names, stay and do not count.
-    """
+def _make_room(folder: Path, kept: Path, limit: int) -> int:
+    """Remove the least recently used files that no process has mapped until all but `kept` take `limit` bytes, and
+    return what they take. Files of other users, or with other names, stay and do not count."""
     files_by_age = []
     for file in folder.iterdir():
         with suppress(OSError):
             status = file.lstat()
-            if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != own:
+            if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != kept:
                 files_by_age.append((last_used(status), status.st_size, file))
     total = sum(size for _, size, _ in files_by_age)
     for _, size, file in sorted(files_by_age):
         if total <= limit:
             break
         with suppress(OSError), file.open("rb") as opened:
-            _lock(opened, is_shared=False)
+            files.lock(opened, waits=False)  # Windows does not remove files that are mapped
             file.unlink()
             total -= size
     return total

@@ -31,21 +31,16 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Conditioning:
-    """The transform of one layer's vectors to the stored space.
-
-    key_rotation, value_rotation: W (D, D) float32 orthogonal, applied as x @ W; None for no rotation.
-    scale: divisors of keys and values, applied before the rotation; None for no scaling.
-    """
+    """The transform of one layer's vectors to the stored space. key_rotation, value_rotation: W (D, D) float32
+    orthogonal, applied as x @ W, or None. scale: divisors of keys and values, applied before the rotation, or None."""
 
     key_rotation: np.ndarray | None = None
     value_rotation: np.ndarray | None = None
     scale: Scale | None = None
 
     def scales(self, heads: int) -> np.ndarray | None:
-        """Return factors (H + 2K, D) of [queries | keys | values] before the rotation; None for no scaling.
-
-        A query is multiplied by the s of the KV head that it reads, keys and values by 1/s.
-        """
+        """Return factors (H + 2K, D) of [queries | keys | values] before the rotation; None for no scaling: of a query,
+        the s of the KV head that it reads, of keys and values 1/s."""
         if self.scale is None:
             return None
         keys, values = self.scale
@@ -57,24 +52,17 @@ class Conditioning:
         return None if self.scale is None else np.repeat(self.scale.values, heads // len(self.scale.values))
 
 
-# The stored mean of one block of one KV head. Bits → field name → whether its shape is (D,) or (), dtype.
-_MEAN_FIELDS: dict[int, dict[str, tuple[bool, np.dtype]]] = {
-    8: {"mean": (True, np.dtype(np.int8)), "mean_scale": (False, np.dtype(np.float16))},
-    16: {"mean": (True, np.dtype(np.float16))},
-}
-
-
 def mean_fields(bits: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return name → (shape, dtype) of the stored mean of one block of one KV head. bits: 8, with one scale, or 16."""
-    return {name: ((head_dim,) if wide else (), dtype) for name, (wide, dtype) in _MEAN_FIELDS[bits].items()}
+    half = np.dtype(np.float16)
+    if bits == 16:
+        return {"mean": ((head_dim,), half)}
+    return {"mean": ((head_dim,), np.dtype(np.int8)), "mean_scale": ((), half)}
 
 
 def centre(keys: np.ndarray, bits: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Subtract the mean over the tokens of each block from `keys` (..., N, D) float32.
-
-    Returns the centred keys (..., N, D) float32 and the fields of the mean. The stored mean is what is subtracted, so
-    rounding it loses nothing.
-    """
+    """Subtract the mean over the tokens of each block from `keys` (..., N, D) float32. Returns the centred keys and the
+    fields of the mean, which is subtracted as it is stored: rounding it loses nothing."""
     limit = np.float32(np.finfo(np.float16).max)
     mean = np.clip(keys.mean(axis=-2), -limit, limit)
     fields: dict[str, np.ndarray]

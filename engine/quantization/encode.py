@@ -58,13 +58,11 @@ _SLAB = 1 << 19  # values rounded together: enough to hide the cost of a NumPy c
 
 
 def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> dict[str, np.ndarray]:
-    """Return the codec's fields, (K, B, *shape), of x (K, B, N, D) float32, conditioned and rotated.
-
-    Without a metric, or if the codec has no table, this is `codec.encode`. Raises ValueError on NaN or infinity.
+    """Return the codec's fields, (K, B, *shape), of x (K, B, N, D) float32, conditioned and rotated. Raises ValueError
+    on NaN or infinity.
 
     Equal x give equal codes. A block's codes do not depend on the other blocks, except with feedback along tokens or a
-    path search: there the sums of matrix products may differ in their last bits, which may change the code of a value
-    at the edge of a cell.
+    path search: there the last bits of matrix products may change the code of a value at the edge of a cell.
     """
     rounding = codec.rounding
     if metric is None or rounding is None or x.size == 0:
@@ -115,11 +113,9 @@ def decode_centred(codec: Codec, fields: dict[str, np.ndarray], mean: dict[str, 
 
 
 def _by_round(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
-    """Rearrange x (K, B, N, D) to (K, G, T, R, D): T rounds of R tokens; each round needs the errors before it.
-
-    With feedback along tokens (G, R) is (1, N/T · B). Without it (G, T, R) is (B, 1, N): the matrix products of a block
-    have the same shape for any B.
-    """
+    """Rearrange x (K, B, N, D) to (K, G, T, R, D): T rounds of R tokens; each round needs the errors before it. With
+    feedback along tokens (G, R) is (1, N/T · B), else (G, T, R) is (B, 1, N): products have the same shape for any
+    B."""
     if token_feedback is None:
         return x[:, :, None]
     heads, blocks, _, dim = x.shape
@@ -149,7 +145,6 @@ class _Rounded(NamedTuple):
 
     @property
     def decoded(self) -> np.ndarray:
-        """norm · point, (K, G, T, D, R)."""
         return self.x - self.errors
 
 
@@ -183,12 +178,10 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric, factors: np.n
 
 
 def _best_of_norms(rounding: Rounding | PathRounding, x: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """Round x (K, G, T, R, D) with each of `NORM_FACTORS` or `PATH_NORM_FACTORS` times the rms, all at once.
-
-    Returns the codes (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R).
-    """
-    count, own = x.shape[3], PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS
-    factors = np.array(own, np.float32)
+    """Round x (K, G, T, R, D) with each of `NORM_FACTORS` or `PATH_NORM_FACTORS` times the rms, all at once → the codes
+    (K, G, T, P, R) of least cost of each vector, and their norms (K, G, T, R)."""
+    count, tried = x.shape[3], PATH_NORM_FACTORS if isinstance(rounding, PathRounding) else NORM_FACTORS
+    factors = np.array(tried, np.float32)
     rounded = _rounded(rounding, np.tile(x, (1, 1, 1, len(factors), 1)), metric, np.repeat(factors, count))
     norms, costs = _tilted_norms(rounded, metric)
     best = costs.reshape(*costs.shape[:3], -1, count).argmin(axis=3)
@@ -267,7 +260,6 @@ def _inverse(norms: np.ndarray) -> np.ndarray:
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the dot products of columns: a, b (..., D, R) → (..., R)."""
     return np.einsum("...dr,...dr->...r", a, b)
 
 

@@ -5,8 +5,8 @@ Letters: K KV heads, G query heads to each, E the model's width, N tokens in a b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,7 @@ def key_metric(
     second = transform.swapaxes(1, 2) @ query_second.astype(np.float64) @ transform
     mean = (query_mean.astype(np.float64)[:, None] @ transform)[:, 0]
     feedback, weights = _block_ldl(_with_ridge(second), rounding.width)
-    return Metric(
-        matrix=_float32(second),
-        feedback=feedback,
-        weights=weights,
-        tilt_mean=_float32(mean),
-        token_feedback=None,
-    )
+    return Metric(_float32(second), feedback, weights, _float32(mean), None)
 
 
 def value_metric(
@@ -85,37 +79,32 @@ def value_metric(
 def by_layer(metric: Metric, layers: int) -> list[Metric]:
     """Return the metrics of several layers with as many heads each, from the metric of the heads of all layers."""
 
-    def part(field: np.ndarray | None, layer: int) -> Any:
-        return None if field is None else np.split(field, layers)[layer]
+    def part(name: str, layer: int) -> Any:
+        array = getattr(metric, name)
+        return None if array is None else np.split(array, layers)[layer]
 
-    arrays = "matrix", "feedback", "weights", "tilt_mean", "token_feedback"
-    return [replace(metric, **{name: part(getattr(metric, name), layer) for name in arrays}) for layer in range(layers)]
+    return [Metric(*(part(field.name, layer) for field in fields(Metric))) for layer in range(layers)]
 
 
 def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
-    """Return the metrics of several layers as one, where K is the number of heads of all of them.
-
-    Either all layers have a metric or none does. All have the same fields and numbers of rounds.
-    """
+    """Return the metrics of several layers as one, where K is the number of heads of all of them. Either all layers
+    have a metric or none does. All have the same fields and numbers of rounds."""
     layers = [metric for metric in metrics if metric is not None]
     if len(layers) < 2:
         return metrics[0]
 
-    def joined(fields: Iterable[np.ndarray | None]) -> np.ndarray | None:
-        arrays = [field for field in fields if field is not None]
-        return np.concatenate(arrays) if arrays else None
+    def joined(name: str) -> Any:
+        arrays = [getattr(metric, name) for metric in layers]
+        if arrays[0] is None:
+            return None
+        if name == "token_feedback":  # one for all heads of a layer
+            arrays = [
+                np.broadcast_to(array, (len(metric.matrix), *array.shape[1:]))
+                for array, metric in zip(arrays, layers, strict=True)
+            ]
+        return np.concatenate(arrays)
 
-    def by_head(metric: Metric) -> np.ndarray | None:
-        feedback = metric.token_feedback
-        return None if feedback is None else np.broadcast_to(feedback, (len(metric.matrix), *feedback.shape[1:]))
-
-    return Metric(
-        matrix=np.concatenate([metric.matrix for metric in layers]),
-        feedback=np.concatenate([metric.feedback for metric in layers]),
-        weights=np.concatenate([metric.weights for metric in layers]),
-        tilt_mean=joined(metric.tilt_mean for metric in layers),
-        token_feedback=joined(map(by_head, layers)),
-    )
+    return Metric(*(joined(field.name) for field in fields(Metric)))
 
 
 def without_feedback(metric: Metric) -> Metric:
@@ -142,10 +131,8 @@ def _float32(x: np.ndarray) -> np.ndarray:
 
 
 def _block_ldl(matrix: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Block LDL of matrix (K, D, D) float64, positive definite, from the last block backward.
-
-    Returns F (K, D, D) float32 and the mean diagonal of each diagonal block, (K, D / width) float32, scaled to mean 1.
-    """
+    """Block LDL of matrix (K, D, D) float64, positive definite, from the last block backward → F (K, D, D) float32, the
+    mean diagonal of each diagonal block, (K, D / width) float32, scaled to mean 1."""
     rest, feedback = matrix.copy(), np.zeros_like(matrix)
     for start in range(matrix.shape[-1] - width, 0, -width):
         block = slice(start, start + width)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -20,42 +19,28 @@ LEAST = 1e-30  # channels with a smaller scale have codes 0
 Fields = Mapping[str, np.ndarray]
 
 
-class SnapshotCodes(Protocol):
-    """A way to keep matrices. Values: two of the same name are equal and have the same hash."""
-
-    @property
-    def name(self) -> str:
-        """The value of the setting `state_type`."""
-
-    def fields(self, keys: int, values: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Return name → (shape, dtype) of the arrays that keep one matrix (keys, values)."""
-
-    def encode(self, matrices: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the fields (..., *shape) of matrices (..., A, D) float32, none a view of them."""
-
-    def decode(self, fields: Fields) -> np.ndarray:
-        """Return the matrices (..., A, D) float32 that the fields keep."""
-
-
 @dataclass(frozen=True)
 class Exact:
-    """The matrices themselves."""
+    """The matrices themselves. name: the value of the setting `state_type`."""
 
     name: str
 
     def fields(self, keys: int, values: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Return name → (shape, dtype) of the arrays that keep one matrix (keys, values)."""
         return {"matrices": ((keys, values), _F32)}
 
     def encode(self, matrices: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the fields (..., *shape) of matrices (..., A, D) float32, none a view of them."""
         return {"matrices": matrices.copy()}
 
     def decode(self, fields: Fields) -> np.ndarray:
+        """Return the matrices (..., A, D) float32 that the fields keep."""
         return fields["matrices"]
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Eight bits for each number, and a scale for each value channel."""
+    """Eight bits for each number, and a scale for each value channel; with the methods of `Exact`."""
 
     name: str
 
@@ -73,6 +58,7 @@ class Channels:
         return fields["codes"] * fields["scales"][..., None, :]
 
 
+SnapshotCodes = Exact | Channels
 EXACT, EIGHT_BITS = Exact("f32"), Channels("8bit")
 ALL: Mapping[str, SnapshotCodes] = {one.name: one for one in (EIGHT_BITS, EXACT)}
 """By the value of the setting `state_type`."""

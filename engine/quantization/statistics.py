@@ -85,9 +85,9 @@ def measure(
     if count < 2 * block_size:
         raise ValueError(f"{count} tokens are fewer than two blocks of {block_size}.")
     hidden, group = _hidden(count, window), heads // kv_heads
-    own = [None] * heads if sink_scores is None else list(sink_scores)
+    sinks = [None] * heads if sink_scores is None else list(sink_scores)
     measured = parallel_map(
-        lambda h: _measure_head(q[:, h], k[h // group], scale, softcap, own[h], hidden, block_size), heads
+        lambda h: _measure_head(q[:, h], k[h // group], scale, softcap, sinks[h], hidden, block_size), heads
     )
     by_kv_head = [measured[first : first + group] for first in range(0, heads, group)]
     q_squares = np.square(q, dtype=np.float64).reshape(count, kv_heads, group, dim)
@@ -116,10 +116,8 @@ def output_second(output: np.ndarray, kv_heads: int, head_dim: int) -> np.ndarra
 
 
 def smoothing(statistics: LayerStatistics) -> np.ndarray:
-    """Return s (K, D) float32: keys are stored as k / s and queries multiplied by s, which leaves q·k unchanged.
-
-    s = σ_k^¾ / σ_q^¼, equal for the two channels of a RoPE pair (j, j + D/2); geometric mean 1 for each head.
-    """
+    """Return s (K, D) float32, by which keys are divided and queries multiplied: σ_k^¾ / σ_q^¼, equal for the two
+    channels of a RoPE pair (j, j + D/2); geometric mean 1 for each head."""
     s = _pair_variance(statistics.key_variance) ** (_KEY_EXPONENT / 2)
     s /= _pair_variance(statistics.query_variance) ** (_QUERY_EXPONENT / 2)
     return (s / np.exp(np.log(s).mean(axis=-1, keepdims=True))).astype(np.float32)

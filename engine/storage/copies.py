@@ -36,14 +36,12 @@ def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) ->
 
 
 def _is_finer(store: KVStore, blocks: Blocks) -> bool:
-    """Whether a quantized block is one of more bits."""
     finer = store.finer
-    own = None if finer is None else blocks[store.groups.index(finer)]
-    return finer is not None and own is not None and finer.is_finer(own)
+    block = None if finer is None else blocks[store.groups.index(finer)]
+    return finer is not None and block is not None and finer.is_finer(block)
 
 
 def _take_alike(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], are_finer: bool) -> list[Object]:
-    """Return copies of blocks of one kind."""
     kind, of_kind = ("finer", payloads.finer) if are_finer else ("block", payloads)
     header = {"kind": kind, "stored_as": store.ops.stored_as, "groups": groups_of(blocks[0])}
     parts, size = of_kind.of_blocks(store.ops.stored_as, groups_of(blocks[0]))
@@ -70,9 +68,7 @@ def take_full(store: KVStore, payloads: Payloads, slots: Blocks, ids: Sequence[i
 
 def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], objects: Sequence[Object]) -> None:
     """Write objects with equal headers to quantized blocks, or one object to full-precision slots, except to None.
-
-    Raises ValueError if an object does not fit.
-    """
+    Raises ValueError if an object does not fit."""
     parts = payloads.parts_of(objects[0])
     for group, ids in _by_group(store, blocks):
         arrays = {(part.layer, part.name): part.of_objects(objects) for part in parts if part.layer in group.layers}
@@ -115,8 +111,8 @@ def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot
     complete, blocks = sequence.length // n, {}
     for number in {0, complete} & set(range(len(held))):
         if groups_of(held[number]):
-            own = ids[number * n : min(sequence.length, (number + 1) * n)]
-            blocks[number] = take_full(store, payloads, held[number], own)
+            tokens = ids[number * n : min(sequence.length, (number + 1) * n)]
+            blocks[number] = take_full(store, payloads, held[number], tokens)
     for groups, members in groupby(range(1, complete), lambda number: groups_of(held[number])):
         if groups:
             numbers = list(members)
@@ -126,19 +122,17 @@ def export(store: KVStore, sequence: SequenceKV, ids: Sequence[int]) -> Snapshot
 
 
 def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
-    """Return a new sequence with the state of a snapshot.
-
-    Raises OutOfBlocks, or ValueError for a snapshot that does not fit this store; then nothing has changed.
-    """
+    """Return a new sequence with the state of a snapshot. Raises OutOfBlocks, or ValueError for a snapshot that does
+    not fit this store; then nothing has changed."""
     payloads, n = Payloads(store.shape), store.shape.block_size
     complete = saved.length // n
     groups = {number: block.groups for number, block in saved.blocks.items()}
     sequence = SequenceKV(saved.length, [])
     try:
         for index, group in enumerate(store.groups):
-            own = {number for number in range(complete) if groups.get(number, 0) >> index & 1}
-            dropped = max(0, complete - 1) - len(own - {0})
-            reserve = partial(group.reserve_table, saved.length, dropped, 0 in own)
+            whole = {number for number in range(complete) if groups.get(number, 0) >> index & 1}
+            dropped = max(0, complete - 1) - len(whole - {0})
+            reserve = partial(group.reserve_table, saved.length, dropped, 0 in whole)
             sequence.tables.append(store.with_room(reserve))
         held = _blocks_of(store, sequence)
         if groups != {number: bits for number, blocks in enumerate(held) if (bits := groups_of(blocks))}:
@@ -157,10 +151,8 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
 
 
 def _blocks_of(store: KVStore, sequence: SequenceKV) -> list[Blocks]:
-    """Return the blocks of a sequence in order, each as its ids in all groups.
-
-    Of sparse groups that have a slot, their snapshots are left out: it has all that they know.
-    """
+    """Return the blocks of a sequence in order, each as its ids in all groups. A sparse group's slot has all that its
+    snapshots know: these are left out then."""
     complete, current = sequence.length // store.shape.block_size, [table.current for table in sequence.tables]
     tables = [
         None if group.is_sparse and table.current is not None else table

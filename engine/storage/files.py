@@ -1,4 +1,4 @@
-"""Writes files atomically: to a temporary file, which is renamed at the end."""
+"""Writes files atomically, to a temporary file, which is renamed at the end; locks of files."""
 
 from __future__ import annotations
 
@@ -35,11 +35,31 @@ def is_device(name: str) -> bool:
     return _DEVICE.fullmatch(name) is not None
 
 
-def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = lambda done: None) -> None:
-    """Write a file of these parts to `path`, replacing any other. Only its owner can read it.
+def lock(file: BinaryIO | int, *, is_shared: bool = False, waits: bool = True) -> bool:
+    """Lock an open file until it is neither open nor mapped: a mapping has a copy of the descriptor. Returns False
+    where there are no locks: on Windows, and on some file systems. Raises BlockingIOError if another process has locked
+    it, unless `waits`."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
 
-    Raises OSError; after any exception the file at `path` is unchanged.
-    """
+
+def unlock(file: BinaryIO) -> None:
+    """Unlock a file. Closing it does not suffice while a forked child has it open, too."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = lambda done: None) -> None:
+    """Write a file of these parts to `path`, replacing any other. Only its owner can read it. After an exception, such
+    as OSError, the file at `path` is unchanged."""
     number, name = _new_file(path.parent)
     try:
         with os.fdopen(number, "wb") as file:
@@ -53,11 +73,8 @@ def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = 
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files of killed processes from `folder`.
-
-    Files that are still being written or cannot be removed stay. So does everything that is not a regular file of this
-    user with a temporary name.
-    """
+    """Remove the unfinished files of killed processes from `folder`. Files that are being written or cannot be removed
+    stay, and so does everything that is not a regular file of this user with a temporary name."""
     with suppress(OSError):
         for file in sorted(folder.iterdir()):
             with suppress(OSError):
@@ -65,8 +82,7 @@ def remove_unfinished(folder: Path) -> None:
                 if not (_TEMPORARY.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status)):
                     continue
             with suppress(OSError), file.open("r+b") as opened:
-                if fcntl is not None:
-                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the file is being written
+                if lock(opened, waits=False):  # raises if the file is being written
                     file.unlink()
             if fcntl is None:
                 with suppress(OSError):
@@ -77,11 +93,8 @@ def _new_file(folder: Path) -> tuple[int, str]:
     """Create a temporary file, which is locked while it is open, and return (descriptor, name)."""
     while True:
         number, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=folder)
-        if fcntl is None:
-            return number, name
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(number, fcntl.LOCK_EX)
-        if os.fstat(number).st_nlink:
+        lock(number)
+        if fcntl is None or os.fstat(number).st_nlink:
             return number, name
         os.close(number)  # `remove_unfinished` removed it before it was locked
 

@@ -50,7 +50,6 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
 
 
 def _state_types(layers: Sequence[Any]) -> Iterable[str]:
-    """Return how layers of a recurrent state keep their snapshots."""
     return dict.fromkeys(layer.codes.name for layer in layers if hasattr(layer, "codes"))
 
 
@@ -59,10 +58,10 @@ def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
     for key, sentence in _DIFFERENCES.items():
         if there[key] != here[key]:
             named = "name" if key == "model" else key
-            old, own = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (there, here))
+            old, new = (", ".join(dict.fromkeys(side[named].split(" "))) for side in (there, here))
             if key == "cache_types" and set(there[key].split(" ")) == set(here[key].split(" ")):  # in other layers
-                old, own = _by_layer(there[key]), _by_layer(here[key])
-            return sentence.format(there=old, here=own)
+                old, new = _by_layer(there[key]), _by_layer(here[key])
+            return sentence.format(there=old, here=new)
     return None
 
 

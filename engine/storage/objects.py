@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -45,7 +45,6 @@ class Object:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is a block in full precision."""
         return self.header.get("kind") == "full"
 
     @property
@@ -77,11 +76,6 @@ class Object:
         return fields + _digest(fields, header, payload) + header, payload
 
 
-def pack_ids(name: bytes, ids: Sequence[int]) -> tuple[bytes, memoryview]:
-    """Return the packed object of an answer's token ids, as `Object.pack` does."""
-    return Object({"kind": "ids", "ids": [int(i) for i in ids]}).pack(name)
-
-
 def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOST_HEADER) -> Object:
     """Unpack `content`, an object of this name. Raises DamagedObject, also if its header exceeds `most` bytes."""
     view = memoryview(content)
@@ -100,10 +94,8 @@ def unpack(name: bytes, content: bytes | bytearray | memoryview, most: int = MOS
 
 
 def read(file: BinaryIO, name: bytes, progress: Callable[[int], None] = lambda done: None) -> Object:
-    """Read the next object of a file, which must have this name. Raises OSError or DamagedObject.
-
-    progress: called with the number of bytes read since its last call.
-    """
+    """Read the next object of a file, which must have this name. progress: called with the bytes read since its last
+    call. Raises OSError or DamagedObject."""
     left = os.fstat(file.fileno()).st_size - file.tell()
     start = file.read(_START)
     progress(len(start))
@@ -128,8 +120,8 @@ def _sizes(name: bytes, start: bytes | memoryview) -> tuple[int, int]:
     """Return the size of the object that begins with `start`, and the offset of its payload. Raises DamagedObject."""
     if len(start) < _START:
         raise DamagedObject("it is too short")
-    magic, found, header, payload = _FIELDS.unpack_from(start)
-    if magic != _MAGIC or found != name:
+    magic, stored_name, header, payload = _FIELDS.unpack_from(start)
+    if magic != _MAGIC or stored_name != name:
         raise DamagedObject("it is another object, or none")
     return _START + header + payload, _START + header
 

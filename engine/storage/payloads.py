@@ -46,14 +46,12 @@ class Part:
 
     def of_objects(self, objects: Sequence[Object]) -> np.ndarray:
         """Return this array of B objects (B, K, …): a view of a single one, a copy of several."""
-        own = [one.payload[self.start : self.stop] for one in objects]
-        joined = own[0] if len(own) == 1 else np.concatenate(own)
+        pieces = [one.payload[self.start : self.stop] for one in objects]
+        joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return joined.view(self.dtype).reshape(len(objects), *self.shape)
 
 
 class Payloads:
-    """The payloads of blocks for caches of one shape."""
-
     def __init__(self, shape: CacheShape):
         self.shape = shape
         self._made: dict[tuple[object, ...], tuple[list[Part], int]] = {}
@@ -61,7 +59,6 @@ class Payloads:
 
     @cached_property
     def every_group(self) -> int:
-        """The bits of all groups."""
         return (1 << len(self.shape.groups)) - 1
 
     @cached_property
@@ -109,8 +106,8 @@ class Payloads:
             mask = np.zeros(size, np.uint8)
             for part in parts:
                 if part.layer in self.shape.kv_layers:
-                    own = transfer.exponents(self.shape.format(part.layer), stored_as)
-                    mask[part.start : part.stop] = own[part.name]
+                    bits = transfer.exponents(self.shape.format(part.layer), stored_as)
+                    mask[part.start : part.stop] = bits[part.name]
                 elif part.dtype.kind == "f":
                     part.of_rows(mask[None])[...] = np.inf
             words = mask.view(np.uint16)

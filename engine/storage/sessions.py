@@ -58,24 +58,12 @@ class Session:
     salt: str = ""  # salt of the K/V of a session that was read; see `engine.state.salts`
 
 
-def _check_types(shape: CacheShape) -> None:
-    """Raises EngineError for a cache type whose codes have a meaning only in this process."""
-    for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
-        if codec.per_layer:
-            raise _error(
-                f"Cache type {codec.name} learns the meaning of its codes in each process, so no session can be saved "
-                "or loaded with it: choose another cache type"
-            )
-
-
 def write(
     path: SessionPath, own: Mapping[str, str], session: Session, saved: Snapshot, salt: str, progress: Progress | None
 ) -> None:
-    """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file.
-
-    After an EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: the ids,
-    note and answers for `saved`. salt: the sequence's salt, see `engine.state.salts`; "" for none.
-    """
+    """Write a session to `path`. It replaces an earlier session or an empty file there, but no other file; after an
+    EngineError the earlier file is unchanged. own: this engine's `identity.settings`. session: the ids, note and
+    answers for `saved`. salt: the sequence's salt, see `engine.state.salts`; "" for none."""
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store does not hold this sequence")
     header = {
@@ -112,13 +100,11 @@ def write(
 
 def is_session(path: SessionPath) -> bool:
     """Whether `path` is a file that begins as a session does. False for some damaged sessions."""
-    try:
-        if not os.path.isfile(path):
-            return False
-        with open(path, "rb") as file:
-            return objects.name_of(file.read(objects.NAMED)) == _NAME
-    except OSError:
-        return False
+    with suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                return objects.name_of(file.read(objects.NAMED)) == _NAME
+    return False
 
 
 def read(
@@ -132,11 +118,8 @@ def read(
     progress: Progress | None,
 ) -> tuple[Session, Snapshot]:
     """Read the session at `path`, and check that it is undamaged, fits this engine and its context, and has this salt.
-
     knows: whether the engine has the adapter in a salt. Reads no state of the engine, so its lock need not be held.
-    Raises EngineError.
-    """
-    _check_types(shape)
+    Raises EngineError."""
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _check_file(Path(path), path)
         count = _counting(progress, os.path.getsize(path))
@@ -180,9 +163,7 @@ def _blocks(
 
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
-    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out, or for a cache
-    type whose codes no session can have."""
-    _check_types(store.shape)
+    """Return a snapshot of the longest stored prefix of `ids`. Raises EngineError if memory runs out."""
     kv = prefixes.match_prefix(ids, salt)
     try:
         return export(store, kv, ids)
@@ -210,7 +191,13 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
     """Return the session that a header describes. Raises EngineError for one of another version or of an engine with
     other settings, and for a header that `write` has not written."""
     try:
-        _check_settings(path, header, own)
+        if header["version"] != _VERSION:
+            raise _error(
+                f"The session {path} is from another version of this program (format {header['version']}): load it "
+                "with that one"
+            )
+        if (differs := identity.difference(header, own)) is not None:
+            raise _error(f"The session {path} {differs}")
         ids = tuple(header["ids"])
         if not all(type(i) is int and i in vocabulary for i in ids):
             raise ValueError("unknown token ids")
@@ -238,22 +225,9 @@ def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
     return key, tuple(ids)
 
 
-def _check_settings(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]) -> None:
-    """Raises EngineError for a file of another version, or of an engine with other settings."""
-    if header["version"] != _VERSION:
-        raise _error(
-            f"The session {path} is from another version of this program (format {header['version']}): load it with "
-            "that one"
-        )
-    if (differs := identity.difference(header, own)) is not None:
-        raise _error(f"The session {path} {differs}")
-
-
 def _salt_hash(salt: str, ids: Sequence[int]) -> str:
-    """Return the hash of a salt that a session contains.
-
-    It is keyed with the token ids, so that sessions with the same salt cannot be recognized as such.
-    """
+    """Return the hash of a salt that a session contains, keyed with the token ids, so that sessions with the same salt
+    cannot be recognized as such."""
     key = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=key, person=b"polarlm session").hexdigest()
 

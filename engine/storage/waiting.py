@@ -1,7 +1,5 @@
-"""Blocks that wait to be written to tiers. Those whose memory is reused before are copied in time.
-
-The caller of every method holds the engine's lock, unless it says otherwise.
-"""
+"""Blocks that wait to be written to tiers, and are copied in time if their memory is reused before. The caller of every
+method holds the engine's lock, unless it says otherwise."""
 
 from __future__ import annotations
 
@@ -62,14 +60,14 @@ class WaitingBlocks:
     def quantized(self, hashes: Collection[bytes], groups: int) -> list[tuple[bytes, Object]]:
         """Return the blocks of `groups`, given as bits, under these hashes, as far as they are known."""
         with self._lock:
-            found = [(key, copy) for key in hashes if (copy := self._copies.get((key, groups))) is not None]
-        copied = {key for key, _ in found}
+            taken = [(key, copy) for key in hashes if (copy := self._copies.get((key, groups))) is not None]
+        copied = {key for key, _ in taken}
         known = ((key, within(self._prefixes.quantized(key), groups)) for key in hashes if key not in copied)
         stored = [(key, blocks) for key, blocks in known if groups_of(blocks)]
         for _, members in groupby(stored, lambda one: groups_of(one[1])):
             keys, blocks_of = zip(*members, strict=True)
-            found += zip(keys, take_blocks(self._store, self._payloads, blocks_of), strict=True)
-        return found
+            taken += zip(keys, take_blocks(self._store, self._payloads, blocks_of), strict=True)
+        return taken
 
     def full(self, before: bytes, ids: Sequence[int]) -> Object | None:
         """Return the full-precision block with exactly `ids` after the hash `before`; None if it is not known."""

@@ -1,11 +1,12 @@
 """Formats in which model files store weight matrices, one per module; and matrices on a device.
 
 A module of this folder whose name does not begin with an underscore is a format of that name. It defines `VALUES` and
-`NBYTES` of a block, and `dequantize(raw, out)`. There is no list to edit. Rows consist of whole blocks.
+`NBYTES` of a block, and `dequantize(raw, out)`, unless the package gguf does that. There is no list to edit. Rows
+consist of whole blocks.
 
 A format of codes and scales also defines `BITS` of a code, `GROUP`, the number of inputs that share a scale, `ZERO` or
-`TABLE`, and `unpack(raw)`; see `Grouped`. One of indices of points has a `GRID` in their place; see `Lattice`. One of
-digits has `RUNS` in the place of bits and zero point; see `Trits`. A format that can be written defines `quantize(x)`.
+`TABLE`, and `unpack(raw)`; see `Grouped`. A format of indices of points has a `GRID` instead; see `Lattice`. One of
+digits has `RUNS` instead of bits and zero point; see `Trits`. A format that can be written defines `quantize(x)`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import math
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped
+from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 from polarlm.engine.weight_formats._trits import Trits
 
@@ -96,12 +97,12 @@ def _format(name: str, module: Any) -> WeightFormat:
         for key in ("bits", "group", "zero", "table", "grid", "runs")
         if hasattr(module, key.upper())
     }
-    functions = module.dequantize, getattr(module, "quantize", None), getattr(module, "unpack", None)
-    return WeightFormat(name, module.VALUES, module.NBYTES, *functions, **optional)
+    dequantize = getattr(module, "dequantize", None) or partial(dequantize_gguf, name.upper())
+    others = getattr(module, "quantize", None), getattr(module, "unpack", None)
+    return WeightFormat(name, module.VALUES, module.NBYTES, dequantize, *others, **optional)
 
 
 def available() -> tuple[str, ...]:
-    """Names of all formats."""
     return tuple(_formats())
 
 
@@ -147,12 +148,10 @@ class Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in) of the stacked parts."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -160,7 +159,7 @@ class Linear:
 class ExpertLinear:
     """The same linear layer of each of `count` experts.
 
-    parts: as in `Linear`, each with its rows of all experts, those of the first expert first: (count · out_i, in).
+    parts: as in `Linear`, each with its rows of all experts, the first expert's first: (count · out_i, in).
     bias: (count, out), or None. on_host: whether all of it is in the computer's memory, for the CPU of a GPU's host.
     """
 
@@ -176,7 +175,6 @@ class ExpertLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices of all experts."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -184,7 +182,7 @@ class ExpertLinear:
 class Deltas:
     """What each of `a.count` adapters (LoRA) adds to the product of a `Linear` with x: b · (a · x).
 
-    a: (rank, in) of each; b: (out, rank) of each. Ranks are those of the largest adapter: the rest is zeros.
+    a: (rank, in) of each; b: (out, rank) of each. All have the largest adapter's rank: the rest is zeros.
     """
 
     a: ExpertLinear

@@ -16,7 +16,7 @@ class Grouped:
 
         w = scale * sub_scale * (code - zero) + offset * sub_offset
 
-    or TABLE[code] in the place of (code - zero). A factor that is None is 1; without an offset its product is 0.
+    or TABLE[code] instead of (code - zero). A factor that is None is 1; without an offset its product is 0.
 
     codes: (rows, in) uint8, below 2^BITS.
     scale: (rows, in/VALUES) float16; float32 for formats whose scales are powers of two, which bfloat16 holds exactly.
@@ -69,10 +69,8 @@ def fields(raw: np.ndarray, *sizes: int) -> list[np.ndarray]:
 
 
 def unpack_bits(packed: np.ndarray, width: int, bits: int) -> np.ndarray:
-    """Codes of `bits` bits from packed (rows, blocks, n) uint8 → (rows, blocks * n * 8 / bits) uint8.
-
-    Each run of `width` bytes holds 8 / bits runs of `width` codes, the first in the lowest bits.
-    """
+    """Codes of `bits` bits from packed (rows, blocks, n) uint8 → (rows, blocks * n * 8 / bits) uint8. Each run of
+    `width` bytes holds 8 / bits runs of `width` codes, the first in the lowest bits."""
     rows, blocks, n = packed.shape
     codes = np.empty((rows, blocks, n // width, 8 // bits, width), np.uint8)
     runs = packed.reshape(rows, blocks, n // width, width)
@@ -111,8 +109,8 @@ def dequantize_gguf(stored: str, raw: np.ndarray, out: np.ndarray) -> None:
     with np.errstate(all="ignore"):  # a damaged scale gives infinities; a warning would not help the user
         for first in range(0, len(raw), step):
             part = out[first : first + step]
-            given = raw[first : first + step].reshape(1, -1)
-            part[...] = dequantize(given, GGMLQuantizationType[stored]).reshape(part.shape)
+            rows = raw[first : first + step].reshape(1, -1)
+            part[...] = dequantize(rows, GGMLQuantizationType[stored]).reshape(part.shape)
 
 
 def quantize_gguf(stored: str, x: np.ndarray) -> np.ndarray:

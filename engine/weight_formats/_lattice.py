@@ -27,7 +27,6 @@ class Grid:
     delta: bool = False
 
     def points(self) -> np.ndarray:
-        """The points, int8 (2^BITS, cell)."""
         return _points(self)
 
 
@@ -84,8 +83,8 @@ class Lattice:
         integers = self.integers()
         with np.errstate(all="ignore"):  # a damaged scale gives infinities; a warning would not help the user
             scale = self.scale.astype(np.float32) * np.float32(self.grid.factor)
-            own = np.repeat(scale, odd.shape[1] // max(1, scale.shape[1]), axis=1) * odd
-            return integers * np.repeat(own, integers.shape[1] // max(1, own.shape[1]), axis=1)
+            scales = np.repeat(scale, odd.shape[1] // max(1, scale.shape[1]), axis=1) * odd
+            return integers * np.repeat(scales, integers.shape[1] // max(1, scales.shape[1]), axis=1)
 
 
 def words(field: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
@@ -94,7 +93,7 @@ def words(field: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
 
 
 def scales_and_signs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split (rows, blocks, n) uint32, of which each has 7 signs four times and then 4 bits of a scale: return sub_scale
+    """Split (rows, blocks, n) uint32, each with 7 signs four times and then 4 bits of a scale: return sub_scale
     and signs as in `Lattice`."""
     return bits_of(numbers, range(28, 29), 4), bits_of(numbers, range(0, 28, 7), 7)
 
@@ -104,5 +103,5 @@ def bits_of(numbers: np.ndarray, shifts: range, bits: int, dtype: type = np.uint
     shifts)."""
     rows, blocks, count = numbers.shape
     places = np.array(shifts, numbers.dtype)
-    found = (numbers[..., None] >> places) & numbers.dtype.type((1 << bits) - 1)
-    return found.astype(dtype).reshape(rows, blocks * count * len(shifts))
+    integers = (numbers[..., None] >> places) & numbers.dtype.type((1 << bits) - 1)
+    return integers.astype(dtype).reshape(rows, blocks * count * len(shifts))

@@ -29,15 +29,17 @@ class Trits:
     def integers(self) -> np.ndarray:
         """The values over their scale, int8 (rows, in)."""
         rows, blocks, _ = self.packed.shape
-        found, start = [], 0
+        values, start = [], 0
         for count, digits in self.runs:
             left = self.packed[..., start : start + count].astype(np.uint16)
             start += count
             for _ in range(digits):
                 left *= 3
-                found.append((left >> 8).astype(np.int8) - np.int8(1))
+                values.append((left >> 8).astype(np.int8) - np.int8(1))
                 left &= 255
-        return np.concatenate(found, axis=-1).reshape(rows, blocks * sum(count * digits for count, digits in self.runs))
+        return np.concatenate(values, axis=-1).reshape(
+            rows, blocks * sum(count * digits for count, digits in self.runs)
+        )
 
     def dequantize(self) -> np.ndarray:
         """The values (rows, in) float32, which equal gguf's to the bit."""

@@ -1,7 +1,5 @@
 """Bfloat16: the upper half of a float32."""
 
-from __future__ import annotations
-
 import numpy as np
 
 VALUES, NBYTES = 1, 2

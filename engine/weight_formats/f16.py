@@ -1,7 +1,5 @@
 """Half precision: IEEE 754's binary16, in which 65504 is the largest number."""
 
-from __future__ import annotations
-
 import numpy as np
 
 VALUES, NBYTES = 1, 2

@@ -1,7 +1,5 @@
 """Float32."""
 
-from __future__ import annotations
-
 import numpy as np
 
 VALUES, NBYTES = 1, 4

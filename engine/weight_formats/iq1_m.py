@@ -1,20 +1,14 @@
 """Blocks of 256 in groups of 16: w = d * (2 * s + 1) * (point ± 1/8), with the points of IQ1_S and a sign for each.
 The scale lies in the upper bits of the four words of the groups' scales."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, unpack_bits
+from polarlm.engine.weight_formats._grouped import fields, flat, unpack_bits
 from polarlm.engine.weight_formats._lattice import Lattice, bits_of, words
 from polarlm.engine.weight_formats.iq1_s import GRID as GRID
 
 VALUES, NBYTES = 256, 56
 BITS, GROUP = 12, 16
-
-dequantize = functools.partial(dequantize_gguf, "IQ1_M")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

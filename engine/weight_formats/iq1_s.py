@@ -1,20 +1,14 @@
 """Blocks of 256 in groups of 32: w = d * (2 * s + 1) * (point ± 1/8), with points of 8 values of -1, 0 and 1, and a
 sign for each group."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves
+from polarlm.engine.weight_formats._grouped import fields, flat, halves
 from polarlm.engine.weight_formats._lattice import Grid, Lattice, bits_of, words
 
 VALUES, NBYTES = 256, 50
 BITS, GROUP = 12, 32
 GRID = Grid("IQ1_S", cell=8, signs=0, factor=1 / 8, delta=True)
-
-dequantize = functools.partial(dequantize_gguf, "IQ1_S")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

@@ -1,20 +1,14 @@
 """Blocks of 256 in groups of 16: w = d / 8 * (2 * s + 1) * ±point, with points of 8 values. The upper two bits of the
 indices are bytes of their own."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import fields, flat, halves, unpack_bits
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 
 VALUES, NBYTES = 256, 82
 BITS, GROUP = 10, 16
 GRID = Grid("IQ2_S", cell=8, signs=8, factor=1 / 8)
-
-dequantize = functools.partial(dequantize_gguf, "IQ2_S")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

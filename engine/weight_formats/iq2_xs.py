@@ -1,19 +1,13 @@
 """Blocks of 256 in groups of 16: w = d / 8 * (2 * s + 1) * ±point, with points of 8 values and 7 signs for each."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import fields, halves, unpack_bits
 from polarlm.engine.weight_formats._lattice import Grid, Lattice, bits_of, words
 
 VALUES, NBYTES = 256, 74
 BITS, GROUP = 9, 16
 GRID = Grid("IQ2_XS", cell=8, signs=7, factor=1 / 8)
-
-dequantize = functools.partial(dequantize_gguf, "IQ2_XS")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

@@ -1,19 +1,13 @@
 """Blocks of 256 in groups of 32: w = d / 8 * (2 * s + 1) * ±point, with points of 8 values and 7 signs for each."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves
+from polarlm.engine.weight_formats._grouped import fields, flat, halves
 from polarlm.engine.weight_formats._lattice import Grid, Lattice, scales_and_signs, words
 
 VALUES, NBYTES = 256, 66
 BITS, GROUP = 8, 32
 GRID = Grid("IQ2_XXS", cell=8, signs=7, factor=1 / 8)
-
-dequantize = functools.partial(dequantize_gguf, "IQ2_XXS")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

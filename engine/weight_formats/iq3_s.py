@@ -1,20 +1,14 @@
 """Blocks of 256 in groups of 32: w = d * (2 * s + 1) * ±point, with points of 4 values. The upper bits of the indices
 are bytes of their own."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, flat, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import fields, flat, halves, unpack_bits
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 
 VALUES, NBYTES = 256, 110
 BITS, GROUP = 9, 32
 GRID = Grid("IQ3_S", cell=4, signs=8, factor=1)
-
-dequantize = functools.partial(dequantize_gguf, "IQ3_S")
 
 
 def unpack(raw: np.ndarray) -> Lattice:

@@ -1,18 +1,12 @@
 """Blocks of 32: w = d * TABLE[q]."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits
 
 VALUES, NBYTES = 32, 18
 BITS, GROUP = 4, 32
 TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-
-dequantize = functools.partial(dequantize_gguf, "IQ4_NL")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

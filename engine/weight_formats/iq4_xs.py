@@ -1,18 +1,12 @@
 """Blocks of 256 in groups of 32: w = d * (scale - 32) * TABLE[q], with the table of IQ4_NL."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits
 from polarlm.engine.weight_formats.iq4_nl import TABLE
 
 VALUES, NBYTES = 256, 136
 BITS, GROUP = 4, 32
-
-dequantize = functools.partial(dequantize_gguf, "IQ4_XS")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

@@ -3,19 +3,13 @@
 The table has the values of the format E2M1 doubled, so that they are integers, and the scale is halved.
 """
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, quantize_gguf, unpack_bits
 
 VALUES, NBYTES = 32, 17
 BITS, GROUP = 4, 32
 TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-
-dequantize = functools.partial(dequantize_gguf, "MXFP4")
 
 
 def quantize(x: np.ndarray) -> np.ndarray:

@@ -1,17 +1,11 @@
 """Blocks of 256 in groups of 16: w = d * scale * q - dmin * min; a byte holds scale and min of a group."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, flat, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, flat, halves, unpack_bits
 
 VALUES, NBYTES = 256, 84
 BITS, GROUP, ZERO = 2, 16, 0
-
-dequantize = functools.partial(dequantize_gguf, "Q2_K")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

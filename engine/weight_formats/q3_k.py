@@ -1,17 +1,11 @@
 """Blocks of 256 in groups of 16: w = d * (scale - 32) * (q - 4). The third bits are bytes of their own."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits
 
 VALUES, NBYTES = 256, 110
 BITS, GROUP, ZERO = 3, 16, 4
-
-dequantize = functools.partial(dequantize_gguf, "Q3_K")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

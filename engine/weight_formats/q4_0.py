@@ -1,17 +1,14 @@
 """Blocks of 32: w = d * (q - 8)."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, quantize_gguf, unpack_bits
 
 VALUES, NBYTES = 32, 18
 BITS, GROUP, ZERO = 4, 32, 8
 
-dequantize = functools.partial(dequantize_gguf, "Q4_0")
 quantize = functools.partial(quantize_gguf, "Q4_0")
 
 

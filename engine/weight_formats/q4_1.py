@@ -1,17 +1,14 @@
 """Blocks of 32: w = d * q + m."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, quantize_gguf, unpack_bits
 
 VALUES, NBYTES = 32, 20
 BITS, GROUP, ZERO = 4, 32, 0
 
-dequantize = functools.partial(dequantize_gguf, "Q4_1")
 quantize = functools.partial(quantize_gguf, "Q4_1")
 
 

@@ -1,17 +1,14 @@
 """Blocks of 32: w = d * q + m. The fifth bits are a word of their own."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, quantize_gguf, unpack_bits
 
 VALUES, NBYTES = 32, 24
 BITS, GROUP, ZERO = 5, 32, 0
 
-dequantize = functools.partial(dequantize_gguf, "Q5_1")
 quantize = functools.partial(quantize_gguf, "Q5_1")
 
 

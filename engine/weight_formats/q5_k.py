@@ -1,24 +1,11 @@
 """Blocks of 256 in groups of 32: w = d * scale * q - dmin * min. The fifth bits are bytes of their own."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import (
-    Grouped,
-    dequantize_gguf,
-    fields,
-    halves,
-    scales_and_mins,
-    unpack_bits,
-)
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, scales_and_mins, unpack_bits
 
 VALUES, NBYTES = 256, 176
 BITS, GROUP, ZERO = 5, 32, 0
-
-dequantize = functools.partial(dequantize_gguf, "Q5_K")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

@@ -1,17 +1,11 @@
 """Blocks of 256 in groups of 16: w = d * scale * (q - 32). The upper two bits are bytes of their own."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, flat, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, flat, halves, unpack_bits
 
 VALUES, NBYTES = 256, 210
 BITS, GROUP, ZERO = 6, 16, 32
-
-dequantize = functools.partial(dequantize_gguf, "Q6_K")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

@@ -1,17 +1,14 @@
 """Blocks of 32: w = d * q. q are bytes with a sign, which are codes after adding 128."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, flat, halves, quantize_gguf
+from polarlm.engine.weight_formats._grouped import Grouped, fields, flat, halves, quantize_gguf
 
 VALUES, NBYTES = 32, 34
 BITS, GROUP, ZERO = 8, 32, 128
 
-dequantize = functools.partial(dequantize_gguf, "Q8_0")
 quantize = functools.partial(quantize_gguf, "Q8_0")
 
 

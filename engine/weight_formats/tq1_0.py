@@ -1,19 +1,13 @@
 """Blocks of 256: w = d * (q - 1), with five q of base 3 in a byte, and four in each of the last four bytes."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import dequantize_gguf, fields, halves
+from polarlm.engine.weight_formats._grouped import fields, halves
 from polarlm.engine.weight_formats._trits import Trits
 
 VALUES, NBYTES = 256, 54
 GROUP = 32
 RUNS = (32, 5), (16, 5), (4, 4)
-
-dequantize = functools.partial(dequantize_gguf, "TQ1_0")
 
 
 def unpack(raw: np.ndarray) -> Trits:

@@ -1,17 +1,11 @@
 """Blocks of 256: w = d * (q - 1)."""
 
-from __future__ import annotations
-
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits
 
 VALUES, NBYTES = 256, 66
 BITS, GROUP, ZERO = 2, 32, 1
-
-dequantize = functools.partial(dequantize_gguf, "TQ2_0")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

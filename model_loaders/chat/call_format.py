@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polarlm.model_loaders.chat.call_arguments import json_object, quoted
+from polarlm.model_loaders.errors import LoadError
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
+Render = Callable[..., list[str | LoadError]]
+"""`ChatTemplate.render_each`, for modules that analyse what a template makes of made-up conversations."""
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,14 @@ _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`messages` with results as fields of the messages whose calls they follow, under the names of the functions."""
-    found: list[dict[str, Any]] = []
+    said: list[dict[str, Any]] = []
     for message in messages:
-        calls = found[-1].get("tool_calls") if found else None
+        calls = said[-1].get("tool_calls") if said else None
         if message["role"] != "tool" or not calls:
-            found.append(message)
+            said.append(message)
             continue
-        named = {call["id"]: call["function"]["name"] for call in calls}
-        name = named.get(message.get("tool_call_id"), message.get("name") or calls[0]["function"]["name"])
-        results = [*found[-1].get("tool_responses", ()), {"name": name, "response": message["content"]}]
-        found[-1] = {**found[-1], "tool_responses": results}
-    return found
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        name = names.get(message.get("tool_call_id"), message.get("name") or calls[0]["function"]["name"])
+        results = [*said[-1].get("tool_responses", ()), {"name": name, "response": message["content"]}]
+        said[-1] = {**said[-1], "tool_responses": results}
+    return said

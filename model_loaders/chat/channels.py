@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from polarlm.model_loaders.chat.renders import Renders
+from polarlm.model_loaders.chat.call_format import Render
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ _MESSAGES = re.compile(
 )
 
 
-def find_channels(template: Renders) -> Channels | None:
+def find_channels(render: Render) -> Channels | None:
     """The channels of the template's answers; None if it has none. Raises LoadError if it cannot run."""
     question = {"role": "user", "content": _QUESTION}
     answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}
-    (prompt,) = template.render_each([[question]])
-    (whole,) = template.render_each([[question, answer]], add_generation_prompt=False)
+    (prompt,) = render([[question]])
+    (whole,) = render([[question, answer]], add_generation_prompt=False)
     if not isinstance(prompt, str) or not isinstance(whole, str) or not whole.startswith(prompt):
         return None
-    found = _MESSAGES.fullmatch(whole[len(prompt) :])
-    if found is None or not prompt.endswith(found["start"] + found["role"]):
+    parts = _MESSAGES.fullmatch(whole[len(prompt) :])
+    if parts is None or not prompt.endswith(parts["start"] + parts["role"]):
         return None
-    return Channels(**found.groupdict())
+    return Channels(**parts.groupdict())

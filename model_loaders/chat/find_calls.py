@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polarlm.model_loaders.chat.call_format import CallFormat, Message
-from polarlm.model_loaders.chat.renders import Renders
+from polarlm.model_loaders.chat.call_format import CallFormat, Message, Render
 from polarlm.model_loaders.errors import LoadError
 
 _END_OF_TURN = re.compile(r"<\|\w+\|>")
@@ -36,7 +35,7 @@ _TOOLS = [
 _BRIEF_TOOLS = [{"type": "function", "function": {"name": _NAMES[0], "parameters": {"type": "object"}}}]
 
 
-def find_call_format(template: Renders) -> CallFormat:
+def find_call_format(render: Render) -> CallFormat:
     """The format of the template's calls; the general one if it accepts none. Raises LoadError if it cannot run."""
     user = {"role": "user", "content": _QUESTION}
     plain: list[Message] = [user, {"role": "assistant", "content": _ANSWER}]
@@ -45,25 +44,25 @@ def find_call_format(template: Renders) -> CallFormat:
     for as_text, content in variants:
         one, two = _called(1, as_text, content), _called(2, as_text, content)
         conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])]]
-    prompt, answered, *rest = template.render_each(conversations, tools=_TOOLS, add_generation_prompt=False)
-    (asked,) = template.render_each([[user]], tools=_TOOLS)
+    prompt, answered, *rest = render(conversations, tools=_TOOLS, add_generation_prompt=False)
+    (asked,) = render([[user]], tools=_TOOLS)
     if not isinstance(prompt, str) or not isinstance(answered, str) or _NAMES[0] not in prompt:
         return CallFormat()
     for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 3, strict=True), strict=True):
-        found = _format(answered, *texts, as_text=as_text, content=content)
-        found = found or _as_message(asked, texts[0], texts[2], arguments_as_text=as_text, no_content=content)
-        if found:
+        format = _format(answered, *texts, as_text=as_text, content=content)
+        format = format or _as_message(asked, texts[0], texts[2], arguments_as_text=as_text, no_content=content)
+        if format:
             one = _called(1, as_text, content, _LONG_ID)
             cut = _called(1, as_text, content, arguments=f'{{"{_KEY}": "')
             inside = {**one, "tool_responses": [{"name": _NAMES[0], "response": _RESULT}]}
-            long, text, whole = template.render_each(
+            long, text, whole = render(
                 [[user, one, _result(_LONG_ID)], [user, cut, _result(_IDS[0])], [user, inside]], tools=_TOOLS
             )
-            (brief,) = template.render_each([[user]], tools=_BRIEF_TOOLS)
+            (brief,) = render([[user]], tools=_BRIEF_TOOLS)
             return replace(
-                found,
+                format,
                 short_ids=not isinstance(long, str),
-                takes_any_text=isinstance(text, str) and _KEY in text and not found.quote,
+                takes_any_text=isinstance(text, str) and _KEY in text and not format.quote,
                 needs_descriptions=not isinstance(brief, str),
                 takes_results=isinstance(whole, str) and _RESULT in whole,
             )
@@ -95,16 +94,14 @@ def _format(
     """The format, from renderings of an answer, one call, two calls and a result; None if they do not show it."""
     if not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
         return None
-    head, found, tail = answered.partition(_ANSWER)
+    head, _, tail = answered.partition(_ANSWER)
     is_open = not one.endswith(tail)  # the turn goes on with the result
     tail = "" if is_open else tail
-    calls = _between(one, head, tail)
-    if not found or calls is None:
+    calls = _between(one, head, tail) if _ANSWER in answered else None
+    first = None if calls is None else _CallSpan.find(calls, 0)
+    if calls is None or first is None or calls.count(_NAMES[0]) != 1:
         return None
-    first = _CallSpan.find(calls, 0)
-    if first is None or calls.count(_NAMES[0]) != 1:
-        return None
-    before, after = calls[: first.name], calls[first.end :]
+    before, after = calls[: first.name], tuple(calls[first.end :].split(_IDS[0], 1))
     common: dict[str, Any] = {
         "middle": first.middle,
         "separators": first.separators,
@@ -114,44 +111,39 @@ def _format(
         "no_content": content,
     }
     single = CallFormat(
-        opening=before,
-        closing=_without_id(after, _IDS[0]),
-        shown_closing=_split_once(after, _IDS[0]),
-        between="",
-        several=False,
-        **common,
+        opening=before, closing=_without_id(after), shown_closing=after, between="", several=False, **common
     )
+    alone = None if is_open else single
     both = _between(two, head, tail) if isinstance(two, str) else None
     second = None if both is None else _CallSpan.find(both, 1)
     place = None if both is None else _CallSpan.find(both, 0)
     if both is None or second is None or place is None or not both.startswith(before):
-        return None if is_open else single
-    gap = _split_once(both[place.end : second.name], _IDS[0])
-    last = _split_once(both[second.end :], _IDS[1])
+        return alone
+    gap = tuple(both[place.end : second.name].split(_IDS[0], 1))
+    last = tuple(both[second.end :].split(_IDS[1], 1))
     if len(gap) != len(last):
-        return None if is_open else single
+        return alone
     joint = gap[-1]
-    opening = _common_end(joint, before)
+    opening = _common_start(joint[::-1], before[::-1])[::-1]
     closing = _common_start(joint[: len(joint) - len(opening)], last[-1])
-    found_format = CallFormat(
+    several = CallFormat(
         begin=before[: len(before) - len(opening)],
         opening=opening,
-        closing=_joined_without_id((*last[:-1], closing)),
+        closing=_without_id((*last[:-1], closing)),
         between=joint[len(closing) : len(joint) - len(opening)],
         end=last[-1][len(closing) :],
         shown_closing=(*last[:-1], closing),
         **common,
     )
     arguments = calls[first.arguments : first.end]
-    shown = found_format.shown([(name, arguments, id) for name, id in zip(_NAMES, _IDS, strict=True)])
+    is_right = several.shown([(name, arguments, id) for name, id in zip(_NAMES, _IDS, strict=True)]) == both
     if not is_open:
-        return found_format if shown == both else single
-    is_whole = shown == both and _BEGINS_RESULT.fullmatch(found_format.end)
-    return replace(found_format, end="") if is_whole else None
+        return several if is_right else single
+    return replace(several, end="") if is_right and _BEGINS_RESULT.fullmatch(several.end) else None
 
 
 def _as_message(
-    prompt: str | LoadError, one: str | LoadError, result: str | LoadError, **found: Any
+    prompt: str | LoadError, one: str | LoadError, result: str | LoadError, **common: Any
 ) -> CallFormat | None:
     """The format of calls that are messages: a call follows the prompt instead of an answer, and ends the turn."""
     if not isinstance(prompt, str) or not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
@@ -160,38 +152,10 @@ def _as_message(
     span = None if call is None else _CallSpan.find(call, 0)
     if call is None or span is None or not _END_OF_TURN.fullmatch(call[span.end :]):
         return None
-    found |= {"several": False, "native": True, "content_is_reasoning": True, "separators": span.separators}
+    common |= {"several": False, "native": True, "content_is_reasoning": True, "separators": span.separators}
     return CallFormat(
-        opening=call[: span.name], middle=span.middle, closing="", between="", shown_closing=("",), **found
+        opening=call[: span.name], middle=span.middle, closing="", between="", shown_closing=("",), **common
     )
-
-
-@dataclass(frozen=True)
-class _CallSpan:
-    """Where a call is in a text: the offset of its name, the text up to its arguments, the arguments' offsets."""
-
-    name: int
-    middle: tuple[str, ...]
-    arguments: int
-    end: int
-    separators: tuple[str, str]
-    quote: str = ""
-
-    @classmethod
-    def find(cls, text: str, index: int) -> _CallSpan | None:
-        """Call `index` in `text`; None if that is not a name and then an object."""
-        name = text.find(_NAMES[index])
-        key = min((at for at in (text.find(_KEY, name), text.find(_COUNT, name)) if at >= 0), default=-1)
-        start = text.rfind("{", 0, key)
-        if name < 0 or key < 0 or start < name:
-            return None
-        written = _WRITTEN.match(text, start) or _QUOTED.match(text, start)
-        if written is None:
-            return None
-        middle, quote = _split_once(text[name + len(_NAMES[index]) : start], _IDS[index]), ""
-        if written.re is _QUOTED:
-            quote = written["quote"]
-        return cls(name, middle, start, written.end(), (written["item"], written["key"]), quote)
 
 
 # The arguments as JSON, and between quotes of the template's own.
@@ -203,6 +167,31 @@ _QUOTED = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class _CallSpan:
+    """Where a call is in a text: the offset of its name, the text up to its arguments, the arguments' offsets."""
+
+    name: int
+    middle: tuple[str, ...]
+    arguments: int
+    end: int
+    separators: tuple[str, str]
+    quote: str
+
+    @classmethod
+    def find(cls, text: str, index: int) -> _CallSpan | None:
+        """Call `index` in `text`; None if that is not a name and then an object."""
+        name = text.find(_NAMES[index])
+        key = min((at for at in (text.find(_KEY, name), text.find(_COUNT, name)) if at >= 0), default=-1)
+        start = text.rfind("{", 0, key)
+        written = _WRITTEN.match(text, start) or _QUOTED.match(text, start) if 0 <= name <= start else None
+        if written is None or key < 0:
+            return None
+        middle = tuple(text[name + len(_NAMES[index]) : start].split(_IDS[index], 1))
+        separators = written["item"], written["key"]
+        return cls(name, middle, start, written.end(), separators, written.groupdict().get("quote", ""))
+
+
 def _between(text: str, head: str, tail: str) -> str | None:
     """The text between `head` and `tail`; None if they are missing. White space that ends `head` may be missing."""
     if not text.startswith(head):
@@ -211,25 +200,12 @@ def _between(text: str, head: str, tail: str) -> str | None:
     return text[len(head) : len(text) - len(tail)] if inside else None
 
 
-def _split_once(text: str, id: str) -> tuple[str, ...]:
-    before, found, after = text.partition(id)
-    return (before, after) if found else (before,)
-
-
-def _without_id(text: str, id: str) -> str:
-    return _joined_without_id(_split_once(text, id))
-
-
-def _joined_without_id(parts: tuple[str, ...]) -> str:
+def _without_id(parts: tuple[str, ...]) -> str:
     """The end of a call as the model writes it: without the id that templates add to past calls."""
     if len(parts) == 1:
         return parts[0]
     before, after = parts
     return _ID_AFTER.sub("", before) + after.removeprefix('"')
-
-
-def _common_end(a: str, b: str) -> str:
-    return _common_start(a[::-1], b[::-1])[::-1]
 
 
 def _common_start(a: str, b: str) -> str:

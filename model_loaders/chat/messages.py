@@ -37,8 +37,10 @@ def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
         raise ValueError(f"messages[{index}] must be an object with a role and a content.")
     shown: dict[str, Any] = {name: message[name] for name in _FIELDS if message.get(name) is not None}
     parts: Any = shown.get("content")
-    if _are_texts(parts):
-        shown["content"] = "".join(part["text"] for part in parts)
+    if isinstance(parts, (list, tuple)):
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            shown["content"] = "".join(texts)
     if calls := shown.pop("tool_calls", None):
         shown = {"content": "", **shown, "tool_calls": _checked_calls(calls, index)}
     for field in ("role", "content"):
@@ -47,15 +49,7 @@ def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
     return Message(shown, _checked_ids(message, index, tokenizer), message.get("reasoned") is True)
 
 
-def _are_texts(content: Any) -> bool:
-    """Whether a content is a list of parts, all of them texts."""
-    return isinstance(content, (list, tuple)) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    )
-
-
 def _checked_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """The calls of an answer, with all the fields that templates read."""
     checked = []
     for number, call in enumerate(calls if isinstance(calls, (list, tuple)) else [calls]):
         function = call.get("function") if isinstance(call, Mapping) else None

@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any, Protocol
 
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
-from polarlm.model_loaders.chat.renders import Renders
+from polarlm.model_loaders.errors import LoadError
 
 Messages = list[dict[str, Any]]
 
@@ -25,8 +25,8 @@ _MOST_SHAPES = 256  # conversation shapes whose changes are kept
 _LOST = "this model's chat template leaves out the text of a message"
 
 
-class Template(Renders, Protocol):
-    """What is needed of a chat template: see `model_loaders.chat.templates`."""
+class Template(Protocol):
+    """What is used of a `ChatTemplate`."""
 
     changes: dict[str, tuple[int, bool]]
     """By the shape of a conversation: the changes that it needs, and whether a text is lost even so."""
@@ -35,6 +35,9 @@ class Template(Renders, Protocol):
     def calls(self) -> CallFormat: ...
     @property
     def channels(self) -> Channels | None: ...
+    def render_each(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: object
+    ) -> list[str | LoadError]: ...
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,11 @@ def put_otherwise(
     it did. A conversation that the template refuses however it is put stays as it is. Raises LoadError if the template
     takes too much time or memory.
     """
-    format, given = None, dict(variables)
+    format, with_tools = None, dict(variables)
     if tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         format = template.calls
         if shown_tools := format.as_tools(tools):
-            given["tools"] = shown_tools
+            with_tools["tools"] = shown_tools
 
     def put(messages: Sequence[Mapping[str, Any]], choice: int) -> Messages:
         shown = [dict(message) for message in messages]
@@ -81,18 +84,18 @@ def put_otherwise(
     needed = template.changes.get(shape)
     if needed is None:
         trial, words = _trial([messages[at] for at in kept], beside_calls=format is None or template.channels is None)
-        needed = _needed(template, lambda choice: put(trial, choice), words, given)
+        needed = _needed(template, lambda choice: put(trial, choice), words, with_tools)
         if len(template.changes) >= _MOST_SHAPES:
             template.changes.clear()
         template.changes[shape] = needed
     choice, is_lost = needed
     refused = [why for bit, (_, why) in enumerate(_CHANGES) if choice >> bit & 1] + [_CALLS] * (choice >= _AS_TEXT)
     warnings = [f"this model's chat template refuses {why}" for why in refused] + [_LOST] * is_lost
-    return Put(put(messages, choice), given, warnings)
+    return Put(put(messages, choice), with_tools, warnings)
 
 
 def _needed(
-    template: Renders, put: Callable[[int], Messages], words: Sequence[str], variables: Mapping[str, Any]
+    template: Template, put: Callable[[int], Messages], words: Sequence[str], variables: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """The least harmful choice of changes with which the fewest words are lost, and whether one is."""
     tried: list[Messages] = []
@@ -117,9 +120,9 @@ def _brief(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[list[
     letters: dict[str, str] = {}
     written = "".join(letters.setdefault(str(shape), chr(len(letters))) for shape in shapes)
     kept = list(range(len(messages)))
-    for found in _REPEATS.finditer(written):
-        rounds = len(found[0]) // len(found[1])
-        cut = range(found.start() + len(found[1]) * (2 + rounds % 2), found.end())  # what is even stays even
+    for repeat in _REPEATS.finditer(written):
+        rounds = len(repeat[0]) // len(repeat[1])
+        cut = range(repeat.start() + len(repeat[1]) * (2 + rounds % 2), repeat.end())  # what is even stays even
         kept = [at for at in kept if at not in cut]
     return kept, [shapes[at] for at in kept]
 
@@ -148,7 +151,6 @@ def _trial(messages: Sequence[Mapping[str, Any]], *, beside_calls: bool) -> tupl
 
 
 def _one_system(messages: Messages) -> Messages:
-    """One system message, the first; later ones become the user's."""
     leading = list(takewhile(_is_system, messages))
     later = [_without_number(m, role="user") if _is_system(m) else m for m in messages[len(leading) :]]
     if len(leading) > 1 or (leading and leading[0]["role"] != "system"):
@@ -173,7 +175,6 @@ def _neighbours_joined(messages: Messages) -> Messages:
 
 
 def _one_call(messages: Messages) -> Messages:
-    """A message for each call, before its result."""
     said: Messages = []
     at = 0
     while at < len(messages):
@@ -193,7 +194,6 @@ def _one_call(messages: Messages) -> Messages:
 
 
 def _calls_apart(messages: Messages) -> Messages:
-    """The text of a message that calls is a message of its own."""
     said: Messages = []
     for message in messages:
         if message["content"] and _calls(message):
@@ -218,12 +218,10 @@ def _turns(messages: Messages) -> Messages:
 
 
 def _no_empty(messages: Messages) -> Messages:
-    """Texts that are not empty."""
     return [one if one["content"] or _calls(one) else _without_number(one, content=" ") for one in messages]
 
 
 def _no_system(messages: Messages) -> Messages:
-    """The first system text is the beginning of the user's first message."""
     if not messages or not _is_system(messages[0]):
         return messages
     first, *rest = messages
@@ -282,21 +280,18 @@ def _calls_as_text(
     shown: `CallFormat.shown`.
     """
     said: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if said and said[-1].pop("results", False):
-                text = f"{said.pop()['content']}\n{text}"
-            said.append({"role": "user", "content": text, "results": True})
-        elif calls := message.get("tool_calls"):
-            functions = [call["function"] for call in calls]
-            written = shown((function["name"], function["arguments"], "") for function in functions)
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
+            said.append({"role": "user", "content": "\n".join(results)})
+            continue
+        for message in group:
             plain = {name: value for name, value in message.items() if name != "tool_calls"}
-            said.append({**plain, "content": "\n".join(filter(None, (message["content"], written)))})
-        else:
-            said.append(dict(message))
-    for message in said:
-        message.pop("results", None)
+            if calls := _calls(message):
+                functions = [call["function"] for call in calls]
+                written = shown((function["name"], function["arguments"], "") for function in functions)
+                plain["content"] = "\n".join(filter(None, (message["content"], written)))
+            said.append(plain)
     if not tools:
         return said
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)

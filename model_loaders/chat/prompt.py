@@ -56,11 +56,11 @@ def chat_ids(
         template.log_once(warning)
         if warn is not None:
             warn(warning)
-    checked, given = [_taken(shown, checked) for shown in put.messages], put.variables
-    texts = json.dumps([[message.shown for message in checked], given], ensure_ascii=False)
+    checked, with_tools = [_taken(shown, checked) for shown in put.messages], put.variables
+    texts = json.dumps([[message.shown for message in checked], with_tools], ensure_ascii=False)
     mark, edge = unused_characters(2, [template.source, texts])
     hiding = guard(tuple(tokenizer.control_tokens()))
-    parts = _Rendering(template, checked, hiding, mark, edge, hiding.hide_all(given, mark)).parts()
+    parts = _Rendering(template, checked, hiding, mark, edge, hiding.hide_all(with_tools, mark)).parts()
     if check is not None:
         check("".join(part for part in parts if isinstance(part, str)).replace(mark, ""))
     ids: list[int] = []
@@ -79,9 +79,9 @@ def _taken(shown: dict[str, Any], messages: list[Message]) -> Message:
     number = shown.pop("number", None)
     if number is None or shown["role"] != "assistant":
         return Message(shown)
-    given = messages[number]
-    became_reasoning = bool(given.shown["content"]) and not shown["content"]
-    return Message(shown, given.token_ids, given.reasoned or became_reasoning)
+    message = messages[number]
+    became_reasoning = bool(message.shown["content"]) and not shown["content"]
+    return Message(shown, message.token_ids, message.reasoned or became_reasoning)
 
 
 class _Rendering:
@@ -89,7 +89,7 @@ class _Rendering:
 
     The template gets an answer with ids in a frame of characters that occur nowhere else. If the frame is whole in the
     output, the ids replace it; a template that changes an answer breaks its frame. Calls and reasoning of an answer are
-    framed as well: made-up ones take the place of those in the ids.
+    framed as well: made-up ones stand for the calls and the reasoning that the ids hold.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class _Rendering:
             for message in messages
         ]
         self._contents: list[str] = [message["content"] or "" for message in self._shown]
+        self._framed = {index: self._in_frame(index) for index in self._ids}
         self._texts: dict[tuple[tuple[int, ...], int | None], str | LoadError] = {}  # by frames and number of messages
 
     def parts(self) -> list[str | int]:
@@ -133,62 +134,49 @@ class _Rendering:
             framed = whole if whole != framed else ()
         return [plain]
 
-    def _frame(self, index: int) -> str:
-        return f"{self._edge}{index}{self._edge}{self._contents[index]}{self._edge}"
+    def _in_frame(self, index: int) -> tuple[dict[str, Any], list[str]]:
+        """An answer in its frame, and the texts by which it is known in the output, in order.
 
-    def _framed_message(self, index: int) -> dict[str, Any]:
-        """The message in its frame."""
-        shown = self._shown[index]
+        The names of calls stay: templates may show them next to results, too. Their arguments become made-up ones,
+        which no other calls have.
+        """
+
+        def frame(part: str = "", text: str = "") -> str:
+            return f"{self._edge}{index}{part}{self._edge}{text}"
+
+        shown, content = self._shown[index], frame(text=f"{self._contents[index]}{self._edge}")
         if index not in self._turns:
-            return {**shown, "content": self._frame(index)}
-        framed = {**shown, "content": self._frame(index) if shown["content"] else shown["content"]}
+            return {**shown, "content": content}, [content]
+        framed, texts = dict(shown), []
         if index in self._reasoned:
-            framed["reasoning_content"] = self._frame_of_part(index, "r")
+            framed["reasoning_content"] = frame("r")
+            texts.append(frame("r"))
+        if shown["content"]:
+            framed["content"] = content
+            texts.append(content)
         if calls := shown.get("tool_calls"):
-            format = self._template.calls
-            framed["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": format.written(made_up)}}
-                if format.arguments_as_text
-                else {**call, "function": {**call["function"], "arguments": made_up}}
-                for call, made_up in zip(calls, self._made_up_arguments(index, len(calls)), strict=True)
-            ]
-        return framed
-
-    def _made_up_arguments(self, index: int, calls: int) -> list[dict[str, int]]:
-        """Arguments that no other calls have. The calls' names stay: templates may show them next to results, too."""
-        return [{self._frame_of_part(index, f"c{n}"): 0} for n in range(calls)]
-
-    def _frame_of_part(self, index: int, part: str) -> str:
-        return f"{self._edge}{index}{part}{self._edge}"
+            format, framed["tool_calls"], written = self._template.calls, [], []
+            for number, call in enumerate(calls):
+                arguments = {frame(f"c{number}"): 0}
+                text, name = format.written(arguments), call["function"]["name"]
+                function = {**call["function"], "arguments": text if format.arguments_as_text else arguments}
+                framed["tool_calls"].append({**call, "function": function})
+                written.append((name, text, call["id"]))
+            texts.append(format.shown(written))
+        return framed, texts
 
     def _find(self, text: str, index: int) -> tuple[int, int] | None:
         """(start, end) of an answer's frame in `text`; None unless it occurs once, with all of its parts in order."""
-        if index not in self._turns:
-            return _once(text, self._frame(index))
-        shown = self._shown[index]
-        parts = [self._frame_of_part(index, "r")] if index in self._reasoned else []
-        if shown["content"]:
-            parts.append(self._frame(index))
-        if calls := shown.get("tool_calls"):
-            arguments = self._made_up_arguments(index, len(calls))
-            format = self._template.calls
-            made_up = [
-                (call["function"]["name"], format.written(each), call["id"])
-                for call, each in zip(calls, arguments, strict=True)
-            ]
-            parts.append(format.shown(made_up))
-        places = [_once(text, part) for part in parts]
-        if None in places or (index in self._reasoned and len(parts) == 1):
+        parts, is_reasoned = self._framed[index][1], index in self._reasoned
+        if len(parts) < 1 + is_reasoned or any(text.count(part) != 1 for part in parts):
             return None
-        found = [place for place in places if place is not None]
-        gaps = [text[end:start] for (_, end), (start, _) in pairwise(found)]
-        if found != sorted(found) or any(self._edge in gap or len(gap) > _MOST_BETWEEN for gap in gaps):
+        places = [(at, at + len(part)) for part, at in zip(parts, map(text.index, parts), strict=True)]
+        gaps = [text[end:start] for (_, end), (start, _) in pairwise(places)]
+        if places != sorted(places) or any(self._edge in gap or len(gap) > _MOST_BETWEEN for gap in gaps):
             return None
-        start, tags = found[0][0], self._template.tags
-        head = text[:start].rstrip()
-        if index in self._reasoned and tags is not None and head.endswith(tags.open):
-            start = len(head) - len(tags.open)
-        return start, found[-1][1]
+        start, end = places[0][0], places[-1][1]
+        head, tags = text[:start].rstrip(), self._template.tags if is_reasoned else None
+        return len(head) - len(tags.open) if tags is not None and head.endswith(tags.open) else start, end
 
     def _is_plain(self, parts: list[str | int], plain: str) -> bool:
         """Whether `parts` are `plain` split up; in place of answers with calls or reasoning, `plain` may have any text.
@@ -222,9 +210,8 @@ class _Rendering:
         return text
 
     def _render(self, *wanted: tuple[tuple[int, ...], int | None]) -> None:
-        """Render each choice of frames and number of messages, in one request to the template's process."""
         conversations = [
-            [self._framed_message(i) if i in framed else shown for i, shown in enumerate(self._shown[:length])]
+            [self._framed[i][0] if i in framed else shown for i, shown in enumerate(self._shown[:length])]
             for framed, length in wanted
         ]
         self._texts |= zip(wanted, self._template.render_each(conversations, **self._variables), strict=True)
@@ -272,12 +259,5 @@ class _Rendering:
         return asked if isinstance(asked, str) and asked.startswith(before.rstrip()) else before
 
 
-def _once(text: str, part: str) -> tuple[int, int] | None:
-    """(start, end) of `part` in `text`; None unless it occurs exactly once."""
-    start = text.find(part)
-    return None if start < 0 or text.find(part, start + 1) >= 0 else (start, start + len(part))
-
-
 def _dense(text: str) -> str:
-    """`text` without its white space."""
     return "".join(text.split())

@@ -6,24 +6,22 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels, find_channels
 from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
-from polarlm.model_loaders.chat.template_process import TemplateFailed, TemplateProcess
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json, usable
-from polarlm.model_loaders.files.strings import Strings
+from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
+from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
 from polarlm.model_loaders.tokenizers._special import token_string
 
-if TYPE_CHECKING:
-    from polarlm.model_loaders.files.gguf_file import GgufFile
-
 _LOG = logging.getLogger(__name__)
+_WORKER = Path(__file__).with_name("template_worker.py")
 _MOST_VARIABLES = 64  # choices of variables for which the place of an answer is kept
 
 _CHATML = (
@@ -46,17 +44,15 @@ class ChatTemplate:
         self.is_default = is_default
         # The plain default has no token that ends an answer: a base model would write the user's next message as well.
         self.stops: tuple[str, ...] = ("\nUser:",) if source == _PLAIN else ()
-        self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
-        self._process = TemplateProcess(source)
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._process = LimitedProcess(_WORKER, source)
         self._places: dict[str, Place] = {}
         self._logged: set[str] = set()
         self.changes: dict[str, tuple[int, bool]] = {}  # see `put_otherwise`
 
     def with_text(self, old: str, new: str) -> ChatTemplate:
         """The template with `new` instead of the text `old`."""
-        tokens = {name: self._constants[name] or "" for name in ("bos_token", "eos_token")}
-        changed = self.source.replace(old, new)
-        return ChatTemplate(changed, is_default=self.is_default, **tokens)
+        return ChatTemplate(self.source.replace(old, new), is_default=self.is_default, **self._tokens)
 
     def missing(self, model: str) -> str | None:
         """A sentence for users of `model` if it has no template of its own, on how messages are written; else None."""
@@ -78,19 +74,19 @@ class ChatTemplate:
     @cached_property
     def calls(self) -> CallFormat:
         """How the model writes tool calls. Raises LoadError."""
-        return find_call_format(self)
+        return find_call_format(self.render_each)
 
     @cached_property
     def channels(self) -> Channels | None:
         """How the model writes an answer of several messages; None if an answer is one. Raises LoadError."""
-        return find_channels(self)
+        return find_channels(self.render_each)
 
     @cached_property
     def tags(self) -> Tags | None:
         """The tags around the model's reasoning; None if the template knows of none. Raises LoadError."""
         if self.channels is not None:
             return Tags(self.channels.header(self.channels.reasoning), self.channels.end)
-        return find_tags(self)
+        return find_tags(self.render_each)
 
     def place_of_answer(self, variables: Mapping[str, object], *, after_result: bool = False) -> Place:
         """Where an answer begins if the template gets these variables. Raises LoadError.
@@ -105,7 +101,7 @@ class ChatTemplate:
             if len(self._places) >= _MOST_VARIABLES:
                 self._places.clear()
             messages = put_otherwise(self, CALLED, (), variables).messages if after_result else ASKED
-            self._places[key] = place_of_answer(self, self.tags, variables, messages)
+            self._places[key] = place_of_answer(self.render_each, self.tags, variables, messages)
         return self._places[key]
 
     def render_each(
@@ -117,42 +113,40 @@ class ChatTemplate:
         "enable_thinking", ...). Templates get reasoning by both of the names that they have for it, and texts as lists
         of parts if they take no others. Raises LoadError if the renderings together need too much time or memory.
         """
-        named = [list(map(_with_thinking, messages)) for messages in conversations]
-        if self._takes_parts_alone:
-            named = [list(map(_with_parts, messages)) for messages in named]
-        return self._render(named, variables)
+        in_parts = self._takes_parts_alone
+        return self._render([[_shown(one, in_parts) for one in messages] for messages in conversations], variables)
 
     @cached_property
     def _takes_parts_alone(self) -> bool:
         """Whether the template leaves out or refuses a text that is not in a list of parts."""
         asked = ASKED[0]
-        text, parts = self._render([[asked], [_with_parts(asked)]], {})
+        text, parts = self._render([[asked], [_shown(asked, in_parts=True)]], {})
         as_text, as_parts = (isinstance(shown, str) and asked["content"] in shown for shown in (text, parts))
         return as_parts and not as_text
 
     def _render(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, object]
     ) -> list[str | LoadError]:
-        given = {**self._constants, "add_generation_prompt": True, **variables}
+        constants = {**self._tokens, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            texts = self._process.render([{**given, "messages": messages} for messages in conversations])
-        except TemplateFailed as error:
-            raise _failed(error) from error
-        return [_failed(text) if isinstance(text, TemplateFailed) else text for text in texts]
+            answers = self._process.ask([{**constants, **variables, "messages": one} for one in conversations])
+        except ProcessFailed as error:
+            raise _failed(str(error)) from error
+        return [_failed(answer["error"]) if "error" in answer else answer["text"] for answer in answers]
 
 
-def _failed(error: TemplateFailed) -> LoadError:
-    return LoadError(f"The model's chat template failed: {str(error).rstrip('.')}.")
+def _failed(reason: str) -> LoadError:
+    return LoadError(f"The model's chat template failed: {reason.rstrip('.')}.")
 
 
-def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    reasoning = message.get("reasoning_content")
-    return message if reasoning is None else {**message, "thinking": reasoning}
-
-
-def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = message.get("content")
-    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+def _shown(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
+    """A message as the template gets it. in_parts: with its text in a list of parts."""
+    shown, content = dict(message), message.get("content")
+    if message.get("reasoning_content") is not None:
+        shown["thinking"] = message["reasoning_content"]
+    if in_parts and isinstance(content, str):
+        shown["content"] = [{"type": "text", "text": content}]
+    return shown
 
 
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:

@@ -93,13 +93,7 @@ def gguf_layouts() -> dict[str, tuple[str, GgufLayout]]:
     return layouts
 
 
-def has_own_layout(family: str) -> bool:
-    """Whether GGUF files of a family have an architecture of its own; otherwise they call themselves llama."""
-    return hasattr(_module(family), "GGUF")
-
-
 def _of_type(name: str) -> ModuleType | None:
-    """The module of a model type."""
     return next((m for m in map(_module, families()) if name in getattr(m, "MODEL_TYPES", (_name(m),))), None)
 
 

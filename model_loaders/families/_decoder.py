@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from polarlm.model_loaders.config import (
     Activation,
@@ -14,9 +15,9 @@ from polarlm.model_loaders.config import (
     Mixer,
     ModelConfig,
     Norms,
-    QKNorm,
     RopeConfig,
 )
+from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
 from polarlm.model_loaders.rope import rope_config, rotary_dim
@@ -39,6 +40,7 @@ PRE_NORMS: Names = {
 MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
 _MAX_LAYERS = 4096
 MAX_HEADS = 65536
+MAX_DIM, MAX_WIDTH = 4096, 16  # recurrent heads have such dims, and convolutions such widths
 
 
 def decoder(
@@ -50,26 +52,24 @@ def decoder(
     rope: RopeConfig | None = None,
     partial_rope: bool = False,
     head_dim: int | None = None,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
+    bias: bool | None = False,
     mlp_bias: bool = False,
-    qk_norm: QKNorm = None,
     norms: Norms = "before",
-    scale: float | None = None,
     embedding_scale: Callable[[int], float] | None = None,
     windows: Sequence[int | None] = (),
     ropes: Sequence[RopeConfig | None] = (),
     ffns: Sequence[Ffn] = (),
-    softcap: float | None = None,
     logit_softcap: float | None = None,
-    output_gate: bool = False,
+    **attention: Any,
 ) -> ModelConfig:
     """The ModelConfig from the keys that all families share.
 
     activation_key, activations: the key of the activation and its supported values, the default first. rope: RoPE, if
     the family has read it already. partial_rope: whether RoPE may rotate a part of the channels alone. head_dim: the
-    family's default; None: E / H. embedding_scale: computes the scale from the hidden size. windows, ropes, ffns: one
-    per layer; empty: no windows, `rope` in all layers, and a gated network of `intermediate_size` in all layers.
+    family's default; None: E / H. bias: whether q, k, v and out have biases; None: if `attention_bias` says so.
+    embedding_scale: computes the scale from the hidden size. windows, ropes, ffns: one per layer; empty: no windows,
+    `rope` in all layers, and a gated network of `intermediate_size` in all layers. attention: further fields of
+    `Attention`.
     """
     hidden_size = fields.integer("hidden_size", maximum=MAX_SIZE)
     heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
@@ -86,24 +86,15 @@ def decoder(
     rope = rope or rope_config(fields, max_context, partial=partial_rope)
     if rope.kind == "yarn":  # some files give the trained context as the maximum, some the extended one
         max_context = max(max_context, int(rope.original_context * rope.factor))
-    attention = Attention(
-        heads,
-        kv_heads,
-        head_dim,
-        rope,
-        rotary_dim(fields, head_dim) if partial_rope else None,
-        scale=scale,
-        softcap=softcap,
-        qk_norm=qk_norm,
-        output_gate=output_gate,
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-    )
-    count = layer_count(fields)
+    rotated, has_bias = rotary_dim(fields, head_dim) if partial_rope else None, bias
+    if has_bias is None:
+        has_bias = fields.flag("attention_bias", False)
+    settings = {"qkv_bias": has_bias, "out_bias": has_bias, **attention}
+    count, plain = layer_count(fields), Attention(heads, kv_heads, head_dim, rope, rotated, **settings)
     if not ffns:
         ffns = [gated_mlp(fields, activation_key, activations, bias=mlp_bias)] * count
     mixers = [
-        replace(attention, window=window, rope=rope)
+        replace(plain, window=window, rope=rope)
         for window, rope in zip(windows or [None] * count, ropes or [rope] * count, strict=True)
     ]
     return ModelConfig(
@@ -140,27 +131,45 @@ def plain_tensors(config: ModelConfig) -> TensorTable:
     return tensor_table(config, {**PRE_NORMS, **(QK_NORMS if config.attention.qk_norm else {}), **PROJECTIONS})
 
 
-def layer_count(fields: Fields, key: str = "num_hidden_layers") -> int:
-    return fields.integer(key, maximum=_MAX_LAYERS)
+def layer_count(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+
+
+def dense_first(fields: Fields, dense: int, of_experts: Ffn) -> Sequence[Ffn]:
+    """The feed-forward network of each layer: experts behind the first `dense` layers."""
+    count = layer_count(fields)
+    return [gated_mlp(fields)] * min(dense, count) + [of_experts] * max(0, count - dense)
 
 
 def with_mixer(config: ModelConfig, mixer: Mixer, has_it: Sequence[bool]) -> ModelConfig:
     """The configuration with `mixer` instead of attention in the layers that have it."""
-    layers = (Layer(mixer, layer.ffn) if own else layer for layer, own in zip(config.layers, has_it, strict=True))
+    layers = (Layer(mixer, layer.ffn) if other else layer for layer, other in zip(config.layers, has_it, strict=True))
     return replace(config, layers=tuple(layers))
 
 
-def check_kinds(fields: Fields, kinds: Sequence[str], known: Sequence[str], layers: int) -> None:
-    """Raises LoadError unless `kinds`, which `layer_types` says, are one of `known` for each layer."""
+def attending(
+    fields: Fields, kinds: Sequence[str], others: Sequence[str], attention: Sequence[str] = ("full_attention",)
+) -> list[bool]:
+    """Which layers have attention. kinds: what `layer_types` says.
+
+    Raises LoadError unless that is a kind of `others` or `attention` for each layer, and attention for some.
+    """
+    known, layers = [*others, *attention], layer_count(fields)
     if len(kinds) != layers or not set(kinds) <= set(known):
         names = f"{', '.join(known[:-1])} or {known[-1]}"
         raise fields.refuse("layer_types", f"but must say {names} for {layers} layers")
+    if attention and not set(kinds) & set(attention):
+        raise without_attention(fields, "layer_types")
+    return [kind in attention for kind in kinds]
 
 
-def check_attention(fields: Fields, attends: Sequence[bool], key: str = "layer_types") -> None:
-    """Raises LoadError unless some layer has attention. key: where the kinds of layers are."""
-    if not any(attends):
-        raise fields.refuse(key, "but a model without attention in any layer is not supported")
+def without_attention(fields: Fields, key: str) -> LoadError:
+    return fields.refuse(key, "but a model without attention in any layer is not supported")
+
+
+def same_windows(fields: Fields) -> tuple[int | None, ...]:
+    """The window of each layer: `sliding_window`, if there is one."""
+    return (fields.integer("sliding_window"),) * layer_count(fields) if fields.has("sliding_window") else ()
 
 
 def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
@@ -181,6 +190,6 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
 
 def typed_windows(fields: Fields, kinds: Sequence[str]) -> tuple[int | None, ...]:
     """The window of each layer: `sliding_window` where `kinds` says sliding_attention."""
-    layers, window = layer_count(fields), fields.integer("sliding_window")
-    check_kinds(fields, kinds, ("sliding_attention", "full_attention"), layers)
+    window = fields.integer("sliding_window")
+    attending(fields, kinds, ("sliding_attention", "full_attention"), ())
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

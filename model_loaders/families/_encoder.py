@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer, ModelConfig, RopeConfig
@@ -33,21 +32,21 @@ _EMBEDDINGS = {
 }
 
 
-def layout(architecture: str, **more: str) -> GgufLayout:
-    """The layout of an encoder's GGUF files. more: as `GgufLayout.keys`."""
-    return GgufLayout(architecture, keys={"layer_norm_eps": "attention.layer_norm_epsilon", **more})
+def layout(architecture: str) -> GgufLayout:
+    """The layout of an encoder's GGUF files."""
+    return GgufLayout(architecture, keys={"layer_norm_eps": "attention.layer_norm_epsilon"})
 
 
-def prefixes(*bases: str, layers: str = "encoder.layer", norm: str = "embeddings.LayerNorm") -> dict[str, str]:
-    """`PREFIXES` of a family whose files put one of `bases` in front of names, such as "bert.", or nothing.
+def prefixes(base: str, *, layers: str = "encoder.layer", norm: str = "embeddings.LayerNorm") -> dict[str, str]:
+    """`PREFIXES` of a family whose files put `base` in front of names, such as "bert.", or nothing.
 
     layers: the list of layers. norm: the norm of the embeddings.
     """
-    found: dict[str, str] = {}
-    for base in (*bases, ""):
-        found |= {f"{base}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
-        found |= {f"{base}{norm}.": "model.embedding_norm.", f"{base}{layers}.": "model.layers."}
-    return found
+    renamed: dict[str, str] = {}
+    for before in (base, ""):
+        renamed |= {f"{before}embeddings.{theirs}.": f"{ours}." for theirs, ours in _EMBEDDINGS.items()}
+        renamed |= {f"{before}{norm}.": "model.embedding_norm.", f"{before}{layers}.": "model.layers."}
+    return renamed
 
 
 def encoder(
@@ -55,7 +54,6 @@ def encoder(
     family: str,
     ffn: GatedMLP,
     *,
-    names: Mapping[str, str] | None = None,
     rope: RopeConfig | None = None,
     has_biases: bool = True,
     has_positions: bool = True,
@@ -63,30 +61,23 @@ def encoder(
 ) -> ModelConfig:
     """The ModelConfig of an encoder whose layers have the network `ffn`.
 
-    names: BERT's keys → the file's. rope: None for a table of positions, unless `has_positions` is false.
-    first_position: see `ModelConfig`.
+    rope: None for a table of positions, unless `has_positions` is false. first_position: see `ModelConfig`.
     """
-    names = names or {}
-    hidden, heads, eps, context = (
-        names.get(key, key)
-        for key in ("hidden_size", "num_attention_heads", "layer_norm_eps", "max_position_embeddings")
-    )
-    hidden_size = fields.integer(hidden, maximum=MAX_SIZE)
-    count = fields.integer(heads, maximum=MAX_HEADS)
+    hidden_size = fields.integer("hidden_size", maximum=MAX_SIZE)
+    count = fields.integer("num_attention_heads", maximum=MAX_HEADS)
     if hidden_size % (2 * count):
-        raise fields.refuse(hidden, f"but must be a multiple of {2 * count}, for {count} heads of an even size")
-    positions = fields.integer(context, minimum=first_position + 2)
+        raise fields.refuse("hidden_size", f"but must be a multiple of {2 * count}, for {count} heads of an even size")
+    positions = fields.integer("max_position_embeddings", minimum=first_position + 2)
     attention = Attention(
         count, count, hidden_size // count, rope, qkv_bias=has_biases, out_bias=has_biases, is_causal=False
     )
-    layers = layer_count(fields, names.get("num_hidden_layers", "num_hidden_layers"))
     return ModelConfig(
         family=family,
-        layers=(Layer(attention, replace(ffn, bias=has_biases), "sums"),) * layers,
+        layers=(Layer(attention, replace(ffn, bias=has_biases), "sums"),) * layer_count(fields),
         hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size", maximum=MAX_SIZE),
         max_context=positions - first_position,
-        norm_eps=fields.positive(eps),
+        norm_eps=fields.positive("layer_norm_eps"),
         tied_head=True,
         positions=positions if has_positions else 0,
         first_position=first_position,
@@ -104,7 +95,7 @@ def scores_pairs(fields: Fields) -> bool:
             f"{fields.where} holds a reranker without a part of its head (cls.weight), which llama.cpp's converter "
             "leaves out of BERT's, so that scores would not be the model's: use its safetensors folder."
         )
-    labels = fields.integer("num_labels", 2 if named is None else len(named.given()))
+    labels = fields.integer("num_labels", 2 if named is None else len(named.present()))
     if labels != 1:
         raise fields.refuse(
             "num_labels" if named is None else "id2label",

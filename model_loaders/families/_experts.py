@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from functools import partial
+from typing import Any
 
-from polarlm.model_loaders.config import Experts, Ffn, GatedMLP, ModelConfig
+from polarlm.model_loaders.config import Experts, Ffn
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, gated_mlp, layer_count
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import Names, tensor_table
 
 GGUF_KEYS = {  # for `GgufLayout`
     "num_experts": "expert_count",
@@ -31,40 +32,36 @@ SHARED: Names = {  # Qwen's shared network
     ),
     "shared_down": (("mlp.shared_expert.down_proj", "ffn_down_shexp"),),
 }
-SHARED_GGUF_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+SHARED_GGUF_KEYS = {**GGUF_KEYS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+expert_tensors = partial(tensor_table, names={**PRE_NORMS, **QK_NORMS, **PROJECTIONS, **EXPERTS})
+"""The tensors of a decoder with Llama's names, and Qwen's names for experts."""
 _COUNT_KEYS = "num_experts", "num_local_experts", "n_routed_experts"  # which of them depends on who wrote the file
-_MOST_EXPERTS = 4096
+MOST_EXPERTS = 4096
 
 
-def experts(
-    fields: Fields,
-    *,
-    size_key: str = "moe_intermediate_size",
-    scoring: Literal["softmax", "sigmoid"] = "softmax",
-    renormalize: bool = False,
-    scale: float = 1.0,
-    choice_bias: bool = False,
-    shared: GatedMLP | None = None,
-    shared_gate: bool = False,
-) -> Experts:
-    """A layer of experts whose sizes are in `fields`. Raises LoadError if more are to be chosen than there are."""
-    count = fields.integer(next(filter(fields.has, _COUNT_KEYS), _COUNT_KEYS[0]), maximum=_MOST_EXPERTS)
+def experts(fields: Fields, *, size_key: str = "moe_intermediate_size", **settings: Any) -> Experts:
+    """A layer of experts whose sizes are in `fields`. settings: further fields of `Experts`.
+
+    Raises LoadError if more are to be chosen than there are.
+    """
+    count = fields.integer(next(filter(fields.has, _COUNT_KEYS), _COUNT_KEYS[0]), maximum=MOST_EXPERTS)
     top_k = fields.integer("num_experts_per_tok")
     if top_k > count:
         raise fields.refuse("num_experts_per_tok", f"but each layer has only {count} experts")
     one = gated_mlp(fields, size_key=size_key)
-    return Experts(
-        count,
-        top_k,
-        one.size,
-        one.activation,
-        scoring=scoring,
-        renormalize=renormalize,
-        scale=scale,
-        choice_bias=choice_bias,
-        shared=shared,
-        shared_gate=shared_gate,
-    )
+    return Experts(count, top_k, one.size, **{"activation": one.activation, **settings})
+
+
+def sigmoid_experts(fields: Fields, **settings: Any) -> Experts:
+    """Experts that are chosen by sigmoid scores. settings: further fields of `Experts`."""
+    renormalize, scale = fields.flag("norm_topk_prob", True), fields.positive("routed_scaling_factor", 1.0)
+    return experts(fields, scoring="sigmoid", renormalize=renormalize, scale=scale, **settings)
+
+
+def experts_with_shared(fields: Fields, *, renormalize: bool) -> Experts:
+    """Experts beside Qwen's shared network, which has a gate."""
+    shared = gated_mlp(fields, size_key="shared_expert_intermediate_size")
+    return experts(fields, renormalize=renormalize, shared=shared, shared_gate=True)
 
 
 def qwen_layers(fields: Fields, of_experts: Experts) -> Sequence[Ffn]:
@@ -74,8 +71,3 @@ def qwen_layers(fields: Fields, of_experts: Experts) -> Sequence[Ffn]:
     has_experts = [(layer + 1) % step == 0 and layer not in dense for layer in range(layer_count(fields))]
     plain = of_experts if all(has_experts) else gated_mlp(fields)
     return [of_experts if one else plain for one in has_experts]
-
-
-def expert_tensors(config: ModelConfig) -> TensorTable:
-    """The tensors of a decoder with Llama's names, and Qwen's names for experts."""
-    return tensor_table(config, {**PRE_NORMS, **QK_NORMS, **PROJECTIONS, **EXPERTS})

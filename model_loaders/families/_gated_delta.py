@@ -7,20 +7,21 @@ from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, Ffn, GatedDelta, ModelConfig
 from polarlm.model_loaders.families._decoder import (
+    MAX_DIM,
+    MAX_HEADS,
+    MAX_WIDTH,
     PROJECTIONS,
     QK_NORMS,
-    check_attention,
-    check_kinds,
+    attending,
     decoder,
     layer_count,
     with_mixer,
 )
 from polarlm.model_loaders.families._gguf import without_last
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import Names, RowParts, TensorSpec, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
-_MAX_HEADS, _MAX_DIM, _MAX_WIDTH = 65536, 4096, 16
 GGUF_KEYS = {  # for `GgufLayout`
     "full_attention_interval": "full_attention_interval",
     "rotary_dim": "rope.dimension_count",
@@ -56,49 +57,37 @@ NAMES: Names = {
 def implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """What GGUF files say in other words."""
     inner, heads = values["linear_inner_size"], values["linear_num_value_heads"]
-    found = without_last(values)
+    implied = without_last(values)
     if isinstance(inner, int) and isinstance(heads, int) and heads:
-        found["linear_value_head_dim"] = inner // heads
-    return found
+        implied["linear_value_head_dim"] = inner // heads
+    return implied
+
+
+def implied_tiled(values: Mapping[str, object]) -> Mapping[str, object]:
+    """As `implied`, of files in which value heads that share a key are far apart."""
+    return {**implied(values), "tiled": True}
 
 
 def configure(fields: Fields, family: str, ffns: Sequence[Ffn] = (), *, tiled: bool = False) -> ModelConfig:
     """The configuration of a hybrid. tiled: see `GatedDelta`."""
     fields = fields.completed({"partial_rotary_factor": 0.25, "rope_theta": 10_000_000.0, "rms_norm_eps": 1e-6})
-    config = decoder(
-        fields,
-        family,
-        partial_rope=True,
-        qkv_bias=fields.flag("attention_bias", False),
-        out_bias=fields.flag("attention_bias", False),
-        qk_norm="head",
-        output_gate=True,
-        ffns=ffns,
-    )
-    return with_mixer(config, _delta(fields, tiled), [kind == _DELTA for kind in _kinds(fields)])
-
-
-def _kinds(fields: Fields) -> Sequence[str]:
-    """The kind of each layer."""
-    count = layer_count(fields)
-    every = fields.integer("full_attention_interval", 4)
+    config = decoder(fields, family, partial_rope=True, bias=None, qk_norm="head", output_gate=True, ffns=ffns)
+    count, every = layer_count(fields), fields.integer("full_attention_interval", 4)
     kinds = fields.texts("layer_types") or [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(count)]
-    check_kinds(fields, kinds, (_DELTA, _ATTENTION), count)
-    check_attention(fields, [kind == _ATTENTION for kind in kinds])
-    return kinds
+    return with_mixer(config, _delta(fields, tiled), [not one for one in attending(fields, kinds, [_DELTA])])
 
 
 def _delta(fields: Fields, tiled: bool) -> GatedDelta:
-    keys = fields.integer("linear_num_key_heads", 16, maximum=_MAX_HEADS)
-    values = fields.integer("linear_num_value_heads", 32, maximum=_MAX_HEADS)
+    keys = fields.integer("linear_num_key_heads", 16, maximum=MAX_HEADS)
+    values = fields.integer("linear_num_value_heads", 32, maximum=MAX_HEADS)
     if values % keys:
         raise fields.refuse("linear_num_value_heads", f"which is not a multiple of the {keys} key heads")
     return GatedDelta(
         keys,
         values,
-        fields.integer("linear_key_head_dim", 128, maximum=_MAX_DIM),
-        fields.integer("linear_value_head_dim", 128, maximum=_MAX_DIM),
-        fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=_MAX_WIDTH),
+        fields.integer("linear_key_head_dim", 128, maximum=MAX_DIM),
+        fields.integer("linear_value_head_dim", 128, maximum=MAX_DIM),
+        fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_WIDTH),
         tiled and values > keys,
     )
 
@@ -111,14 +100,7 @@ def tensors(config: ModelConfig, names: Names) -> TensorTable:
         if isinstance(mixer, Attention):
             sizes = mixer.head_dim, mixer.head_dim
             queries, *others = slots["qkv"]
-            slots = {**slots, "qkv": (taken(queries, sizes, 0), *others)}
-            slots["output_gate"] = (taken(slots["output_gate"][0], sizes, 1),)
+            slots = {**slots, "qkv": (queries.as_parts(sizes, 0), *others)}
+            slots["output_gate"] = (slots["output_gate"][0].as_parts(sizes, 1),)
         layers.append(slots)
     return replace(table, layers=tuple(layers))
-
-
-def taken(spec: TensorSpec, sizes: tuple[int, ...], *parts: int, source: str = "") -> TensorSpec:
-    """The spec of a tensor that consists of parts of another; see `RowParts`. source: what to call the other tensor in
-    the place of the spec's own name."""
-    whole = spec.name if not source else f"{spec.name.rpartition('.linear_attn.')[0]}.linear_attn.{source}.weight"
-    return replace(spec, name=f"{whole}[{','.join(map(str, parts))}]", taken=RowParts(whole, sizes, parts))

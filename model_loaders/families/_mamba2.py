@@ -1,52 +1,40 @@
-"""What families have in common whose layers are Mamba 2, or every few layers attention without RoPE."""
+"""What families have in common whose layers are Mamba 2, or every few layers attention without RoPE.
+
+Keys of configurations are Granite's; other families translate theirs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from polarlm.model_loaders.config import Mamba2
+from polarlm.model_loaders.families._decoder import MAX_DIM, MAX_HEADS, MAX_WIDTH
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names
 
-_MAX_HEADS, _MAX_DIM, _MAX_WIDTH = 65536, 4096, 16
 _BIASES = "mamba_proj_bias", "mlp_bias", "use_bias"
-_INNER = "mamba_inner_size"  # GGUF files have it instead of the head dim
+GGUF_KEYS = {  # for `GgufLayout`
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_inner_size": "ssm.inner_size",  # instead of mamba_d_head
+}
 
 
-class Keys(NamedTuple):
-    """Hugging Face's keys of a family."""
-
-    heads: str
-    groups: str
-    state: str
-    head_dim: str
-    width: str
-    conv_bias: str
-
-    def of_gguf(self) -> dict[str, str]:
-        """The keys of `GgufLayout`."""
-        return {
-            self.heads: "ssm.time_step_rank",
-            self.groups: "ssm.group_count",
-            self.state: "ssm.state_size",
-            self.width: "ssm.conv_kernel",
-            _INNER: "ssm.inner_size",
-        }
-
-    def implied(self, values: Mapping[str, object]) -> dict[str, object]:
-        """What GGUF files say in other words, and the KV heads of the layers that have attention."""
-        inner, heads, kv_heads = values[_INNER], values[self.heads], values["num_key_value_heads"]
-        found: dict[str, object] = {}
-        if isinstance(inner, int) and isinstance(heads, int) and heads:
-            found[self.head_dim] = inner // heads
-        if isinstance(kv_heads, list) and all(type(one) is int for one in kv_heads):
-            found["num_key_value_heads"] = max(kv_heads, default=0)
-        return found
+def implied(values: Mapping[str, object]) -> dict[str, object]:
+    """What GGUF files say in other words, and the KV heads of the layers that have attention."""
+    inner, heads, kv_heads = values["mamba_inner_size"], values["mamba_n_heads"], values["num_key_value_heads"]
+    implied: dict[str, object] = {}
+    if isinstance(inner, int) and isinstance(heads, int) and heads:
+        implied["mamba_d_head"] = inner // heads
+    if isinstance(kv_heads, list) and all(type(one) is int for one in kv_heads):
+        implied["num_key_value_heads"] = max(kv_heads, default=0)
+    return implied
 
 
 def names(prefix: str, norm: tuple[str, str]) -> Names:
-    """The names of a layer's tensors. prefix: of Hugging Face's, such as "mamba."."""
+    """The names of a layer's tensors. prefix: what Hugging Face's begin with, such as "mamba."."""
     return {
         "mamba_norm": (norm,),
         "mamba_in": ((f"{prefix}in_proj", "ssm_in"),),
@@ -59,20 +47,20 @@ def names(prefix: str, norm: tuple[str, str]) -> Names:
     }
 
 
-def mamba2(fields: Fields, keys: Keys, norm_eps: float) -> Mamba2:
+def mamba2(fields: Fields, norm_eps: float) -> Mamba2:
     """The mixer of the layers that are Mamba 2."""
     for key in _BIASES:
         if fields.flag(key, False):
             raise fields.refuse(key, "but biases of projections are not supported")
-    heads, groups = (fields.integer(key, maximum=_MAX_HEADS) for key in (keys.heads, keys.groups))
+    heads, groups = (fields.integer(key, maximum=MAX_HEADS) for key in ("mamba_n_heads", "mamba_n_groups"))
     if heads % groups:
-        raise fields.refuse(keys.heads, f"which is not a multiple of the {groups} groups")
+        raise fields.refuse("mamba_n_heads", f"which is not a multiple of the {groups} groups")
     return Mamba2(
         groups,
         heads,
-        fields.integer(keys.state, maximum=_MAX_DIM),
-        fields.integer(keys.head_dim, maximum=_MAX_DIM),
-        fields.integer(keys.width, minimum=2, maximum=_MAX_WIDTH),
+        fields.integer("mamba_d_state", maximum=MAX_DIM),
+        fields.integer("mamba_d_head", maximum=MAX_DIM),
+        fields.integer("mamba_d_conv", minimum=2, maximum=MAX_WIDTH),
         norm_eps=norm_eps,
-        conv_bias=fields.flag(keys.conv_bias, True),
+        conv_bias=fields.flag("mamba_conv_bias", True),
     )

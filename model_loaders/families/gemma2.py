@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, layer_count, typed_windows
-from polarlm.model_loaders.families._gemma import ACTIVATIONS, NORMS, scale_in_gguf
+from polarlm.model_loaders.families._decoder import PROJECTIONS, layer_count, typed_windows
+from polarlm.model_loaders.families._gemma import NORMS, gemma, scale_in_gguf
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 GGUF = GgufLayout(
@@ -24,6 +24,7 @@ GGUF = GgufLayout(
 _DEFAULTS = {"sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 # The caps where a configuration has no such key; null says that there is no cap.
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+tensors = partial(tensor_table, names={**NORMS, **PROJECTIONS}, norm_offset=1.0)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -34,26 +35,13 @@ def configure(fields: Fields) -> ModelConfig:
     fields = fields.completed(_DEFAULTS)
     if fields.flag("use_bidirectional_attention", False):
         raise fields.refuse("use_bidirectional_attention", "but only causal attention is supported")
-    bias, window = fields.flag("attention_bias", False), fields.integer("sliding_window")
-    windows = tuple(None if layer % 2 else window for layer in range(layer_count(fields)))
-    if fields.has("layer_types"):
-        windows = typed_windows(fields, fields.texts("layer_types"))
-    return decoder(
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layer_count(fields))]
+    return gemma(
         fields,
         "gemma2",
         head_dim=256,
-        activations=ACTIVATIONS,
-        activation_key="hidden_activation",
-        qkv_bias=bias,
-        out_bias=bias,
-        norms="both",
         scale=fields.positive("query_pre_attn_scalar") ** -0.5,
-        embedding_scale=math.sqrt,
-        windows=windows,
+        windows=typed_windows(fields, fields.texts("layer_types") or kinds),
         softcap=of_scores,
         logit_softcap=of_logits,
     )
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**NORMS, **PROJECTIONS}, norm_offset=1.0)

@@ -6,41 +6,40 @@ layers: its tokens see later ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count, typed_windows
-from polarlm.model_loaders.families._gemma import ACTIVATIONS, NORMS, scale_in_gguf
+from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, layer_count, typed_windows
+from polarlm.model_loaders.families._gemma import (
+    DEFAULTS,
+    IMAGE_PREFIXES,
+    LOCAL_THETA,
+    NORMS,
+    PATTERN,
+    THETA,
+    gemma,
+    scale_in_gguf,
+)
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 from polarlm.model_loaders.rope import rope_config
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel")
 PREFIXES = {
-    **{"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."},
+    **IMAGE_PREFIXES,
     **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # names in Gemma3TextModel
 }
-_DEFAULTS = {  # published configurations omit values that equal the 4B model's
+_DEFAULTS = {  # the 4B model's
+    **DEFAULTS,
     "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
     "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
-_PATTERN = 6  # every sixth layer has no window
 _ENCODER = "gemma-embedding"
 
 
@@ -61,6 +60,7 @@ GGUF = GgufLayout(
     },
     implied=_implied,
 )
+tensors = partial(tensor_table, names={**NORMS, **QK_NORMS, **PROJECTIONS}, norm_offset=1.0)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -68,21 +68,14 @@ def configure(fields: Fields) -> ModelConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.number(key, 0.0):
             raise fields.refuse(key, "but soft caps are supported for Gemma 2 alone: no released Gemma 3 has them")
-    bias = fields.flag("attention_bias", False)
     rope, local = _ropes(fields)
     windows = _windows(fields)
-    config = decoder(
+    config = gemma(
         fields,
         "gemma3",
-        activations=ACTIVATIONS,
-        activation_key="hidden_activation",
         rope=rope,
-        qkv_bias=bias,
-        out_bias=bias,
         qk_norm="head",
-        norms="both",
         scale=fields.positive("query_pre_attn_scalar") ** -0.5,
-        embedding_scale=math.sqrt,
         windows=windows,
         ropes=[rope if window is None else local for window in windows],
     )
@@ -91,28 +84,22 @@ def configure(fields: Fields) -> ModelConfig:
     return config
 
 
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**NORMS, **QK_NORMS, **PROJECTIONS}, norm_offset=1.0)
-
-
 def _windows(fields: Fields) -> tuple[int | None, ...]:
-    if fields.has("layer_types"):
-        return typed_windows(fields, fields.texts("layer_types"))
-    pattern = fields.integer("sliding_window_pattern", _PATTERN)
-    layers, window = layer_count(fields), fields.integer("sliding_window")
-    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+    pattern, layers = fields.integer("sliding_window_pattern", PATTERN), layer_count(fields)
+    kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+    return typed_windows(fields, fields.texts("layer_types") or kinds)
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
     """RoPE of layers without and with a window, from the new or the old keys."""
     context, by_type = fields.integer("max_position_embeddings"), fields.section("rope_parameters")
-    theta = fields.number("rope_local_base_freq", _LOCAL_THETA, minimum=2.0)
+    theta = fields.number("rope_local_base_freq", LOCAL_THETA, minimum=2.0)
     if by_type is None or not by_type.sections():
-        return rope_config(fields, context, theta=_THETA), RopeConfig(theta=theta)
+        return rope_config(fields, context, theta=THETA), RopeConfig(theta=theta)
     full, local = (
         by_type.section(kind) or Fields({}, by_type.where) for kind in ("full_attention", "sliding_attention")
     )
     return (
-        rope_config(fields, context, section=full, theta=_THETA),
+        rope_config(fields, context, section=full, theta=THETA),
         rope_config(Fields({"rope_theta": theta}, fields.where), context, section=local),
     )

@@ -6,13 +6,28 @@ E2B and E4B have an embedding for each layer, and their last layers share the K/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count, typed_windows
-from polarlm.model_loaders.families._gemma import ACTIVATIONS, NORMS
+from polarlm.model_loaders.families._decoder import (
+    MAX_HEADS,
+    MAX_SIZE,
+    PROJECTIONS,
+    QK_NORMS,
+    layer_count,
+    typed_windows,
+)
+from polarlm.model_loaders.families._experts import MOST_EXPERTS
+from polarlm.model_loaders.families._gemma import (
+    DEFAULTS,
+    IMAGE_PREFIXES,
+    LOCAL_THETA,
+    NORMS,
+    PATTERN,
+    THETA,
+    gemma,
+)
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, split_layers
@@ -24,26 +39,16 @@ MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 ARCHITECTURES = tuple(
     f"Gemma4{kind}For{task}" for kind in ("", "Unified") for task in ("CausalLM", "ConditionalGeneration")
 )
-PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+PREFIXES = IMAGE_PREFIXES
 _DEFAULTS = {
+    **DEFAULTS,
     "vocab_size": 262_144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
     "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
     "global_head_dim": 512,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
 }
-_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
-_PATTERN = 6  # where `layer_types` is absent, every sixth layer has no window
 _UNROTATED = 2.0**100  # the divisor of pairs that RoPE leaves as they are; files of llama.cpp have about as much
-_MAX_HEADS, _MAX_SIZE, _MAX_EXPERTS = 65536, 2**24, 4096
 _EMBEDDING: Names = {
     "layer_gate": (("per_layer_input_gate", "inp_gate"),),
     "layer_out": (("per_layer_projection", "proj"),),
@@ -67,7 +72,7 @@ _EXPERTS: Names = {
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """What GGUF files say of layers without a window under the plain keys, and of others as lists or in own keys."""
     windows, kv_heads = values["layer_types"], values["num_key_value_heads"]
-    thetas = {_FULL: values["rope_theta"] or _THETA, _LOCAL: values["local_theta"] or _LOCAL_THETA}
+    thetas = {_FULL: values["rope_theta"] or THETA, _LOCAL: values["local_theta"] or LOCAL_THETA}
     implied: dict[str, object] = {
         "head_dim": values["local_head_dim"],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
@@ -116,26 +121,22 @@ def configure(fields: Fields) -> ModelConfig:
     fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
     if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") != "vision":
         raise fields.refuse("use_bidirectional_attention", "but tokens of text attend to earlier ones alone")
-    bias, layers = fields.flag("attention_bias", False), layer_count(fields)
-    kinds = fields.texts("layer_types") or [_FULL if (i + 1) % _PATTERN == 0 else _LOCAL for i in range(layers)]
+    layers = layer_count(fields)
+    kinds = fields.texts("layer_types") or [_FULL if (i + 1) % PATTERN == 0 else _LOCAL for i in range(layers)]
     windows = typed_windows(fields, [*kinds[:-1], _FULL])
-    own, inputs = layers - _shared_layers(fields, windows), fields.integer("hidden_size_per_layer_input", minimum=0)
-    if inputs and fields.integer("vocab_size_per_layer_input", fields.integer("vocab_size")) != fields.integer(
-        "vocab_size"
-    ):
+    unshared, inputs = (
+        layers - _shared_layers(fields, windows),
+        fields.integer("hidden_size_per_layer_input", minimum=0),
+    )
+    vocab_size = fields.integer("vocab_size")
+    if inputs and fields.integer("vocab_size_per_layer_input", vocab_size) != vocab_size:
         raise fields.refuse("vocab_size_per_layer_input", "but must be the vocab_size")
-    plain = decoder(
+    plain = gemma(
         fields,
         "gemma4",
-        activations=ACTIVATIONS,
-        activation_key="hidden_activation",
         rope=_rope(fields, _LOCAL, fields.integer("head_dim")),
-        qkv_bias=bias,
-        out_bias=bias,
         qk_norm="head",
-        norms="both",
         scale=1.0,
-        embedding_scale=math.sqrt,
         windows=windows,
         logit_softcap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else None,
     )
@@ -145,10 +146,10 @@ def configure(fields: Fields) -> ModelConfig:
         assert isinstance(mixer, Attention)
         mixer = mixer if mixer.window else _without_window(fields, number, mixer)
         ffn = layer.ffn
-        if number >= own and fields.flag("use_double_wide_mlp", False) and isinstance(ffn, GatedMLP):
+        if number >= unshared and fields.flag("use_double_wide_mlp", False) and isinstance(ffn, GatedMLP):
             ffn = replace(ffn, size=2 * ffn.size)
         ffn = _experts(fields, ffn) if fields.flag("enable_moe_block", False) else ffn
-        mixer = replace(mixer, v_norm=True, shares_kv=number >= own)
+        mixer = replace(mixer, v_norm=True, shares_kv=number >= unshared)
         changed.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
     return replace(plain, layers=tuple(changed), layer_embedding=inputs)
 
@@ -171,7 +172,6 @@ def tensors(config: ModelConfig) -> TensorTable:
 
 
 def _shared_layers(fields: Fields, windows: Sequence[int | None]) -> int:
-    """The number of last layers that share K/V of an earlier one."""
     shared = fields.integer("num_kv_shared_layers", 0, minimum=0)
     if shared and not set(windows[-shared:]) <= set(windows[:-shared]):
         raise fields.refuse("num_kv_shared_layers", "but no layer before these has K/V of each kind")
@@ -184,16 +184,15 @@ def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mappi
 
 
 def _experts(fields: Fields, dense: Ffn | None) -> Experts:
-    """The experts of a layer, beside its dense network."""
     assert isinstance(dense, GatedMLP)
-    count = fields.integer("num_experts", maximum=_MAX_EXPERTS)
+    count = fields.integer("num_experts", maximum=MOST_EXPERTS)
     top_k = fields.integer("top_k_experts")
     if top_k > count:
         raise fields.refuse("top_k_experts", f"but each layer has only {count} experts")
     return Experts(
         count,
         top_k,
-        fields.integer("moe_intermediate_size", maximum=_MAX_SIZE),
+        fields.integer("moe_intermediate_size", maximum=MAX_SIZE),
         dense.activation,
         renormalize=True,
         shared=dense,
@@ -203,18 +202,18 @@ def _experts(fields: Fields, dense: Ffn | None) -> Experts:
 
 
 def _without_window(fields: Fields, number: int, mixer: Attention) -> Attention:
-    """The attention of a layer without a window: of its own `per_layer_config`, or else of the keys for all of them."""
+    """The attention of a layer without a window, by its entry in `per_layer_config` or by the keys for all of them."""
     shared = fields.flag("attention_k_eq_v", False)
     if fields.has("per_layer_config"):  # it has the layers that differ from the others
         by_layer = fields.section("per_layer_config")
-        own = (by_layer and by_layer.section(str(number))) or Fields({}, fields.where)
-        head_dim = own.integer("head_dim", mixer.head_dim, maximum=_MAX_SIZE)
-        kv_heads = own.integer("num_key_value_heads", mixer.kv_heads, maximum=_MAX_HEADS)
+        settings = (by_layer and by_layer.section(str(number))) or Fields({}, fields.where)
+        head_dim = settings.integer("head_dim", mixer.head_dim, maximum=MAX_SIZE)
+        kv_heads = settings.integer("num_key_value_heads", mixer.kv_heads, maximum=MAX_HEADS)
     else:
-        head_dim = fields.integer("global_head_dim", maximum=_MAX_SIZE)
+        head_dim = fields.integer("global_head_dim", maximum=MAX_SIZE)
         kv_heads = mixer.kv_heads
         if fields.has("num_global_key_value_heads") and shared:
-            kv_heads = fields.integer("num_global_key_value_heads", maximum=_MAX_HEADS)
+            kv_heads = fields.integer("num_global_key_value_heads", maximum=MAX_HEADS)
     if head_dim % 2:
         raise fields.refuse("global_head_dim", f"but RoPE needs an even number of channels per head, not {head_dim}")
     if mixer.heads % kv_heads:
@@ -228,14 +227,14 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> RopeConfig:
     context, by_kind = fields.integer("max_position_embeddings"), fields.section("rope_parameters")
     section = by_kind.section(kind) if by_kind is not None else None
     if section is None:
-        default = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": _THETA}
-        section = Fields(default if kind == _FULL else {"rope_theta": _LOCAL_THETA}, fields.where)
+        default = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": THETA}
+        section = Fields(default if kind == _FULL else {"rope_theta": LOCAL_THETA}, fields.where)
     if section.text("rope_type", "default") != "proportional":
         return rope_config(fields, context, section=section)
     rotated = int(head_dim * section.number("partial_rotary_factor", 1.0, maximum=1.0)) // 2
     factor = section.positive("factor", 1.0)
     return RopeConfig(
-        theta=section.number("rope_theta", _THETA, minimum=2.0),
+        theta=section.number("rope_theta", THETA, minimum=2.0),
         kind="default" if factor == 1.0 else "linear",
         factor=factor,
         divisors=(1.0,) * rotated + (_UNROTATED,) * (head_dim // 2 - rotated),

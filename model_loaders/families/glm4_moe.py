@@ -5,16 +5,16 @@ RoPE rotates half of the channels. The layer that predicts several tokens, after
 
 from __future__ import annotations
 
+from functools import partial
+
 from polarlm.model_loaders.config import GatedMLP, ModelConfig
-from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, decoder, gated_mlp, layer_count
-from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, decoder, dense_first
+from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout, without_last
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
-
-
 GGUF = GgufLayout(
     "glm4moe",
     keys={
@@ -41,6 +41,7 @@ _NAMES = {
     ),
     "shared_down": (("mlp.shared_experts.down_proj", "ffn_down_shexp"),),
 }
+tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -49,25 +50,7 @@ def configure(fields: Fields) -> ModelConfig:
         if fields.integer(key, 1) != 1:
             raise fields.refuse(key, "but experts that are chosen by groups are not supported")
     size, shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts", 1, minimum=0)
-    of_experts = experts(
-        fields,
-        scoring="sigmoid",
-        renormalize=fields.flag("norm_topk_prob", True),
-        scale=fields.positive("routed_scaling_factor", 1.0),
-        choice_bias=True,
-        shared=GatedMLP(size * shared) if shared else None,
-    )
-    count, dense = layer_count(fields), fields.integer("first_k_dense_replace", 1, minimum=0)
-    ffns = [gated_mlp(fields)] * min(dense, count) + [of_experts] * max(0, count - dense)
-    return decoder(
-        fields,
-        "glm4_moe",
-        partial_rope=True,
-        qkv_bias=fields.flag("attention_bias", False),
-        qk_norm="head" if fields.flag("use_qk_norm", False) else None,
-        ffns=ffns,
-    )
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, _NAMES)
+    of_experts = sigmoid_experts(fields, choice_bias=True, shared=GatedMLP(size * shared) if shared else None)
+    ffns = dense_first(fields, fields.integer("first_k_dense_replace", 1, minimum=0), of_experts)
+    bias, norm = fields.flag("attention_bias", False), "head" if fields.flag("use_qk_norm", False) else None
+    return decoder(fields, "glm4_moe", partial_rope=True, qkv_bias=bias, qk_norm=norm, ffns=ffns)

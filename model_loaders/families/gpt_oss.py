@@ -6,7 +6,7 @@ The safetensors have the matrices of a layer's experts in one tensor, of MXFP4 i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 
 from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count, typed_windows
@@ -14,7 +14,7 @@ from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import SUFFIXES, taken_apart
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -46,6 +46,7 @@ _NAMES = {
 _CONSTANTS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # constants of the activation
 _GATE_UP = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
 _DOWN = ("mlp.experts.{}.down_proj",)
+tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -54,33 +55,21 @@ def configure(fields: Fields) -> ModelConfig:
             raise fields.refuse(key, f"but only {value:g} is supported")
     count, bias = layer_count(fields), fields.flag("attention_bias", True)
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(count)]
-    of_experts = experts(fields, size_key="intermediate_size", renormalize=True)
-    of_experts = replace(of_experts, activation="swiglu_clamped", bias=True, router_bias=True)
-    config = decoder(
-        fields,
-        "gpt_oss",
-        head_dim=64,
-        qkv_bias=bias,
-        out_bias=bias,
-        windows=typed_windows(fields, fields.texts("layer_types") or kinds),
-        ffns=[of_experts] * count,
-    )
-    return config.with_attention(lambda mixer: replace(mixer, sink_scores=True))
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, _NAMES)
+    settings = {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}
+    ffns = [experts(fields, size_key="intermediate_size", **settings)] * count
+    windows = typed_windows(fields, fields.texts("layer_types") or kinds)
+    return decoder(fields, "gpt_oss", head_dim=64, bias=bias, windows=windows, ffns=ffns, sink_scores=True)
 
 
 def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    found, ffn, size = dict(stored), config.ffn, config.hidden_size
+    tensors, ffn, size = dict(stored), config.ffn, config.hidden_size
     assert isinstance(ffn, Experts)
     parts = ("gate_up_proj", _GATE_UP, (ffn.size, size)), ("down_proj", _DOWN, (size, ffn.size))
     for layer in range(len(config.layers)):
         prefix = f"model.layers.{layer}."
         for name, names, shape in parts:
             whole, of_layer = f"{prefix}mlp.experts.{name}", tuple(prefix + each for each in names)
-            found |= taken_apart(stored, whole, of_layer, ffn.count, *shape)
+            tensors |= taken_apart(stored, whole, of_layer, ffn.count, *shape)
             for suffix in SUFFIXES:
-                found.pop(whole + suffix, None)
-    return found
+                tensors.pop(whole + suffix, None)
+    return tensors

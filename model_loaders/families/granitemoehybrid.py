@@ -12,8 +12,7 @@ from dataclasses import replace
 from polarlm.model_loaders.config import Ffn, GatedMLP, ModelConfig
 from polarlm.model_loaders.families._decoder import (
     PROJECTIONS,
-    check_attention,
-    check_kinds,
+    attending,
     decoder,
     gated_mlp,
     layer_count,
@@ -21,16 +20,16 @@ from polarlm.model_loaders.families._decoder import (
 )
 from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
-from polarlm.model_loaders.families._mamba2 import Keys, mamba2, names
+from polarlm.model_loaders.families._mamba2 import GGUF_KEYS as MAMBA_KEYS
+from polarlm.model_loaders.families._mamba2 import implied, mamba2, names
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
-from polarlm.model_loaders.files.tensor_table import RowParts, TensorSpec, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import rope_config
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in older and in newer files
-_KEYS = Keys("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_conv_bias")
 _NORM = ("input_layernorm", "attn_norm")
 _HALVES = "shared_mlp.input_linear"  # gate and up in one tensor
 _SHARED = (_HALVES, "ffn_gate"), (_HALVES, "ffn_up")
@@ -56,23 +55,23 @@ _NAMES = {
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files have the size of a dense model's network under the key of an expert's."""
     kv_heads, layers = values["num_key_value_heads"], values["num_hidden_layers"]
-    found = _KEYS.implied(values)
+    more = implied(values)
     if isinstance(kv_heads, list):
-        found["layer_types"] = [_ATTENTION[0] if one else _MAMBA[0] for one in kv_heads]
+        more["layer_types"] = [_ATTENTION[0] if one else _MAMBA[0] for one in kv_heads]
     elif isinstance(layers, int):
-        found["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
+        more["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
     if not values["num_local_experts"]:
-        found |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
+        more |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
     if values["uses_rope"] is not False:
-        found["position_embedding_type"] = "rope"
-    return found
+        more["position_embedding_type"] = "rope"
+    return more
 
 
 GGUF = GgufLayout(
     "granitehybrid",
     interleaved=True,
     keys={
-        **_KEYS.of_gguf(),
+        **MAMBA_KEYS,
         "num_local_experts": GGUF_KEYS["num_experts"],
         "num_experts_per_tok": GGUF_KEYS["num_experts_per_tok"],
         "shared_intermediate_size": "expert_shared_feed_forward_length",
@@ -88,10 +87,7 @@ GGUF = GgufLayout(
 
 def configure(fields: Fields) -> ModelConfig:
     count = layer_count(fields)
-    kinds = fields.texts("layer_types") or [_MAMBA[0]] * count
-    check_kinds(fields, kinds, (*_MAMBA, *_ATTENTION), count)
-    attends = [kind in _ATTENTION for kind in kinds]
-    check_attention(fields, attends)
+    attends = attending(fields, fields.texts("layer_types") or [_MAMBA[0]] * count, _MAMBA, _ATTENTION)
     shared = gated_mlp(fields, size_key="shared_intermediate_size")
     rope = None
     if fields.has("position_embedding_type") and fields.text("position_embedding_type") == "rope":
@@ -100,15 +96,14 @@ def configure(fields: Fields) -> ModelConfig:
     config = decoder(
         fields,
         "granitemoehybrid",
-        qkv_bias=fields.flag("attention_bias", False),
-        out_bias=fields.flag("attention_bias", False),
+        bias=None,
         scale=fields.positive("attention_multiplier", 1.0),
         ropes=[rope] * count,
         ffns=[_network(fields, shared)] * count,
     )
     eps = config.norm_eps
     if not all(attends):
-        mixer = mamba2(_with_head_dim(fields), _KEYS, eps)
+        mixer = mamba2(_with_head_dim(fields), eps)
         config = with_mixer(config, mixer, [not attended for attended in attends])
     return replace(
         config,
@@ -120,12 +115,12 @@ def configure(fields: Fields) -> ModelConfig:
 
 def _with_head_dim(fields: Fields) -> Fields:
     """The fields with a head dim where they say "auto", or nothing."""
-    if fields.has(_KEYS.head_dim) and not fields.is_text(_KEYS.head_dim):
+    if fields.has("mamba_d_head") and not isinstance(fields.value("mamba_d_head"), str):
         return fields
-    inner, heads = fields.integer("mamba_expand", 2) * fields.integer("hidden_size"), fields.integer(_KEYS.heads)
+    inner, heads = fields.integer("mamba_expand", 2) * fields.integer("hidden_size"), fields.integer("mamba_n_heads")
     if inner % heads:
-        raise fields.refuse(_KEYS.heads, f"which does not divide the {inner} channels of Mamba 2")
-    return fields.replaced({_KEYS.head_dim: inner // heads})
+        raise fields.refuse("mamba_n_heads", f"which does not divide the {inner} channels of Mamba 2")
+    return fields.replaced({"mamba_d_head": inner // heads})
 
 
 def _network(fields: Fields, shared: GatedMLP) -> Ffn:
@@ -145,10 +140,7 @@ def _halved(slot: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     if slot not in ("gate_up", "shared_gate_up"):
         return specs
     sizes = tuple(spec.shape[0] for spec in specs)
-    return tuple(
-        replace(spec, name=f"{spec.name}[{half}]", taken=RowParts(spec.name, sizes, (half,)))
-        for half, spec in enumerate(specs)
-    )
+    return tuple(spec.as_parts(sizes, half) for half, spec in enumerate(specs))
 
 
 def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:

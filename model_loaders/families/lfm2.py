@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from polarlm.model_loaders.config import GatedMLP, ModelConfig, ShortConv
-from polarlm.model_loaders.families._decoder import (
-    PROJECTIONS,
-    check_attention,
-    check_kinds,
-    decoder,
-    layer_count,
-    with_mixer,
-)
+from polarlm.model_loaders.families._decoder import PROJECTIONS, attending, decoder, layer_count, with_mixer
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Lfm2ForCausalLM",)
 _CONV, _ATTENTION = "conv", "full_attention"
@@ -40,14 +34,15 @@ LAST_NORM = ("model.embedding_norm", "token_embd_norm")
 def implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files list the KV heads of each layer, 0 for a convolution, and have the final size of the networks."""
     heads = values["num_key_value_heads"]
-    found: dict[str, object] = {"block_auto_adjust_ff_dim": False}
+    implied: dict[str, object] = {"block_auto_adjust_ff_dim": False}
     if isinstance(heads, list) and all(type(one) is int for one in heads):
-        found["num_key_value_heads"] = max(heads, default=0)
-        found["layer_types"] = [_ATTENTION if one else _CONV for one in heads]
-    return found
+        implied["num_key_value_heads"] = max(heads, default=0)
+        implied["layer_types"] = [_ATTENTION if one else _CONV for one in heads]
+    return implied
 
 
 GGUF = GgufLayout("lfm2", keys={"conv_L_cache": "shortconv.l_cache"}, implied=implied)
+tensors = partial(tensor_table, names=NAMES, last_norm=LAST_NORM)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -66,13 +61,12 @@ def with_convolutions(fields: Fields, config: ModelConfig) -> ModelConfig:
     count = len(config.layers)
     kinds = fields.texts("layer_types")
     if not kinds:
-        attending = set(fields.integers("full_attn_idxs")) if fields.has("full_attn_idxs") else set(range(count))
-        kinds = [_ATTENTION if layer in attending else _CONV for layer in range(count)]
-    check_kinds(fields, kinds, (_CONV, _ATTENTION), count)
-    check_attention(fields, [kind == _ATTENTION for kind in kinds])
+        indices = set(fields.integers("full_attn_idxs")) if fields.has("full_attn_idxs") else set(range(count))
+        kinds = [_ATTENTION if layer in indices else _CONV for layer in range(count)]
+    attends = attending(fields, kinds, [_CONV])
     width = fields.integer("conv_L_cache", 3, minimum=2, maximum=16)
     conv = ShortConv(config.hidden_size, width, fields.flag("conv_bias", False))
-    return with_mixer(config, conv, [kind == _CONV for kind in kinds])
+    return with_mixer(config, conv, [not one for one in attends])
 
 
 def _network(fields: Fields) -> GatedMLP:
@@ -83,7 +77,3 @@ def _network(fields: Fields) -> GatedMLP:
         size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
         size = -(-size // unit) * unit
     return GatedMLP(size)
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, NAMES, last_norm=LAST_NORM)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families._decoder import decoder, gated_mlp, layer_count
-from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
+from polarlm.model_loaders.families._decoder import decoder, dense_first
+from polarlm.model_loaders.families._experts import GGUF_KEYS, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families.lfm2 import LAST_NORM, NAMES, implied, with_convolutions, with_defaults
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Lfm2MoeForCausalLM",)
 GGUF = GgufLayout(
@@ -31,21 +33,11 @@ _NAMES = {
     ),
     "experts_down": (("feed_forward.experts.{}.w2", "ffn_down_exps"),),
 }
+tensors = partial(tensor_table, names=_NAMES, last_norm=LAST_NORM)
 
 
 def configure(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields)
-    of_experts = experts(
-        fields,
-        scoring="sigmoid",
-        renormalize=fields.flag("norm_topk_prob", True),
-        scale=fields.positive("routed_scaling_factor", 1.0),
-        choice_bias=fields.flag("use_expert_bias", True),
-    )
-    count, dense = layer_count(fields), fields.integer("num_dense_layers", 2, minimum=0)
-    ffns = [gated_mlp(fields)] * min(dense, count) + [of_experts] * max(0, count - dense)
+    of_experts = sigmoid_experts(fields, choice_bias=fields.flag("use_expert_bias", True))
+    ffns = dense_first(fields, fields.integer("num_dense_layers", 2, minimum=0), of_experts)
     return with_convolutions(fields, decoder(fields, "lfm2_moe", qk_norm="head", ffns=ffns))
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, _NAMES, last_norm=LAST_NORM)

@@ -11,5 +11,4 @@ tensors = plain_tensors
 
 
 def configure(fields: Fields) -> ModelConfig:
-    bias = fields.flag("attention_bias", False)
-    return decoder(fields, "llama", qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+    return decoder(fields, "llama", bias=None, mlp_bias=fields.flag("mlp_bias", False))

@@ -1,10 +1,12 @@
 """Mixtral 8x7B and 8x22B: Mistral with a mixture of experts in every layer."""
 
+from functools import partial
+
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count, same_windows
 from polarlm.model_loaders.families._experts import experts
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("MixtralForCausalLM",)  # GGUF files call them llama
 _EXPERTS = {
@@ -15,16 +17,9 @@ _EXPERTS = {
     ),
     "experts_down": (("block_sparse_moe.experts.{}.w2", "ffn_down_exps"),),
 }
+tensors = partial(tensor_table, names={**PRE_NORMS, **PROJECTIONS, **_EXPERTS})
 
 
 def configure(fields: Fields) -> ModelConfig:
-    count = layer_count(fields)
-    windows: tuple[int | None, ...] = ()
-    if fields.has("sliding_window"):
-        windows = (fields.integer("sliding_window"),) * count
     of_experts = experts(fields, size_key="intermediate_size", renormalize=True)
-    return decoder(fields, "mixtral", windows=windows, ffns=[of_experts] * count)
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**PRE_NORMS, **PROJECTIONS, **_EXPERTS})
+    return decoder(fields, "mixtral", windows=same_windows(fields), ffns=[of_experts] * layer_count(fields))

@@ -42,7 +42,7 @@ def configure(fields: Fields) -> ModelConfig:
     if (text := fields.section("text_config")) is not None:  # the whole model says whether its head is the embedding
         fields = text.replaced({"tie_word_embeddings": fields.flag("tie_word_embeddings", False)})
     fields = fields.completed(_DEFAULTS)
-    count, bias = layer_count(fields), fields.flag("attention_bias", False)
+    count = layer_count(fields)
     whole = [(count - 1 - layer) % _PATTERN == 0 for layer in range(count)]
     kinds = fields.texts("layer_types") or ["full_attention" if one else "sliding_attention" for one in whole]
     rope = rope_config(fields, fields.integer("max_position_embeddings"))
@@ -56,8 +56,7 @@ def configure(fields: Fields) -> ModelConfig:
         "muse_glimmer",
         activation_key="hidden_activation",
         rope=rope,
-        qkv_bias=bias,
-        out_bias=bias,
+        bias=None,
         qk_norm="unweighted",
         norms="both",
         scale=fields.positive("qk_scale_factor") * fields.integer("head_dim") ** -0.5,

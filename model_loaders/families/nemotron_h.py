@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from polarlm.model_loaders.config import Ffn, Layer, ModelConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, check_attention, decoder, gated_mlp
-from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
+from polarlm.model_loaders.config import Activation, Ffn, Layer, ModelConfig
+from polarlm.model_loaders.families._decoder import PROJECTIONS, decoder, gated_mlp, without_attention
+from polarlm.model_loaders.families._experts import GGUF_KEYS, sigmoid_experts
 from polarlm.model_loaders.families._gguf import GgufLayout
-from polarlm.model_loaders.families._mamba2 import Keys, mamba2, names
+from polarlm.model_loaders.families._mamba2 import GGUF_KEYS as MAMBA_KEYS
+from polarlm.model_loaders.families._mamba2 import implied, mamba2, names
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
 
@@ -23,8 +24,15 @@ ARCHITECTURES = ("NemotronHForCausalLM",)
 PREFIXES = {"backbone.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "model.norm.", "backbone.": "model."}
 _MAMBA, _ATTENTION, _DENSE, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _DENSE, "E": _EXPERTS}
-_OLDER = {"mamba": _MAMBA, "attention": _ATTENTION}
-_KEYS = Keys("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel", "use_conv_bias")
+_OLDER = {**_LETTERS, "mamba": _MAMBA, "attention": _ATTENTION}
+_KEYS = {  # Granite's → these files'
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_d_head": "mamba_head_dim",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+}
 _NORM = ("norm", "attn_norm")
 _NAMES = {
     "attention_norm": (_NORM,),
@@ -42,12 +50,13 @@ _NAMES = {
     "shared_down": (("mixer.shared_experts.down_proj", "ffn_down_shexp"),),
 }
 _OF_NETWORK = tuple(list(_NAMES)[list(_NAMES).index("ffn_norm") :])
+_ACTIVATION: Activation = "relu_squared"
 _NUMBER = re.compile(r"(?<=^model\.layers\.)\d+|(?<=^blk\.)\d+")
 
 
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
     """GGUF files list KV heads and sizes of networks, 0 where a layer has none. Experts have a bias of choice."""
-    kv_heads, sizes, found = values["num_key_value_heads"], values["intermediate_size"], _KEYS.implied(values)
+    kv_heads, sizes, more = values["num_key_value_heads"], values["intermediate_size"], implied(values)
     network, after_last = _EXPERTS if values["n_routed_experts"] else _DENSE, values["layers_after_last"]
     if isinstance(kv_heads, list) and isinstance(sizes, list) and len(kv_heads) == len(sizes):
         if isinstance(after_last, int) and 0 < after_last <= len(sizes):
@@ -55,15 +64,15 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
         kinds = (
             network if size else _ATTENTION if heads else _MAMBA for heads, size in zip(kv_heads, sizes, strict=True)
         )
-        found["layers_block_type"] = list(kinds)
-        found["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
-    found["layer_norm_epsilon"] = values["rms_norm_eps"]
-    return found
+        more["layers_block_type"] = list(kinds)
+        more["intermediate_size"] = max((size for size in sizes if type(size) is int), default=0)
+    more["layer_norm_epsilon"] = values["rms_norm_eps"]
+    return more
 
 
 _SHARED_SIZE = "moe_shared_expert_intermediate_size"
 _GGUF_KEYS = {
-    **_KEYS.of_gguf(),
+    **MAMBA_KEYS,
     "n_routed_experts": GGUF_KEYS["num_experts"],
     "num_experts_per_tok": GGUF_KEYS["num_experts_per_tok"],
     "moe_intermediate_size": GGUF_KEYS["moe_intermediate_size"],
@@ -79,7 +88,7 @@ GGUF = GgufLayout("nemotron_h", also=("nemotron_h_moe",), interleaved=True, keys
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.completed({"rms_norm_eps": fields.positive("layer_norm_epsilon", 1e-5)})
+    fields = fields.translated(_KEYS).completed({"rms_norm_eps": fields.positive("layer_norm_epsilon", 1e-5)})
     if fields.flag("attention_bias", False):
         raise fields.refuse("attention_bias", "but biases of projections are not supported")
     kinds = _kinds(fields)
@@ -96,7 +105,7 @@ def configure(fields: Fields) -> ModelConfig:
         ropes=[None] * count,
         ffns=[*made.values()][:1] * count,
     )
-    mixer = mamba2(fields, _KEYS, config.norm_eps) if _MAMBA in kinds else None
+    mixer = mamba2(fields, config.norm_eps) if _MAMBA in kinds else None
     layers = (
         Layer(layer.mixer if attends or mixer is None else mixer, made.get(network))
         for layer, (attends, network) in zip(config.layers, with_networks, strict=True)
@@ -105,21 +114,19 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def _kinds(fields: Fields) -> Sequence[str]:
-    """The kind of each mixer and network."""
     key = "layers_block_type" if fields.has("layers_block_type") else "hybrid_override_pattern"
-    if key == "layers_block_type":
-        given: Sequence[str] = [_OLDER.get(kind, kind) for kind in fields.texts(key)]
-    else:
-        given = [_LETTERS.get(letter, letter) for letter in fields.text(key)]
-    if not given or not set(given) <= set(_LETTERS.values()):
+    written = fields.texts(key) if key == "layers_block_type" else fields.text(key)
+    kinds = [_OLDER.get(kind, kind) for kind in written]
+    if not kinds or not set(kinds) <= set(_LETTERS.values()):
         raise fields.refuse(key, f"but must name {', '.join(_LETTERS.values())} in order")
-    networks = [kind in (_DENSE, _EXPERTS) for kind in given]
+    networks = [kind in (_DENSE, _EXPERTS) for kind in kinds]
     if networks[0] or any(one and following for one, following in pairwise(networks)):
         raise fields.refuse(key, "but a network that does not follow Mamba 2 or attention is not supported")
     if not any(networks):
         raise fields.refuse(key, "but a model without networks is not supported")
-    check_attention(fields, [kind == _ATTENTION for kind in given], key)
-    return given
+    if _ATTENTION not in kinds:
+        raise without_attention(fields, key)
+    return kinds
 
 
 def _network(fields: Fields, kind: str) -> Ffn:
@@ -128,23 +135,15 @@ def _network(fields: Fields, kind: str) -> Ffn:
         raise fields.refuse("mlp_hidden_act", "but only relu2 is supported")
     fields = fields.replaced({"hidden_act": "silu"})  # the key of other families
     if kind == _DENSE:
-        return replace(gated_mlp(fields), activation="relu_squared")
+        return replace(gated_mlp(fields), activation=_ACTIVATION)
     if fields.integer("n_group", 1) != 1:
         raise fields.refuse("n_group", "but experts that are chosen by groups are not supported")
     if fields.has("moe_latent_size"):
         raise fields.refuse("moe_latent_size", "but experts of another size than the layer's are not supported")
     shared = None
     if fields.integer("n_shared_experts", 1, minimum=0):
-        shared = replace(gated_mlp(fields, size_key=_SHARED_SIZE), activation="relu_squared")
-    of_experts = experts(
-        fields,
-        scoring="sigmoid",
-        renormalize=fields.flag("norm_topk_prob", True),
-        scale=fields.positive("routed_scaling_factor", 1.0),
-        choice_bias=True,
-        shared=shared,
-    )
-    return replace(of_experts, activation="relu_squared")
+        shared = replace(gated_mlp(fields, size_key=_SHARED_SIZE), activation=_ACTIVATION)
+    return sigmoid_experts(fields, activation=_ACTIVATION, choice_bias=True, shared=shared)
 
 
 def tensors(config: ModelConfig) -> TensorTable:

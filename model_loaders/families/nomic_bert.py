@@ -4,12 +4,13 @@ Its files spell keys as GPT-2's do, and call the gate's projection fc12 and the 
 """
 
 from dataclasses import replace
+from functools import partial
 
 from polarlm.model_loaders.config import GatedMLP, ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import MAX_SIZE
 from polarlm.model_loaders.families._encoder import encoder, layout, prefixes
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import Names, tensor_table
 from polarlm.model_loaders.rope import rope_config
 
 ARCHITECTURES = ("NomicBertModel",)
@@ -40,21 +41,17 @@ _ALLOWED: dict[str, object] = {  # values of keys that change the arithmetic
     "rotary_emb_fraction": 1.0,
     "rotary_emb_interleaved": False,
 }
+tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    names = _KEYS if fields.has("n_embd") else {}
-    if names:
+    if fields.has("n_embd"):
         for key, value in _ALLOWED.items():
             fields.require(key, value)
-    ffn = GatedMLP(fields.integer(names.get("intermediate_size", "intermediate_size"), maximum=MAX_SIZE), "silu")
-    rope = RopeConfig(fields.number("rotary_emb_base", 1000.0, minimum=2.0))
-    if not names:
+        fields, rope = fields.translated(_KEYS), RopeConfig(fields.number("rotary_emb_base", 1000.0, minimum=2.0))
+    else:
         rope = rope_config(fields, fields.integer("max_position_embeddings"), theta=1000.0)
-    config = encoder(fields, "nomic_bert", ffn, names=names, rope=rope, has_biases=False, has_positions=False)
+    ffn = GatedMLP(fields.integer("intermediate_size", maximum=MAX_SIZE), "silu")
+    config = encoder(fields, "nomic_bert", ffn, rope=rope, has_biases=False, has_positions=False)
     # Beyond the trained positions RoPE would have to be stretched.
     return replace(config, max_context=min(config.max_context, fields.integer("max_trained_positions", 2048)))
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, _NAMES)

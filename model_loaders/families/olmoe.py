@@ -14,7 +14,5 @@ tensors = expert_tensors
 def configure(fields: Fields) -> ModelConfig:
     if fields.has("clip_qkv"):
         raise fields.refuse("clip_qkv", "but clipping of queries, keys and values is not supported")
-    bias = fields.flag("attention_bias", False)
     of_experts = experts(fields, size_key="intermediate_size", renormalize=fields.flag("norm_topk_prob", False))
-    ffns = [of_experts] * layer_count(fields)
-    return decoder(fields, "olmoe", qkv_bias=bias, out_bias=bias, qk_norm="all", ffns=ffns)
+    return decoder(fields, "olmoe", bias=None, qk_norm="all", ffns=[of_experts] * layer_count(fields))

@@ -5,11 +5,13 @@ Phi-4-mini has RoPE on a part of the channels.
 
 from __future__ import annotations
 
+from functools import partial
+
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, same_windows
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 from polarlm.model_loaders.rope import rope_config
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
@@ -27,13 +29,12 @@ _NAMES = {
     "qkv": (("self_attn.qkv_proj", "attn_qkv"),),
     "gate_up": (("mlp.gate_up_proj", "ffn_up"),),
 }
+tensors = partial(tensor_table, names=_NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
     rope = rope_config(fields, fields.integer("max_position_embeddings"), longrope=True, partial=True)
-    windows: tuple[int | None, ...] = ()
-    if fields.number("sliding_window", 0.0):
-        windows = (fields.integer("sliding_window"),) * layer_count(fields)
+    windows = same_windows(fields) if fields.number("sliding_window", 0.0) else ()
     config = decoder(fields, "phi3", rope=rope, partial_rope=True, windows=windows)
     pairs = config.attention.rotated // 2
     for key, factors in (("long_factor", rope.divisors), ("short_factor", rope.short_divisors)):
@@ -41,7 +42,3 @@ def configure(fields: Fields) -> ModelConfig:
             section = fields.section("rope_parameters") or fields.section("rope_scaling") or fields
             raise section.refuse(key, f"but RoPE needs one factor for each of {pairs} pairs of channels")
     return config
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, _NAMES)

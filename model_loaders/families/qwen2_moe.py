@@ -1,26 +1,20 @@
 """Qwen1.5 and Qwen2 with a mixture of experts, and a shared one with a gate: A2.7B, 57B-A14B."""
 
+from functools import partial
+
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, gated_mlp, qwen_windows
-from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts, qwen_layers
+from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, qwen_windows
+from polarlm.model_loaders.families._experts import EXPERTS, SHARED, SHARED_GGUF_KEYS, experts_with_shared, qwen_layers
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
-GGUF = GgufLayout("qwen2moe", keys={**GGUF_KEYS, **SHARED_GGUF_KEYS})
+GGUF = GgufLayout("qwen2moe", keys=SHARED_GGUF_KEYS)
+tensors = partial(tensor_table, names={**PRE_NORMS, **PROJECTIONS, **EXPERTS, **SHARED})
 
 
 def configure(fields: Fields) -> ModelConfig:
-    of_experts = experts(
-        fields,
-        renormalize=fields.flag("norm_topk_prob", False),
-        shared=gated_mlp(fields, size_key="shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
+    of_experts = experts_with_shared(fields, renormalize=fields.flag("norm_topk_prob", False))
     bias, ffns = fields.flag("qkv_bias", True), qwen_layers(fields, of_experts)
     return decoder(fields, "qwen2_moe", qkv_bias=bias, windows=qwen_windows(fields), ffns=ffns)
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, {**PRE_NORMS, **PROJECTIONS, **EXPERTS, **SHARED})

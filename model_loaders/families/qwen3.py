@@ -12,7 +12,4 @@ tensors = plain_tensors
 
 
 def configure(fields: Fields) -> ModelConfig:
-    bias = fields.flag("attention_bias", False)
-    return decoder(
-        fields, "qwen3", head_dim=128, qkv_bias=bias, out_bias=bias, qk_norm="head", windows=qwen_windows(fields)
-    )
+    return decoder(fields, "qwen3", head_dim=128, bias=None, qk_norm="head", windows=qwen_windows(fields))

@@ -14,11 +14,7 @@ from polarlm.model_loaders.files.tensor_table import TensorTable
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 PREFIXES = {"model.language_model.": "model."}
-GGUF = GgufLayout(
-    "qwen35",
-    keys=_gated_delta.GGUF_KEYS,
-    implied=lambda values: {**_gated_delta.implied(values), "tiled": True},
-)
+GGUF = GgufLayout("qwen35", keys=_gated_delta.GGUF_KEYS, implied=_gated_delta.implied_tiled)
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import _gated_delta
-from polarlm.model_loaders.families._decoder import gated_mlp
-from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts
+from polarlm.model_loaders.families._experts import EXPERTS, SHARED, SHARED_GGUF_KEYS, experts_with_shared
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
@@ -22,20 +21,14 @@ ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 PREFIXES = {"model.language_model.": "model."}
 GGUF = GgufLayout(
     "qwen35moe",
-    keys={**_gated_delta.GGUF_KEYS, **GGUF_KEYS, **SHARED_GGUF_KEYS},
-    implied=lambda values: {**_gated_delta.implied(values), "tiled": True},
+    keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS},
+    implied=_gated_delta.implied_tiled,
 )
 
 
 def configure(fields: Fields) -> ModelConfig:
     fields = fields.section("text_config") or fields
-    of_experts = experts(
-        fields,
-        renormalize=True,
-        shared=gated_mlp(fields, size_key="shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
-    ffns = [of_experts] * fields.integer("num_hidden_layers")
+    ffns = [experts_with_shared(fields, renormalize=True)] * fields.integer("num_hidden_layers")
     return _gated_delta.configure(fields, "qwen3_5_moe", ffns, tiled=fields.flag("tiled", False))
 
 

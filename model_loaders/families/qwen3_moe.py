@@ -12,15 +12,6 @@ tensors = expert_tensors
 
 
 def configure(fields: Fields) -> ModelConfig:
-    bias = fields.flag("attention_bias", False)
-    of_experts = experts(fields, renormalize=fields.flag("norm_topk_prob", False))
-    return decoder(
-        fields,
-        "qwen3_moe",
-        head_dim=128,
-        qkv_bias=bias,
-        out_bias=bias,
-        qk_norm="head",
-        windows=qwen_windows(fields),
-        ffns=qwen_layers(fields, of_experts),
-    )
+    ffns = qwen_layers(fields, experts(fields, renormalize=fields.flag("norm_topk_prob", False)))
+    windows = qwen_windows(fields)
+    return decoder(fields, "qwen3_moe", head_dim=128, bias=None, qk_norm="head", windows=windows, ffns=ffns)

@@ -9,9 +9,7 @@ from dataclasses import replace
 
 from polarlm.model_loaders.config import GatedDelta, ModelConfig
 from polarlm.model_loaders.families import _gated_delta
-from polarlm.model_loaders.families._decoder import gated_mlp
-from polarlm.model_loaders.families._experts import EXPERTS, GGUF_KEYS, SHARED, SHARED_GGUF_KEYS, experts, qwen_layers
-from polarlm.model_loaders.families._gated_delta import taken
+from polarlm.model_loaders.families._experts import EXPERTS, SHARED, SHARED_GGUF_KEYS, experts_with_shared, qwen_layers
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorTable
@@ -24,18 +22,11 @@ _NAMES = {
     **EXPERTS,
     **SHARED,
 }
-GGUF = GgufLayout(
-    "qwen3next", keys={**_gated_delta.GGUF_KEYS, **GGUF_KEYS, **SHARED_GGUF_KEYS}, implied=_gated_delta.implied
-)
+GGUF = GgufLayout("qwen3next", keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS}, implied=_gated_delta.implied)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    of_experts = experts(
-        fields,
-        renormalize=fields.flag("norm_topk_prob", True),
-        shared=gated_mlp(fields, size_key="shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
+    of_experts = experts_with_shared(fields, renormalize=fields.flag("norm_topk_prob", True))
     return _gated_delta.configure(fields, "qwen3_next", qwen_layers(fields, of_experts))
 
 
@@ -53,10 +44,11 @@ def _split(slots: Slots, mixer: GatedDelta) -> Slots:
     shared = mixer.value_heads // mixer.key_heads
     sizes = mixer.key_dim, mixer.key_dim, shared * mixer.value_dim, shared * mixer.value_dim
     qkv, z, b, a = slots["delta_in"]
+    whole = qkv.name.replace("in_proj_qkv.", "in_proj_qkvz.")
     parts = (
-        taken(qkv, sizes, 0, 1, 2, source="in_proj_qkvz"),
-        taken(z, sizes, 3, source="in_proj_qkvz"),
-        taken(b, (shared, shared), 0),
-        taken(a, (shared, shared), 1),
+        qkv.as_parts(sizes, 0, 1, 2, source=whole),
+        z.as_parts(sizes, 3, source=whole),
+        b.as_parts((shared, shared), 0),
+        a.as_parts((shared, shared), 1),
     )
     return {**slots, "delta_in": parts}

@@ -16,8 +16,7 @@ _DEFAULTS = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # where th
 
 def configure(fields: Fields) -> ModelConfig:
     fields = fields.completed(_DEFAULTS)
-    count, bias = layer_count(fields), fields.flag("attention_bias", False)
-    interval = fields.integer("no_rope_layer_interval", 4)
+    count, interval = layer_count(fields), fields.integer("no_rope_layer_interval", 4)
     has_rope = fields.integers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
     if len(has_rope) < count:
         raise fields.refuse("no_rope_layers", f"but must say for each of {count} layers whether it has RoPE")
@@ -30,8 +29,7 @@ def configure(fields: Fields) -> ModelConfig:
         fields,
         "smollm3",
         rope=rope,
-        qkv_bias=bias,
-        out_bias=bias,
+        bias=None,
         mlp_bias=fields.flag("mlp_bias", False),
         windows=windows,
         ropes=[rope if has_rope[layer] else None for layer in range(count)],

@@ -3,10 +3,12 @@
 bge-reranker has a head that scores pairs of texts.
 """
 
+from functools import partial
+
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families._encoder import NAMES, bert, prefixes
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable, tensor_table
+from polarlm.model_loaders.files.tensor_table import tensor_table
 
 MODEL_TYPES = ("xlm-roberta", "roberta", "camembert")
 ARCHITECTURES = (
@@ -16,11 +18,8 @@ ARCHITECTURES = (
 )
 _HEAD = {"classifier.dense.": "model.score_dense.", "classifier.out_proj.": "model.score."}
 PREFIXES = prefixes("roberta.") | _HEAD
+tensors = partial(tensor_table, names=NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
     return bert(fields, "xlm_roberta", first_position=fields.integer("pad_token_id", 1, minimum=0) + 1)
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return tensor_table(config, NAMES)

@@ -29,15 +29,14 @@ class FileBytes:
         try:
             self._file = path.open("rb", buffering=0)
             self.size, self._time = self._state()
+            problem = stand_in(path, self.read(0, 64))
             if not self.size:
-                self._file.close()
-                raise LoadError(f"{path} is empty; download it again.")
-            if (problem := stand_in(path, self.read(0, 64))) is not None:
+                problem = LoadError(f"{path} is empty; download it again.")
+            elif path.with_name(f"{path.name}.aria2").exists():  # it has its size from the beginning
+                problem = LoadError(f"{path} is not downloaded completely: let aria2 finish, or download it again.")
+            if problem is not None:
                 self._file.close()
                 raise problem
-            if path.with_name(f"{path.name}.aria2").exists():  # it has its size from the beginning
-                self._file.close()
-                raise LoadError(f"{path} is not downloaded completely: let aria2 finish, or download it again.")
             self._sample = self._sampled()
         except OSError as error:
             raise LoadError(f"{path} cannot be opened: {error.strerror or error}.") from error
@@ -108,7 +107,7 @@ class FileBytes:
 
     def _sampled(self) -> int:
         """A checksum of pieces all over the file, its first and its last bytes among them."""
-        found = 0
+        checksum = 0
         for number in range(_SAMPLES):
-            found = zlib.crc32(self.read(number * max(0, self.size - _SAMPLE) // (_SAMPLES - 1), _SAMPLE), found)
-        return found
+            checksum = zlib.crc32(self.read(number * max(0, self.size - _SAMPLE) // (_SAMPLES - 1), _SAMPLE), checksum)
+        return checksum

@@ -8,9 +8,9 @@ from pathlib import Path
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, quantizations, table_name, take_apart
-from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.gguf_file import part_paths
-from polarlm.model_loaders.files.pooling import dense_of_folder, with_dense
+from polarlm.model_loaders.files.pooling import dense_of_folder
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, interrupted, numbered_parts, open_safetensors
 from polarlm.model_loaders.files.tensors import StoredWeights
 from polarlm.model_loaders.files.weights import fit
@@ -28,8 +28,12 @@ def open_folder(folder: Path) -> tuple[ModelConfig, StoredWeights]:
     config = replace(read_configuration(folder), dense=dense)
     weights = open_safetensors(folder)
     try:
-        renamed = with_dense(weights.renamed(lambda name: table_name(config, name)), folders)
-        return fit(config, renamed.changed(lambda tensors: take_apart(config, tensors)))
+        tensors = {table_name(config, name): tensor for name, tensor in weights.tensors.items()}
+        for number, module in enumerate(map(open_safetensors, folders)):
+            for name, tensor in module.tensors.items():
+                tensors[f"model.dense.{number}.{name.removeprefix('linear.')}"] = tensor
+            weights = StoredWeights(folder, tensors, (*weights.opened, *module.opened))
+        return fit(config, StoredWeights(folder, take_apart(config, tensors), weights.opened))
     except BaseException:
         weights.close()
         raise
@@ -37,7 +41,7 @@ def open_folder(folder: Path) -> tuple[ModelConfig, StoredWeights]:
 
 def read_configuration(folder: Path) -> ModelConfig:
     """The configuration in config.json. Raises LoadError for an unknown family and for quantized weights."""
-    fields = Fields(read_json(folder / "config.json"), folder / "config.json")
+    fields = Fields.read(folder / "config.json")
     quantization = fields.section("quantization_config")
     if quantization is not None and quantization.text("quant_method", "") not in quantizations(
         fields.text("model_type")

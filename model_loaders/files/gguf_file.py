@@ -10,19 +10,19 @@ from __future__ import annotations
 import re
 import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.ggml_types import TYPES
-from polarlm.model_loaders.files.strings import Strings
+from polarlm.model_loaders.files.tensors import StoredTensor
 
 _READ_AHEAD = 1 << 20  # bytes fetched at a time while the header is parsed
 _MAX_KEY = 1 << 16  # bytes; the format's own limit on the length of a key
@@ -33,31 +33,30 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 _ALIGNMENT = 32  # bytes; the alignment of tensors in files that do not name another
 # The types of metadata values, by their numbers: two that are not numbers, and the dtypes of the others.
 _STRING, _ARRAY = 8, 9
-_NUMBERS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_NUMBERS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))) | {10: "<u8", 11: "<i8", 12: "<f8"}
 
 
-@dataclass(frozen=True)
-class GgufTensor:
-    """A tensor in a file: `shape` has the rows first, as in NumPy; `offset` counts from the start of the file."""
+class Strings(Sequence[str]):
+    """An array of strings that are decoded when they are read. As Python objects, the strings of a vocabulary take
+    several times their bytes and fragment the memory."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # the format's name: "F32", "Q4_1", ...
-    offset: int
-    nbytes: int
-    file: FileBytes | None = None  # the part that has it; None for a header without its file
+    def __init__(self, content: bytes, ends: np.ndarray) -> None:
+        """content: the strings as the file has them, each after 8 bytes with its length; ends: where each ends."""
+        self._content, self._ends = content, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        number = range(len(self))[index]
+        start = int(self._ends[number - 1]) if number else 0
+        return self._content[start + 8 : int(self._ends[number])].decode("utf-8", "replace")
+
+    def __iter__(self) -> Iterator[str]:
+        start = 0
+        for end in self._ends.tolist():
+            yield self._content[start + 8 : end].decode("utf-8", "replace")
+            start = end
 
 
 class GgufFile:
@@ -69,14 +68,14 @@ class GgufFile:
     """
 
     metadata: Mapping[str, object]
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, StoredTensor]
 
     def __init__(self, path: str | Path, *, alone: bool = False) -> None:
         """alone: open no other parts."""
         self.path = Path(path)
         self.files = [FileBytes(self.path)]
         try:
-            self._parse(_Cursor(self.files[0]))
+            self._parse(_Cursor(self.path, self.files[0].size, self.files[0].read))
             if not alone and (number := self._part()) is not None:
                 self._join(number)
         except BaseException:
@@ -94,9 +93,8 @@ class GgufFile:
         return number if isinstance(number, int) and isinstance(count, int) and count > 1 else None
 
     def _join(self, number: int) -> None:
-        """Add the tensors of the other parts, which are in the same folder."""
-        count, found = self.metadata["split.count"], _PART_NAME.fullmatch(self.path.name)
-        if found is None or int(found["count"]) != count or int(found["number"]) != number + 1:
+        count, name = self.metadata["split.count"], _PART_NAME.fullmatch(self.path.name)
+        if name is None or int(name["count"]) != count or int(name["number"]) != number + 1:
             raise LoadError(
                 f"{self.path} is part {number + 1} of {count}, but its name does not say so; give it the name that it "
                 f"was published under, which ends with -{number + 1:05}-of-{count:05}.gguf."
@@ -125,36 +123,35 @@ class GgufFile:
                 raise LoadError(f"{self.path} has the metadata key {key!r} twice; download it again.")
             metadata[key] = value
         self.metadata = MappingProxyType(metadata)
-        entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
-        self._place(entries, cursor.position)
+        self._place([_tensor(cursor, self.files[0]) for _ in range(tensor_count)], cursor.position)
 
-    def _place(self, entries: list[_Entry], header_end: int) -> None:
+    def _place(self, entries: list[StoredTensor], header_end: int) -> None:
         """Converts offsets into the data section to offsets into the file, and checks them."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise LoadError(f"{self.path} has the alignment {alignment!r}, which is not a power of two.")
         data_start = -(-header_end // alignment) * alignment
-        tensors: dict[str, GgufTensor] = {}
-        for entry in entries:
-            tensor = entry.at(self.files[0], data_start)
-            if tensor.name in tensors:
-                raise LoadError(f"{self.path} has the tensor {tensor.name!r} twice; download it again.")
-            if tensor.offset + tensor.nbytes > self.files[0].size:
+        tensors: dict[str, StoredTensor] = {}
+        for tensor in entries:
+            if tensor.label in tensors:
+                raise LoadError(f"{self.path} has the tensor {tensor.label!r} twice; download it again.")
+            end = data_start + tensor.offset + tensor.nbytes
+            if end > self.files[0].size:
                 raise LoadError(
-                    f"{self.path} is truncated: the tensor {tensor.name!r} ends at byte "
-                    f"{tensor.offset + tensor.nbytes:,}, the file at {self.files[0].size:,}; download it again."
+                    f"{self.path} is truncated: the tensor {tensor.label!r} ends at byte {end:,}, the file at "
+                    f"{self.files[0].size:,}; download it again."
                 )
-            tensors[tensor.name] = tensor
+            tensors[tensor.label] = replace(tensor, offset=data_start + tensor.offset)
         self.tensors = MappingProxyType(tensors)
 
 
 def part_paths(path: Path) -> list[Path]:
     """The paths of a model's parts, in order, given any of them; `path` alone if its name has no number of a part."""
-    found = _PART_NAME.fullmatch(path.name)
-    if found is None:
+    name = _PART_NAME.fullmatch(path.name)
+    if name is None:
         return [path]
-    count = found["count"]
-    return [path.with_name(f"{found['stem']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+    count = name["count"]
+    return [path.with_name(f"{name['stem']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
 
 
 def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:
@@ -162,7 +159,8 @@ def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:
 
     where: the file's name, for errors.
     """
-    cursor, metadata = _Cursor(_Beginning(Path(where), content)), dict[str, object]()
+    cursor = _Cursor(Path(where), len(content), lambda offset, count: content[offset : offset + count])
+    metadata: dict[str, object] = {}
     _, entry_count = _counts(cursor)
     with suppress(LoadError):  # the end of `content`
         metadata.update(_entries(cursor, entry_count))
@@ -190,82 +188,46 @@ def _entries(cursor: _Cursor, count: int) -> Iterator[tuple[str, object]]:
         yield cursor.string(_MAX_KEY), cursor.value(cursor.number("<u4"))
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor's entry in the header: dimensions with the fastest first, offset from the start of the data."""
-
-    name: str
-    dims: tuple[int, ...]
-    type_id: int
-    offset: int
-
-    def at(self, file: FileBytes, data_start: int) -> GgufTensor:
-        path = file.path
-        try:
-            dtype, block, block_bytes = TYPES[self.type_id]
-        except KeyError:
-            raise LoadError(
-                f"{path} stores the tensor {self.name!r} in type number {self.type_id}, which is unknown; "
-                "use a file quantized to Q4_K, Q6_K, Q8_0 or F16."
-            ) from None
-        if (self.dims[0] if self.dims else 1) % block:
-            raise LoadError(
-                f"{path}: rows of the tensor {self.name!r} have {self.dims[0]} values, not a multiple of the {block} "
-                f"in a block of {dtype}."
-            )
-        return GgufTensor(
-            self.name,
-            self.dims[::-1],
-            dtype,
-            data_start + self.offset,
-            prod(self.dims) // block * block_bytes,
-            file,
-        )
-
-
-def _tensor_entry(cursor: _Cursor) -> _Entry:
+def _tensor(cursor: _Cursor, file: FileBytes) -> StoredTensor:
+    """A tensor's entry in the header, whose offset counts from the start of the data."""
     name = cursor.string(_MAX_KEY)
-    rank = int(cursor.number("<u4"))
+    rank = cursor.number("<u4")
     if rank > _MAX_DIMS:
         raise LoadError(f"{cursor.path} gives the tensor {name!r} {rank} dimensions; at most {_MAX_DIMS} are allowed.")
-    dims = tuple(int(cursor.number("<u8")) for _ in range(rank))
-    return _Entry(name, dims, int(cursor.number("<u4")), int(cursor.number("<u8")))
-
-
-@dataclass(frozen=True)
-class _Beginning:
-    """The first bytes of a file that is not on this machine."""
-
-    path: Path
-    content: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.content)
-
-    def read(self, offset: int, count: int) -> bytes:
-        return self.content[offset : offset + count]
+    dims = tuple(cursor.number("<u8") for _ in range(rank))  # the fastest first
+    type_id, offset = cursor.number("<u4"), cursor.number("<u8")
+    if type_id not in TYPES:
+        raise LoadError(
+            f"{cursor.path} stores the tensor {name!r} in type number {type_id}, which is unknown; use a file "
+            "quantized to Q4_K, Q6_K, Q8_0 or F16."
+        )
+    dtype, block, _ = TYPES[type_id]
+    if (dims[0] if dims else 1) % block:
+        raise LoadError(
+            f"{cursor.path}: rows of the tensor {name!r} have {dims[0]} values, not a multiple of the {block} in a "
+            f"block of {dtype}."
+        )
+    return StoredTensor(file, name, dims[::-1], dtype, offset)
 
 
 class _Cursor:
     """Reads the header from front to back; every length is checked against the file before memory is allocated."""
 
-    def __init__(self, source: FileBytes | _Beginning) -> None:
-        self.path = source.path
+    def __init__(self, path: Path, size: int, read: Callable[[int, int], bytes]) -> None:
+        """size: bytes of the file. read: returns some of them, given an offset and a count."""
+        self.path, self._size, self._read = path, size, read
         self.position = 0
-        self._source = source
         self._buffer = bytearray()
 
     def _need(self, end: int) -> None:
-        """Read the bytes up to `end` into the buffer."""
         if end <= len(self._buffer):
             return
-        if end <= self._source.size:
+        if end <= self._size:
             have = len(self._buffer)
-            self._buffer += self._source.read(have, max(end - have, _READ_AHEAD))
+            self._buffer += self._read(have, max(end - have, _READ_AHEAD))
         if end > len(self._buffer):
             raise LoadError(
-                f"{self.path} is truncated or damaged: its header extends beyond byte {self._source.size:,}, "
+                f"{self.path} is truncated or damaged: its header extends beyond byte {self._size:,}, "
                 "the end of the file; download it again."
             )
 
@@ -281,7 +243,7 @@ class _Cursor:
     def count(self, item_bytes: int) -> int:
         """A 64-bit count of items that take at least `item_bytes` each. Raises LoadError if the file is too short."""
         count = self.number("<u8")
-        if count * item_bytes > self._source.size - self.position:
+        if count * item_bytes > self._size - self.position:
             raise LoadError(
                 f"{self.path} is truncated or damaged: its header counts {count:,} entries, more than the file can "
                 "hold; download it again."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.file_bytes import FileBytes
-from polarlm.model_loaders.files.gguf_file import GgufFile, GgufTensor, beginning_of_metadata
+from polarlm.model_loaders.files.gguf_file import GgufFile, beginning_of_metadata
 from polarlm.model_loaders.files.pooling import dense_of_gguf
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import fit
@@ -47,18 +46,26 @@ _MISTRAL = {
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)(\[\d+\])?")
 _SCALED = "NVFP4"  # a tensor `x.weight` of this type is multiplied by the number in `x.scale`, if that exists
-_ROPE_DIVISORS = "rope_freqs.weight"
+_ROPE_DIVISORS, _EMBEDDING = "rope_freqs.weight", "token_embd.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 
 def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     """(configuration, weights). Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
     arch, family, layout = _family(gguf.metadata, gguf.path)
-    config = replace(configure(_fields(gguf, f"{arch}.", family, layout)), dense=dense_of_gguf(gguf))
+    shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
+    longrope = _longrope(gguf, arch) if shapes.keys() >= set(_LONGROPE.values()) else None
+    fields = _fields(gguf.path, gguf.metadata, shapes, arch, family, layout, longrope)
+    config = replace(configure(fields), dense=dense_of_gguf(gguf))
     whole = next((one for one in config.attentions.values() if one.window is None), config.attention)
-    _check_head_channels(gguf, f"{arch}.", whole)
+    _check_head_channels(gguf, arch, whole)
     if _ROPE_DIVISORS in gguf.tensors:
-        divisors = _checked_divisors(gguf, whole)
+        divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), whole.rotated // 2
+        if len(divisors) != pairs:
+            raise LoadError(
+                f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {gguf.tensors[_ROPE_DIVISORS].dtype} "
+                f"({len(divisors)},), but RoPE needs F32 ({pairs},); use another file of the model."
+            )
 
         def divided(one: Attention) -> Attention:
             has_others = one.rope is None or (one.rope, one.rotated) != (whole.rope, whole.rotated)
@@ -80,20 +87,10 @@ def sizes_from_beginning(content: bytes, where: str) -> ModelConfig | None:
     arch, family, layout = _family(metadata, where)
     rows, columns = (metadata.get(f"{arch}.{key}") for key in ("vocab_size", _KEYS["hidden_size"]))
     shape = tuple(number if isinstance(number, int) else 1 for number in (rows, columns))
-    embedding = GgufTensor("token_embd.weight", shape, "F32", 0, 0)
     try:
-        return configure(_fields(_Head(where, metadata, {embedding.name: embedding}), f"{arch}.", family, layout))
+        return configure(_fields(where, metadata, {_EMBEDDING: shape}, arch, family, layout))
     except LoadError:
         return None  # the whole file may have what its beginning lacks
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The header of a GGUF file."""
-
-    path: str | Path
-    metadata: Mapping[str, object]
-    tensors: Mapping[str, GgufTensor]
 
 
 def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str, GgufLayout]:
@@ -106,65 +103,70 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
             f"supported are {', '.join(sorted(layouts))} (Mistral's files call themselves llama)."
         )
     family, layout = layouts[arch]
-    _refuse_unsupported(metadata, where, f"{arch}.", layout.keys)
+
+    def is_on(key: str) -> bool:
+        return bool(metadata.get(f"{arch}.{key}"))
+
+    if is_on("expert_count") and "expert_count" not in layout.keys.values() and arch != "llama":
+        raise LoadError(f"{where} holds a mixture of experts, which {arch} models have not; use another file.")
+    if metadata.get(f"{arch}.attention.causal") is False and "layer_norm_eps" not in layout.keys:
+        raise LoadError(
+            f"{where} holds an embedding model, whose tokens attend to later ones ({arch}.attention.causal is false): "
+            "it cannot generate text; use a generative model."
+        )
+    if is_on("rope.scaling.yarn_log_multiplier"):
+        raise LoadError(f"{where} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
     return arch, family, layout
 
 
-def _refuse_unsupported(
-    metadata: Mapping[str, object], where: str | Path, prefix: str, keys: Mapping[str, str]
-) -> None:
-    def given(key: str) -> object:
-        """The value of a key; None if it is 0, false or empty, which switches the feature off."""
-        return metadata.get(key) or None
-
-    if given(prefix + "expert_count") and "expert_count" not in keys.values() and prefix != "llama.":
-        raise LoadError(f"{where} holds a mixture of experts, which {prefix[:-1]} models have not; use another file.")
-    if metadata.get(prefix + "attention.causal") is False and "layer_norm_eps" not in keys:
-        raise LoadError(
-            f"{where} holds an embedding model, whose tokens attend to later ones ({prefix}attention.causal is "
-            "false): it cannot generate text; use a generative model."
-        )
-    if given(prefix + "rope.scaling.yarn_log_multiplier"):
-        raise LoadError(f"{where} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
-
-
-def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout) -> Fields:
-    """The metadata under Hugging Face's keys, with the file's own keys for error messages."""
-    metadata, keys = gguf.metadata, {**_KEYS, **layout.keys}
-    names = {ours: prefix + theirs for ours, theirs in {**keys, **_ROPE_KEYS}.items()}
-    values = {ours: metadata.get(names[ours]) for ours in keys}
-    names["rope_parameters"] = prefix + "rope.scaling"
-    names["model_type"] = "general.architecture"
-    values["model_type"], values["gguf_architecture"] = family, prefix[:-1]
-    values["rope_parameters"] = _rope_parameters(metadata, prefix)
-    if isinstance(gguf, GgufFile) and gguf.tensors.keys() >= set(_LONGROPE.values()):
+def _fields(
+    where: str | Path,
+    metadata: Mapping[str, object],
+    shapes: Mapping[str, tuple[int, ...]],
+    arch: str,
+    family: str,
+    layout: GgufLayout,
+    longrope: Mapping[str, object] | None = None,
+) -> Fields:
+    """The metadata under Hugging Face's keys, with the file's own keys for error messages. shapes: of its tensors."""
+    keys = {**_KEYS, **layout.keys}
+    names = {ours: f"{arch}.{theirs}" for ours, theirs in {**keys, **_ROPE_KEYS}.items()}
+    values: dict[str, object] = {ours: metadata.get(names[ours]) for ours in keys}
+    names |= {"rope_parameters": f"{arch}.rope.scaling", "model_type": "general.architecture"}
+    if longrope is not None:
         names |= _LONGROPE
-        values["rope_parameters"] = _longrope(gguf, prefix)
-    values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
-    values["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
-    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in gguf.tensors
-    keys_alone = (name for name in gguf.tensors if name.endswith(".attn_k.weight"))
-    values["attention_k_eq_v"] = any(name.replace("attn_k", "attn_v") not in gguf.tensors for name in keys_alone)
-    values["tie_word_embeddings"] = "output.weight" not in gguf.tensors  # overrides the family's default
-    embedding = gguf.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise LoadError(f"{gguf.path} holds no token embedding, so it is not a whole model; use another file.")
-    values["vocab_size"] = embedding.shape[0]
-    types, head = (gguf.tensors.get(name) for name in ("token_types.weight", "cls.output.weight"))
-    values["type_vocab_size"] = 0 if types is None else types.shape[0]
-    values["num_labels"] = None if head is None else head.shape[0]
-    values["has_score_dense"] = "cls.weight" in gguf.tensors
+    if len(shapes.get(_EMBEDDING, ())) != 2:
+        raise LoadError(f"{where} holds no token embedding, so it is not a whole model; use another file.")
+    values |= {"model_type": family, "gguf_architecture": arch, **_said_by_tensors(shapes)}
+    values["rope_parameters"] = _rope_parameters(metadata, arch) if longrope is None else longrope
     if family == "llama":  # the architecture of other families, too
-        names |= {key: prefix + theirs for key, theirs in _MISTRAL.items()}
+        names |= {key: f"{arch}.{theirs}" for key, theirs in _MISTRAL.items()}
         values |= {key: metadata.get(names[key]) or None for key in _MISTRAL}
         if values["num_local_experts"] is not None:
             values["model_type"] = "mixtral"
         elif values["sliding_window"] is not None:
             values["model_type"] = "mistral"
-    return Fields({**values, **layout.implied(values)}, gguf.path, names)
+    return Fields({**values, **layout.implied(values)}, where, names)
 
 
-def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, object]:
+def _said_by_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Values that files say by the tensors that they have. shapes: by the tensors' names."""
+    keys_alone = (name for name in shapes if name.endswith(".attn_k.weight"))
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in shapes,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
+        "attention_k_eq_v": any(name.replace("attn_k", "attn_v") not in shapes for name in keys_alone),
+        "tie_word_embeddings": "output.weight" not in shapes,  # overrides the family's default
+        "vocab_size": shapes[_EMBEDDING][0],
+        "type_vocab_size": shapes.get("token_types.weight", (0,))[0],
+        "num_labels": next(iter(shapes.get("cls.output.weight", ())), None),
+        "has_score_dense": "cls.weight" in shapes,
+    }
+
+
+def _rope_parameters(metadata: Mapping[str, object], arch: str) -> dict[str, object]:
+    prefix = f"{arch}."
     rope = {ours: metadata[prefix + key] for ours, key in _ROPE_KEYS.items() if prefix + key in metadata}
     if "factor" not in rope and prefix + "rope.scale_linear" in metadata:  # the key of older files
         rope["factor"] = metadata[prefix + "rope.scale_linear"]
@@ -181,45 +183,35 @@ def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, o
     return rope
 
 
-def _check_head_channels(gguf: GgufFile, prefix: str, attention: Attention) -> None:
+def _check_head_channels(gguf: GgufFile, arch: str, attention: Attention) -> None:
     for key, meaning, wanted in (
         ("attention.value_length", "values", attention.head_dim),
         ("rope.dimension_count", "RoPE", attention.rotated),
     ):
-        channels = gguf.metadata.get(prefix + key, wanted)
+        channels = gguf.metadata.get(f"{arch}.{key}", wanted)
         if channels != wanted:
             raise LoadError(
-                f"{gguf.path}: {prefix}{key} is {channels!r}, but keys have {attention.head_dim} channels per head; "
+                f"{gguf.path}: {arch}.{key} is {channels!r}, but keys have {attention.head_dim} channels per head; "
                 f"another number for {meaning} is not supported."
             )
 
 
-def _longrope(gguf: GgufFile, prefix: str) -> dict[str, object]:
+def _longrope(gguf: GgufFile, arch: str) -> dict[str, object]:
     """Phi-3's RoPE, whose kind is not in the metadata."""
     rope: dict[str, object] = {key: list(_divisors(gguf, label)) for key, label in _LONGROPE.items()}
-    factor, context = (gguf.metadata.get(f"{prefix}rope.scaling.{key}") for key in ("attn_factor", _ORIGINAL_CONTEXT))
+    factor, context = (gguf.metadata.get(f"{arch}.rope.scaling.{key}") for key in ("attn_factor", _ORIGINAL_CONTEXT))
     return {**rope, "rope_type": "longrope", "attention_factor": factor, "original_max_position_embeddings": context}
 
 
-def _checked_divisors(gguf: GgufFile, attention: Attention) -> tuple[float, ...]:
-    """Llama 3.1's RoPE as one divisor per channel pair, which the converter computed."""
-    divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), attention.rotated // 2
-    if len(divisors) != pairs:
-        raise LoadError(
-            f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {gguf.tensors[_ROPE_DIVISORS].dtype} ({len(divisors)},), "
-            f"but RoPE needs F32 ({pairs},); use another file of the model."
-        )
-    return divisors
-
-
 def _divisors(gguf: GgufFile, label: str) -> tuple[float, ...]:
+    """RoPE as one divisor per channel pair, which the converter computed."""
     entry = gguf.tensors[label]
     if len(entry.shape) != 1 or entry.dtype != "F32":
         raise LoadError(
             f"{gguf.path}: the tensor {label} is {entry.dtype} {entry.shape}, but RoPE needs F32 and one dimension; "
             "use another file of the model."
         )
-    divisors = _file(entry).view(entry.offset, entry.nbytes).view("<f4").astype(np.float64)
+    divisors = entry.source.view(entry.offset, entry.nbytes).view("<f4").astype(np.float64)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
         raise LoadError(f"{gguf.path}: the tensor {label} holds values that are not positive numbers.")
     return tuple(float(divisor) for divisor in divisors)
@@ -233,7 +225,7 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
         spec.gguf: spec.taken.source if spec.taken is not None and of_label[spec.gguf] > 1 else spec.name
         for spec in specs
     }
-    found = {}
+    stored = {}
     for label, entry in gguf.tensors.items():
         weight = gguf.tensors.get(f"{label.rpartition('.')[0]}.weight")
         if label.endswith((".scale", ".input_scale")) and weight is not None and weight.dtype == _SCALED:
@@ -242,20 +234,19 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
         for part, tensor in _of_experts(entry):
             match = _LAYER_TENSOR.fullmatch(part)
             name = names.get(part, f"model.layers.{match[1]}.{match[2]}.{match[3]}{match[4] or ''}" if match else part)
-            found[name] = tensor if factor == 1 else replace(tensor, factor=factor)
-    return found
+            stored[name] = tensor if factor == 1 else replace(tensor, factor=factor)
+    return stored
 
 
-def _of_experts(entry: GgufTensor) -> Iterator[tuple[str, StoredTensor]]:
+def _of_experts(whole: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """The name and the tensor of each expert in a tensor of all experts; a tensor that is none, under its own name."""
-    file = _file(entry)
-    if not entry.name.rpartition(".")[0].endswith("_exps") or len(entry.shape) < 2:
-        yield entry.name, StoredTensor(file, entry.name, entry.shape, entry.dtype, entry.offset)
+    if not whole.label.rpartition(".")[0].endswith("_exps") or len(whole.shape) < 2:
+        yield whole.label, whole
         return
-    count, *shape = entry.shape
+    count, *shape = whole.shape
     for expert in range(count):
-        at = entry.offset + entry.nbytes // count * expert
-        yield f"{entry.name}[{expert}]", StoredTensor(file, entry.name, tuple(shape), entry.dtype, at)
+        offset = whole.offset + whole.nbytes // count * expert
+        yield f"{whole.label}[{expert}]", replace(whole, shape=tuple(shape), offset=offset)
 
 
 def _factor(gguf: GgufFile, label: str) -> float:
@@ -268,9 +259,4 @@ def _factor(gguf: GgufFile, label: str) -> float:
             f"{gguf.path}: the tensor {label} is {entry.dtype} {entry.shape}, but a scale is one number in F32; use "
             "another file of the model."
         )
-    return float(_file(entry).view(entry.offset, 4).view("<f4")[0])
-
-
-def _file(entry: GgufTensor) -> FileBytes:
-    assert entry.file is not None
-    return entry.file
+    return float(entry.source.view(entry.offset, 4).view("<f4")[0])

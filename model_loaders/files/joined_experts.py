@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -78,16 +79,21 @@ def taken_apart(
     Raises LoadError for a tensor of another shape or type, and if one of the two of MXFP4 is missing.
     """
     step, rows = len(names), size * len(names)
-    found: dict[str, StoredTensor] = {}
-    if whole := tensors.get(name):
-        _check(whole, (count, columns, rows), PLAIN)
-        found |= _columns(whole, names, ".weight", (size, columns))
-    if whole := tensors.get(f"{name}_bias"):
-        _check(whole, (count, rows), PLAIN)
-        found |= _columns(whole, names, ".bias", (size,))
+    parts = [(expert, first, each.format(expert)) for expert in range(count) for first, each in enumerate(names)]
+    taken: dict[str, StoredTensor] = {}
+    kinds: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = [
+        ("", ".weight", (size, columns), (count, columns, rows)),
+        ("_bias", ".bias", (size,), (count, rows)),
+    ]
+    for suffix, kind, shape, stored in kinds:
+        if whole := tensors.get(name + suffix):
+            _check(whole, stored, PLAIN)
+            for expert, first, each in parts:
+                at = whole.offset + expert * size_of(whole.dtype, prod(stored[1:]))
+                taken[each + kind] = _Columns(whole.source, whole.label, shape, whole.dtype, at, first=first, step=step)
     codes, scales = tensors.get(f"{name}_blocks"), tensors.get(f"{name}_scales")
     if codes is None and scales is None:
-        return found
+        return taken
     if codes is None or scales is None:
         place = next(one for one in (codes, scales) if one is not None).source.path
         lacking = f"{name}_{'blocks' if codes is None else 'scales'}"
@@ -97,21 +103,13 @@ def taken_apart(
     blocks = columns // _BLOCK
     _check(codes, (count, rows, blocks, _CODES), ("U8",))
     _check(scales, (count, rows, blocks), ("U8",))
-    for expert in range(count):
+    shape = size, columns
+    for expert, first, each in parts:
         at, scales_at = (t.offset + expert * rows * w for t, w in ((codes, blocks * _CODES), (scales, blocks)))
-        for first, each in enumerate(names):
-            found[f"{each.format(expert)}.weight"] = _Blocks(
-                codes.source,
-                codes.label,
-                (size, columns),
-                "MXFP4",
-                at,
-                scales=scales,
-                scales_at=scales_at,
-                first=first,
-                step=step,
-            )
-    return found
+        taken[f"{each}.weight"] = _Blocks(
+            codes.source, codes.label, shape, "MXFP4", at, scales=scales, scales_at=scales_at, first=first, step=step
+        )
+    return taken
 
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
@@ -148,19 +146,6 @@ def split_layers(
                 name = f"{before}{experts}{expert}.{names[part]}.weight"
                 tensors[name] = replace(whole, shape=shape, offset=offset)
     return tensors
-
-
-def _columns(whole: StoredTensor, names: tuple[str, ...], kind: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-    """The tensors of each expert in a tensor of all of them, whose columns are their rows."""
-    found: dict[str, StoredTensor] = {}
-    step = len(names)
-    for expert in range(whole.shape[0]):
-        at = whole.offset + expert * size_of(whole.dtype, step * int(np.prod(shape)))
-        for first, name in enumerate(names):
-            found[f"{name.format(expert)}{kind}"] = _Columns(
-                whole.source, whole.label, shape, whole.dtype, at, first=first, step=step
-            )
-    return found
 
 
 def _check(tensor: StoredTensor, shape: tuple[int, ...], types: tuple[str, ...]) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from polarlm.model_loaders.config import Dense
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.gguf_file import GgufFile
-from polarlm.model_loaders.files.safetensors_source import SINGLE, open_safetensors
-from polarlm.model_loaders.files.tensors import StoredWeights
+from polarlm.model_loaders.files.safetensors_source import SINGLE
 
 _GGUF = {1: "mean", 2: "cls", 3: "last"}
 _KEYS = {
@@ -41,60 +40,42 @@ def pooling_of_folder(folder: Path) -> str | None:
 
     Raises LoadError for modules that change vectors in another way, and for another pooling.
     """
-    found = None
-    for kind, where in _modules(folder):
-        if kind == "Pooling":
-            found = _of_module(Fields(read_json(where / "config.json"), where / "config.json"))
-    return found
+    poolings = [_of_module(Fields.read(where / "config.json")) for where in _modules(folder, "Pooling")]
+    return poolings[-1] if poolings else None
 
 
 def prompts_of_folder(folder: Path) -> Prompts:
     """The prompts in config_sentence_transformers.json; none without that file. Raises LoadError."""
-    path = folder / "config_sentence_transformers.json"
-    fields = Fields(read_json(path, required=False), path)
-    given = fields.section("prompts")
-    texts = {} if given is None else {name: given.text(name) for name in given.given()}
+    fields = Fields.read(folder / "config_sentence_transformers.json", required=False)
+    named = fields.section("prompts")
+    texts = {} if named is None else {name: named.text(name) for name in named.present()}
     default = fields.text("default_prompt_name") if fields.has("default_prompt_name") else None
     if default is not None and default not in texts:
         raise fields.refuse("default_prompt_name", "which is not among the prompts")
-    if any(texts.values()):
-        for kind, where in _modules(folder):
-            if kind == "Pooling":
-                pooling = where / "config.json"
-                Fields(read_json(pooling), pooling).require("include_prompt", wanted=True)
+    for where in _modules(folder, "Pooling") if any(texts.values()) else ():
+        Fields.read(where / "config.json").require("include_prompt", wanted=True)
     return Prompts(texts, default)
 
 
 def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
     """The products after pooling, and the folders that hold their weights. Raises LoadError."""
-    found, folders = [], []
-    for kind, where in _modules(folder):
-        if kind != "Dense":
-            continue
-        fields = Fields(read_json(where / "config.json"), where / "config.json")
+    products, folders = [], _modules(folder, "Dense")
+    for where in folders:
+        fields = Fields.read(where / "config.json")
         for key in ("module_input_name", "module_output_name"):  # others are of a vector for each token
             fields.require(key, "sentence_embedding")
         activation = fields.text("activation_function", "Tanh").rpartition(".")[2]
         if activation not in ("Identity", "Tanh"):
             raise fields.refuse("activation_function", "but only Identity and Tanh are supported")
         inputs, outputs = (fields.integer(key, maximum=_MOST_NUMBERS) for key in ("in_features", "out_features"))
-        found.append(Dense(inputs, outputs, bias=fields.flag("bias", True), tanh=activation == "Tanh"))
-        folders.append(where)
+        products.append(Dense(inputs, outputs, bias=fields.flag("bias", True), tanh=activation == "Tanh"))
         if not (where / SINGLE).is_file():
             raise LoadError(f"{where} has no {SINGLE}, the weights of its module; download the model completely.")
-    return tuple(found), folders
+    return tuple(products), folders
 
 
-def with_dense(weights: StoredWeights, folders: list[Path]) -> StoredWeights:
-    """`weights`, and the weights of the products in `folders`. Raises LoadError."""
-    for number, folder in enumerate(folders):
-        own = open_safetensors(folder)
-        weights = weights.beside(own.renamed(lambda name: f"model.dense.{number}.{name.removeprefix('linear.')}"))  # noqa: B023
-    return weights
-
-
-def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """The kind and the folder of each module in modules.json, in order; none without that file. Raises LoadError."""
+def _modules(folder: Path, wanted: str) -> list[Path]:
+    """The folders of the modules of a kind in modules.json, in order; none without that file. Raises LoadError."""
     path = folder / "modules.json"
     try:
         modules = json.loads(path.read_bytes())
@@ -104,25 +85,25 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         raise LoadError(f"{path} cannot be read ({error}); download it again.") from None
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise LoadError(f"{path} should hold a list of objects; download it again.")
-    found = []
+    folders = []
     for module in modules:
         kind, where = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind not in _ARITHMETIC:
             raise LoadError(f"{path} has a module {kind!r}, which is not supported; use another embedding model.")
         if Path(where).name != where.rstrip("/"):  # a file of somebody else may name a folder outside of this one
             raise LoadError(f"{path} has a module in {where!r}, which is not a folder next to it; download it again.")
-        found.append((kind, folder / where))
-    return found
+        if kind == wanted:
+            folders.append(folder / where)
+    return folders
 
 
 def _of_module(fields: Fields) -> str:
-    """The pooling in a module's configuration."""
     if fields.has("pooling_mode"):
         name = fields.text("pooling_mode")
         if name not in _NAMES:
             raise fields.refuse("pooling_mode", f"but only {', '.join(_NAMES)} are supported")
         return _NAMES[name]
-    chosen = [key for key in fields.given() if key.startswith("pooling_mode_") and fields.flag(key, False)]
+    chosen = [key for key in fields.present() if key.startswith("pooling_mode_") and fields.flag(key, False)]
     if len(chosen) != 1 or chosen[0] not in _KEYS:
         raise LoadError(
             f"{fields.where} asks for {' and '.join(chosen) or 'no pooling'}, but one of {', '.join(_KEYS)} is "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 
@@ -48,11 +48,11 @@ def open_safetensors(folder: Path) -> StoredWeights:
     try:
         for path, names in wanted.items():
             files.append(FileBytes(path))
-            found = read_header(files[-1])
-            for name in found if names is None else names:
-                if name not in found:
+            header = read_header(files[-1])
+            for name in header if names is None else names:
+                if name not in header:
                     raise LoadError(f"{path} lacks the tensor {name!r}, which {INDEX} places there; download it again.")
-                tensors[name] = found[name]
+                tensors[name] = header[name]
     except BaseException:
         for file in files:
             file.close()
@@ -63,7 +63,7 @@ def open_safetensors(folder: Path) -> StoredWeights:
 def _shards(folder: Path) -> dict[Path, set[str] | None]:
     """The files that the index names, each with the tensors that it should hold."""
     index = folder / INDEX
-    weight_map = Fields(read_json(index), index).section("weight_map")
+    weight_map = Fields.read(index).section("weight_map")
     if weight_map is None:
         raise LoadError(f"{index} lacks the key 'weight_map'; download it again.")
     shards: dict[Path, set[str] | None] = {}
@@ -83,10 +83,10 @@ def numbered_parts(folder: Path) -> list[Path]:
 
     Raises LoadError if some are missing.
     """
-    found = [part for path in sorted(folder.iterdir()) if (part := _PART.fullmatch(path.name)) is not None]
-    if not found:
+    parts = [part for path in sorted(folder.iterdir()) if (part := _PART.fullmatch(path.name)) is not None]
+    if not parts:
         return []
-    count = found[-1][1]
+    count = parts[-1][1]
     paths = [folder / f"model-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
     _check_complete(folder, paths, "although others are there without")
     return paths
@@ -123,7 +123,8 @@ def read_header(source: FileBytes) -> dict[str, StoredTensor]:
     entries = _parse(source, source.read(8, length))
     end = 0
     tensors = {}
-    for (start, stop), tensor in sorted((_entry(source, name, e, 8 + length) for name, e in entries), key=_by_place):
+    placed = (_entry(source, name, entry, 8 + length) for name, entry in entries)
+    for (start, stop), tensor in sorted(placed, key=lambda each: each[0]):
         if start != end:
             raise _damaged(source, f"the tensor {tensor.label!r} begins at byte {start:,} of the data, not at {end:,}")
         end = stop
@@ -136,10 +137,6 @@ def read_header(source: FileBytes) -> dict[str, StoredTensor]:
     if end < data_bytes:
         raise _damaged(source, f"{data_bytes - end:,} bytes follow the last tensor")
     return tensors
-
-
-def _by_place(item: tuple[tuple[int, int], StoredTensor]) -> tuple[int, int]:
-    return item[0]
 
 
 def _damaged(source: FileBytes, problem: str) -> LoadError:

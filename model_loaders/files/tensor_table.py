@@ -6,7 +6,7 @@ The table says which tensors a file must have, their names in GGUF, and the weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -79,6 +79,42 @@ class TensorSpec:
     negated_exp: bool = False
     taken: RowParts | None = None
 
+    def as_parts(self, sizes: tuple[int, ...], *parts: int, source: str = "") -> TensorSpec:
+        """The spec of a tensor that consists of parts of another; see `RowParts`. source: the other one's name, if that
+        is not this spec's."""
+        whole = source or self.name
+        return replace(self, name=f"{whole}[{','.join(map(str, parts))}]", taken=RowParts(whole, sizes, parts))
+
+    def row_order(self, interleaved: bool) -> np.ndarray | None:
+        """For each row of the tensor in a file, its row in memory, (rows,) int64; None if the order is the same.
+
+        In memory, RoPE's pairs are channels D/2 apart. In a file they are rotary_dim/2 apart, or neighbours if
+        `interleaved`; channels that RoPE does not rotate follow in the file, and are paired with each other in memory.
+        """
+        attention = self.attention
+        if attention is None or not (interleaved or attention.rotary_dim):
+            return None
+        head = head_order(attention.head_dim, attention.rotated, interleaved)
+        order = np.arange(self.shape[0])
+        rotated = self.rotated_heads * attention.head_dim
+        order[:rotated] = (order[:rotated].reshape(-1, attention.head_dim)[:, :1] + head).ravel()
+        return order
+
+
+def head_order(head_dim: int, rotary_dim: int, interleaved: bool) -> np.ndarray:
+    """`TensorSpec.row_order` of one head, (D,) int64.
+
+    >>> head_order(6, 6, interleaved=True).tolist()
+    [0, 3, 1, 4, 2, 5]
+    >>> head_order(8, 4, interleaved=False).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    rotated, passed = np.arange(rotary_dim), np.arange(head_dim - rotary_dim)
+    pairs, left = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    pair, half = (rotated // 2, rotated % 2) if interleaved else (rotated % pairs, rotated // pairs)
+    after = pairs + passed % max(1, left) + passed // max(1, left) * (head_dim // 2)
+    return np.concatenate([pair + half * (head_dim // 2), after])
+
 
 Slots = Mapping[str, tuple[TensorSpec, ...]]
 
@@ -125,45 +161,31 @@ def tensor_table(
     weights of norms. last_norm: names of the norm before the head.
     """
     e = config.hidden_size
-    top: dict[str, tuple[TensorSpec, ...]] = {
-        "embedding": (TensorSpec("model.embed_tokens.weight", "token_embd.weight", (config.vocab_size, e)),),
-    }
+    top = _top("embedding", "model.embed_tokens", "token_embd", (config.vocab_size, e))
     if config.layers[0].norms == "sums":
-        top |= _input_slots(config)
+        top |= _top("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=True)
+        if config.positions:
+            top |= _top("positions", "model.positions", "position_embd", (config.positions, e))
+        if config.token_types:
+            top |= _top("token_types", "model.token_types", "token_types", (config.token_types, e))
     else:
         top["norm"] = (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),)
     for number, dense in enumerate(config.dense):
-        names_of = f"model.dense.{number}", f"dense_{number + 2}"  # llama.cpp counts the modules before them
-        top |= _projection(f"dense_{number}", names_of, (dense.outputs, dense.inputs), has_bias=dense.bias)
+        ggml = f"dense_{number + 2}"  # llama.cpp counts the modules before them
+        shape = dense.outputs, dense.inputs
+        top |= _top(f"dense_{number}", f"model.dense.{number}", ggml, shape, has_bias=dense.bias)
     if config.scores_pairs:
-        top |= _projection("score_dense", ("model.score_dense", "cls"), (e, e), has_bias=True)
-        top |= _projection("score", ("model.score", "cls.output"), (1, e), has_bias=True)
+        top |= _top("score_dense", "model.score_dense", "cls", (e, e), has_bias=True)
+        top |= _top("score", "model.score", "cls.output", (1, e), has_bias=True)
     if not config.tied_head:
-        top["head"] = (TensorSpec("lm_head.weight", "output.weight", (config.vocab_size, e)),)
+        top |= _top("head", "lm_head", "output", (config.vocab_size, e))
     return TensorTable(top, tuple(_layer(config, names, norm_offset, layer) for layer in range(len(config.layers))))
 
 
-def _input_slots(config: ModelConfig) -> dict[str, tuple[TensorSpec, ...]]:
-    """What is added to the embeddings of an encoder, and the norm of the sum."""
-    e = config.hidden_size
-    slots: dict[str, tuple[TensorSpec, ...]] = {
-        f"embedding_norm{slot}": (TensorSpec(f"model.embedding_norm{kind}", f"token_embd_norm{kind}", (e,)),)
-        for slot, kind in (("", ".weight"), ("_bias", ".bias"))
-    }
-    for slot, name, rows in (
-        ("positions", "position_embd", config.positions),
-        ("token_types", "token_types", config.token_types),
-    ):
-        if rows:
-            slots[slot] = (TensorSpec(f"model.{slot}.weight", f"{name}.weight", (rows, e)),)
-    return slots
-
-
-def _projection(
-    slot: str, names: tuple[str, str], shape: tuple[int, int], *, has_bias: bool
+def _top(
+    slot: str, theirs: str, ggml: str, shape: tuple[int, ...], *, has_bias: bool = False
 ) -> dict[str, tuple[TensorSpec, ...]]:
-    """The slots of a matrix and its bias. names: Hugging Face's and llama.cpp's, without ".weight"."""
-    theirs, ggml = names
+    """The slots of a tensor and its bias, by Hugging Face's and llama.cpp's names without ".weight"."""
     slots: dict[str, tuple[TensorSpec, ...]] = {slot: (TensorSpec(f"{theirs}.weight", f"{ggml}.weight", shape),)}
     if has_bias:
         slots[f"{slot}_bias"] = (TensorSpec(f"{theirs}.bias", f"{ggml}.bias", shape[:1]),)
@@ -179,38 +201,29 @@ def unused(config: ModelConfig) -> set[str]:
 
 
 def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) -> Slots:
-    slots: dict[str, tuple[TensorSpec, ...]] = {}
     mixer, ffn = config.layers[layer].mixer, config.layers[layer].ffn
-    e, inputs = config.hidden_size, config.layer_embedding
-    shapes_of = _mixer_shapes(e, mixer)
-    if ffn is not None:
-        shapes_of |= {**_ffn_shapes(e, ffn), **dict.fromkeys(("ffn_norm", "ffn_post_norm"), (_one(e), False))}
-    if config.layers[layer].norms == "sums":
-        shapes_of |= dict.fromkeys(("attention_post_norm", "ffn_post_norm"), (_one(e), True))
-    shares_kv = isinstance(mixer, Attention) and mixer.shares_kv
-    if inputs:
-        shapes_of |= {"layer_gate": (_one(inputs, e), False), "layer_out": (_one(e, inputs), False)}
-        shapes_of["layer_post_norm"] = _one(e), False
-    if config.layers[layer].scaled:
-        shapes_of["layer_scale"] = _one(1), False
+    attention = mixer if isinstance(mixer, Attention) else None
+    shapes, biased = _layer_shapes(config, layer)
+    slots: dict[str, tuple[TensorSpec, ...]] = {}
     for slot, tensors in names.items():
-        if slot not in shapes_of:
+        if slot not in shapes:
             continue
-        shapes, has_bias = shapes_of[slot]
         of_experts = range(ffn.count) if isinstance(ffn, Experts) and slot in _OF_EXPERTS else (None,)
-        kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if has_bias else (".weight",)
-        if slot == "qkv" and shares_kv:
-            tensors = tensors[:1]
+        kinds = ("",) if slot in _WHOLE_NAMES else (".weight", ".bias") if slot in biased else (".weight",)
+        parts = shapes[slot]
+        if len(tensors) == 1 and len(parts) > 1:  # a fused tensor
+            parts = [((sum(shape[0] for shape, _ in parts), *parts[0][0][1:]), sum(heads for _, heads in parts))]
+        tensors = tensors[: len(parts)]  # without keys and values where a layer shares them
         # The values are a copy of the keys.
-        is_copy = slot == "qkv" and isinstance(mixer, Attention) and mixer.values_are_keys and not shares_kv
+        is_copy = slot == "qkv" and attention is not None and attention.values_are_keys and not attention.shares_kv
         for kind in kinds:
             slots[f"{slot}_bias" if kind == ".bias" else slot] = tuple(
                 TensorSpec(
                     f"model.layers.{layer}.{theirs.format(expert)}{kind}",
                     f"blk.{layer}.{ggml}{kind}" + ("" if expert is None else f"[{expert}]"),
-                    shape if kind != ".bias" else (_channels(e, mixer),) if slot in _CONVOLUTIONS else shape[:1],
+                    shape if kind != ".bias" else (_channels(mixer),) if slot in _CONVOLUTIONS else shape[:1],
                     heads,
-                    mixer if heads and isinstance(mixer, Attention) else None,
+                    attention if heads else None,
                     norm_offset if slot.endswith("norm") and slot not in _WITHOUT_OFFSET else 0.0,
                     config.hidden_size**-0.5 if slot == "router_norm" else 1.0,
                     f"model.layers.{layer}.{tensors[1][0]}{kind}" if is_copy and theirs == tensors[-1][0] else "",
@@ -218,108 +231,111 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
                     negated_exp=slot in ("delta_decay", "mamba_decay"),
                 )
                 for expert in of_experts
-                for (theirs, ggml), (shape, heads) in zip(tensors, shapes[len(tensors)], strict=True)
+                for (theirs, ggml), (shape, heads) in zip(tensors, parts, strict=True)
             )
     return slots
 
 
-_Shape = tuple[tuple[int, ...], int]  # and the number of rotated heads
-_Shapes = Mapping[int, list[_Shape]]  # by the number of tensors
+_Shape = tuple[tuple[int, ...], int]  # a tensor's shape, and how many of its heads are rotated
+_Shapes = dict[str, list[_Shape]]  # by slot
 
 
-def _mixer_shapes(e: int, mixer: Mixer) -> dict[str, tuple[_Shapes, bool]]:
-    """Slot → the shapes of its tensors, for each number of tensors that may fill it, and whether they have biases."""
+def _layer_shapes(config: ModelConfig, layer: int) -> tuple[_Shapes, set[str]]:
+    """The shapes of a layer's tensors, and the slots that have biases."""
+    e, inputs = config.hidden_size, config.layer_embedding
+    mixer, ffn, norms = config.layers[layer].mixer, config.layers[layer].ffn, config.layers[layer].norms
+    shapes, biased = _mixer_shapes(e, mixer)
+    if ffn is not None:
+        of_ffn, more = _ffn_shapes(e, ffn)
+        shapes, biased = {**shapes, **of_ffn, "ffn_norm": _one(e), "ffn_post_norm": _one(e)}, biased | more
+    if norms == "sums":
+        biased |= {"attention_post_norm", "ffn_post_norm"}
+    if inputs:
+        shapes |= {"layer_gate": _one(inputs, e), "layer_out": _one(e, inputs), "layer_post_norm": _one(e)}
+    if config.layers[layer].scaled:
+        shapes["layer_scale"] = _one(1)
+    return shapes, biased
+
+
+def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
     if isinstance(mixer, ShortConv):
-        return {
-            "conv_norm": (_one(e), False),
-            "conv_in": (_one(3 * e, e), mixer.bias),
-            "conv": (_one(e * mixer.width), mixer.bias),
-            "conv_out": (_one(e, e), mixer.bias),
-        }
+        shapes = {"conv_in": _one(3 * e, e), "conv": _one(e * mixer.width), "conv_out": _one(e, e)}
+        return {"conv_norm": _one(e), **shapes}, set(shapes) if mixer.bias else set()
     if isinstance(mixer, GatedDelta):
-        values = mixer.value_heads * mixer.value_dim
-        of_head: _Shape = (mixer.value_heads, e), 0
+        values, of_heads = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)
         return {
-            "delta_norm": (_one(e), False),
-            "delta_in": ({4: [((mixer.channels, e), 0), ((values, e), 0), of_head, of_head]}, False),
-            "delta_conv": (_one(mixer.channels * mixer.width), False),
-            **dict.fromkeys(("delta_decay", "delta_dt_bias"), (_one(mixer.value_heads), False)),
-            "delta_out_norm": (_one(mixer.value_dim), False),
-            "delta_out": (_one(e, values), False),
-        }
+            "delta_norm": _one(e),
+            "delta_in": [((rows, e), 0) for rows in (mixer.channels, values, mixer.value_heads, mixer.value_heads)],
+            "delta_conv": _one(mixer.channels * mixer.width),
+            "delta_decay": of_heads,
+            "delta_dt_bias": of_heads,
+            "delta_out_norm": _one(mixer.value_dim),
+            "delta_out": _one(e, values),
+        }, set()
     if isinstance(mixer, Mamba2):
-        inner = mixer.value_heads * mixer.value_dim
-        columns = inner + mixer.channels + mixer.value_heads
+        inner, of_heads = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)
         return {
-            "mamba_norm": (_one(e), False),
-            "mamba_in": (_one(columns, e), False),
-            "mamba_conv": (_one(mixer.channels * mixer.width), mixer.conv_bias),
-            **dict.fromkeys(("mamba_decay", "mamba_dt_bias", "mamba_skip"), (_one(mixer.value_heads), False)),
-            "mamba_out_norm": (_one(inner), False),
-            "mamba_out": (_one(e, inner), False),
-        }
+            "mamba_norm": _one(e),
+            "mamba_in": _one(inner + mixer.channels + mixer.value_heads, e),
+            "mamba_conv": _one(mixer.channels * mixer.width),
+            **dict.fromkeys(("mamba_decay", "mamba_dt_bias", "mamba_skip"), of_heads),
+            "mamba_out_norm": _one(inner),
+            "mamba_out": _one(e, inner),
+        }, {"mamba_conv"} if mixer.conv_bias else set()
     assert isinstance(mixer, Attention)
     return _attention_shapes(e, mixer)
 
 
-def _channels(e: int, mixer: Mixer) -> int:
-    """The channels of a mixer's convolution."""
-    return mixer.channels if isinstance(mixer, Recurrent) else e
+def _channels(mixer: Mixer) -> int:
+    assert isinstance(mixer, Recurrent | ShortConv)
+    return mixer.channels
 
 
-def _attention_shapes(e: int, mixer: Attention) -> dict[str, tuple[_Shapes, bool]]:
-    """As `_mixer_shapes`."""
+def _attention_shapes(e: int, mixer: Attention) -> tuple[_Shapes, set[str]]:
     d, h, k = mixer.head_dim, mixer.heads, mixer.kv_heads
-    per_head = mixer.qk_norm == "head"
     separate: list[_Shape] = [((h * d, e), h), ((k * d, e), k), ((k * d, e), 0)]
-    whole: _Shape = ((h + 2 * k) * d, e), h + k
-    shapes: dict[str, tuple[_Shapes, bool]] = {
-        "qkv": ({1: separate[:1]} if mixer.shares_kv else {3: separate, 1: [whole]}, mixer.qkv_bias),
-        "out": (_one(e, h * d), mixer.out_bias),
-        **dict.fromkeys(("attention_norm", "attention_post_norm"), (_one(e), False)),
+    shapes: _Shapes = {
+        "qkv": separate[:1] if mixer.shares_kv else separate,
+        "out": _one(e, h * d),
+        **dict.fromkeys(("attention_norm", "attention_post_norm"), _one(e)),
     }
     if mixer.output_gate:
-        shapes["output_gate"] = _one(h * d, e), False
+        shapes["output_gate"] = _one(h * d, e)
     if mixer.qk_norm in ("head", "all"):
-        numbers = (1, 1) if per_head else (h, k)
-        for slot, number in zip(("q_norm", "k_norm"), numbers, strict=True):
-            shapes[slot] = {1: [((number * d,), number)]}, False
+        for slot, number in (("q_norm", h), ("k_norm", k)):
+            number = 1 if mixer.qk_norm == "head" else number
+            shapes[slot] = [((number * d,), number)]
         if mixer.shares_kv:
             del shapes["k_norm"]
     if mixer.sink_scores:
-        shapes["sink_scores"] = _one(h), False
-    return shapes
+        shapes["sink_scores"] = _one(h)
+    biased = {slot for slot, has_bias in (("qkv", mixer.qkv_bias), ("out", mixer.out_bias)) if has_bias}
+    return shapes, biased
 
 
-def _ffn_shapes(e: int, ffn: Ffn) -> dict[str, tuple[_Shapes, bool]]:
-    """As `_mixer_shapes`."""
+def _ffn_shapes(e: int, ffn: Ffn) -> tuple[_Shapes, set[str]]:
+    up = _one(ffn.size, e) * (2 if is_gated(ffn.activation) else 1)  # after the gate
     if isinstance(ffn, GatedMLP):
-        return {"gate_up": (_up(ffn, e), ffn.bias), "down": (_one(e, ffn.size), ffn.bias)}
-    shapes: dict[str, tuple[_Shapes, bool]] = {
-        "router": (_one(ffn.count, e), ffn.router_bias),
-        "experts_gate_up": (_up(ffn, e), ffn.bias),
-        "experts_down": (_one(e, ffn.size), ffn.bias),
-    }
+        return {"gate_up": up, "down": _one(e, ffn.size)}, {"gate_up", "down"} if ffn.bias else set()
+    shapes: _Shapes = {"router": _one(ffn.count, e), "experts_gate_up": up, "experts_down": _one(e, ffn.size)}
+    biased = {"experts_gate_up", "experts_down"} if ffn.bias else set()
+    if ffn.router_bias:
+        biased.add("router")
     if ffn.choice_bias:
-        shapes["choice_bias"] = _one(ffn.count), False
+        shapes["choice_bias"] = _one(ffn.count)
     if ffn.factors:
-        shapes["expert_factors"] = _one(ffn.count), False
+        shapes["expert_factors"] = _one(ffn.count)
     if ffn.own_norms:
         norms = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
-        shapes |= dict.fromkeys(norms, (_one(e), False))
+        shapes |= dict.fromkeys(norms, _one(e))
     if ffn.shared is not None:
-        shapes["shared_gate_up"], shapes["shared_down"] = _ffn_shapes(e, ffn.shared).values()
+        of_shared, with_bias = _ffn_shapes(e, ffn.shared)
+        shapes |= {f"shared_{slot}": of_slot for slot, of_slot in of_shared.items()}
+        biased |= {f"shared_{slot}" for slot in with_bias}
     if ffn.shared_gate:
-        shapes["shared_gate"] = _one(1, e), False
-    return shapes
+        shapes["shared_gate"] = _one(1, e)
+    return shapes, biased
 
 
-def _one(*shape: int) -> _Shapes:
-    return {1: [(shape, 0)]}
-
-
-def _up(ffn: Ffn, e: int) -> _Shapes:
-    """Gate and up projection, in two tensors or in one; or the up projection alone."""
-    if not is_gated(ffn.activation):
-        return _one(ffn.size, e)
-    return {2: [((ffn.size, e), 0)] * 2, 1: [((2 * ffn.size, e), 0)]}
+def _one(*shape: int) -> list[_Shape]:
+    return [(shape, 0)]

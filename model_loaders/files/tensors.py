@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,10 @@ class StoredTensor:
     def row_bytes(self) -> int:
         return size_of(self.dtype, self.columns)
 
+    @property
+    def nbytes(self) -> int:
+        return size_of(self.dtype, prod(self.shape))
+
     def taking(self, rows: np.ndarray) -> StoredTensor:
         """The tensor that has only these rows of this one, int64 (count,), in this order."""
         in_file = rows if self.file_rows is None else self.file_rows[rows]
@@ -60,7 +65,7 @@ class StoredTensor:
 
     def expect(self) -> None:
         """Lets the system read all rows into memory now, since they will be read soon."""
-        self.source.expect(self.offset, self.shape[0] * self.row_bytes)
+        self.source.expect(self.offset, self.nbytes)
 
     def _file_bytes(self, start: int, stop: int) -> np.ndarray:
         """Bytes of rows start to stop in the order of the file, uint8 (rows, bytes of a row)."""
@@ -71,78 +76,43 @@ class StoredTensor:
 class StoredWeights:
     """The WeightSource of every file format: a table of tensors by their Hugging Face names.
 
-    `where`: the path that the user gave, a folder or a file.
+    where: the path that the user gave, a folder or a file. opened: the files to close.
     """
 
-    def __init__(self, where: Path, tensors: Mapping[str, StoredTensor], files: Iterable[FileBytes]) -> None:
-        self.where = where
-        self._tensors = dict(tensors)
-        self._files = tuple(files)
+    def __init__(self, where: Path, tensors: Mapping[str, StoredTensor], opened: Iterable[FileBytes]) -> None:
+        self.where, self.tensors, self.opened = where, tensors, tuple(opened)
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._tensors)
+        return frozenset(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        return self.tensors[name].shape
 
     def stored_dtype(self, name: str) -> str:
-        return self._tensors[name].dtype
-
-    def label(self, name: str) -> str:
-        """The tensor's name as the file spells it."""
-        return self._tensors[name].label if name in self._tensors else name
-
-    def file(self, name: str) -> Path:
-        """The file that holds the tensor."""
-        return self._tensors[name].source.path
+        return self.tensors[name].dtype
 
     def files(self) -> frozenset[Path]:
-        return frozenset(tensor.source.path for tensor in self._tensors.values())
+        return frozenset(tensor.source.path for tensor in self.tensors.values())
 
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         shape = len(range(*rows.indices(tensor.shape[0]))), *tensor.shape[1:]
         if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ValueError(f"{name} needs a C-contiguous float32 array {shape}, got {out.dtype} {out.shape}")
         _convert(tensor, out, rows.indices(tensor.shape[0])[0])
 
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         if tensor.added or tensor.factor != 1 or tensor.negated_exp:
             change = f"{tensor.added:g} is added to" if tensor.added else f"{tensor.factor:g} multiplies"
             raise ValueError(f"{name} differs from the file: {change} its values")
         return tensor.raw(rows)
 
     def expect(self, name: str) -> None:
-        self._tensors[name].expect()
-
-    def renamed(self, rename: Callable[[str], str]) -> StoredWeights:
-        """The same weights under other names."""
-        return StoredWeights(self.where, {rename(name): tensor for name, tensor in self._tensors.items()}, self._files)
-
-    def beside(self, others: StoredWeights) -> StoredWeights:
-        """These weights and `others`, which have other names."""
-        return StoredWeights(self.where, {**self._tensors, **others._tensors}, (*self._files, *others._files))
-
-    def changed(self, change: Callable[[Mapping[str, StoredTensor]], Mapping[str, StoredTensor]]) -> StoredWeights:
-        """The weights with the tensors that `change` makes of these."""
-        return StoredWeights(self.where, change(self._tensors), self._files)
-
-    def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float, float, bool]]) -> StoredWeights:
-        """Only these tensors, each with the given order of rows, its values times a number plus another, or −exp of
-        them. The order of row r of the stored tensor is its number in the arranged one."""
-        tensors = {}
-        for name, (order, factor, added, negated_exp) in changes.items():
-            tensor = self._tensors[name]
-            if order is not None:
-                tensor = tensor.taking(np.argsort(order))
-            if factor != 1 or added or negated_exp:  # not so the tensors of thousands of experts
-                tensor = replace(tensor, factor=factor * tensor.factor, added=added, negated_exp=negated_exp)
-            tensors[name] = tensor
-        return StoredWeights(self.where, tensors, self._files)
+        self.tensors[name].expect()
 
     def close(self) -> None:
-        for file in self._files:
+        for file in self.opened:
             file.close()
 
 

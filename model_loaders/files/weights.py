@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -16,7 +16,6 @@ import numpy as np
 from polarlm.model_loaders import families
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.files.row_order import row_order
 from polarlm.model_loaders.files.tensor_table import TensorSpec, unused
 from polarlm.model_loaders.files.tensors import PLAIN, READABLE, StoredTensor, StoredWeights, can_dequantize
 
@@ -64,72 +63,58 @@ def fit(
 
     interleaved: whether RoPE's pairs are neighbouring channels in the file. is_gguf: whether values in the file have
     `TensorSpec.offset` already, and tensors llama.cpp's names. Without an output head, the head is the embedding.
-    Raises LoadError for a tensor that is missing, has another
-    shape or an unsupported type, or belongs to a layer but is unknown to the family (it would silently be ignored).
+    Raises LoadError for a tensor that is missing, has another shape or an unsupported type, or belongs to a layer but
+    is unknown to the family (it would silently be ignored).
     """
-    names = weights.names()
-    if HEAD not in names:
+    stored = dict(weights.tensors)
+    if HEAD not in stored:
         config = replace(config, tied_head=True)
     expected = {spec.name: spec for spec in families.tensors(config).specs()}
-    copies = {name: spec.copy_of for name, spec in expected.items() if spec.copy_of in names}
-    weights = weights.changed(lambda stored: {**stored, **{name: stored[copied] for name, copied in copies.items()}})
-    weights = weights.changed(lambda stored: {**stored, **_taken(expected.values(), stored)})
-    weights = weights.changed(lambda stored: {**stored, **_flat(expected.values(), stored)})
-    names = weights.names()
-    sources = {spec.taken.source for spec in expected.values() if spec.taken is not None}
-    if missing := [name for name in expected if name not in names]:
-        listed = ", ".join(_called(expected[name], is_gguf) for name in missing[:_LISTED])
+    for spec in expected.values():
+        if (tensor := _made(spec, stored)) is not None:
+            stored[spec.name] = tensor
+    if missing := [spec for name, spec in expected.items() if name not in stored]:
+        in_folder = (spec.taken.source if spec.taken else spec.name for spec in missing[:_LISTED])
+        listed = ", ".join((spec.gguf for spec in missing[:_LISTED]) if is_gguf else in_folder)
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise LoadError(
             f"{weights.where} lacks the tensor {listed}{more}, which a {config.family} model with {len(config.layers)} "
             "layers has; download the model completely."
         )
     for name, spec in expected.items():
-        _check(weights, name, spec.shape)
-    for name in sorted(names - expected.keys() - sources - unused(config)):
+        _check(stored[name], spec.shape)
+    sources = {spec.taken.source for spec in expected.values() if spec.taken is not None}
+    for name in sorted(stored.keys() - expected.keys() - sources - unused(config)):
         if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < len(config.layers):
             raise LoadError(
-                f"{weights.where} has the tensor {weights.label(name)!r}, which a {config.family} model with this "
+                f"{weights.where} has the tensor {stored[name].label!r}, which a {config.family} model with this "
                 "configuration does not have; use a plain checkpoint of a supported model."
             )
     if config.rounded_scale:
-        config = replace(config, embedding_scale=as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
-    return config, weights.arranged(
-        {
-            name: (
-                row_order(spec, interleaved),
-                spec.factor,
-                0.0 if is_gguf else spec.offset,
-                spec.negated_exp and not is_gguf,
-            )
-            for name, spec in expected.items()
-        }
-    )
+        config = replace(config, embedding_scale=as_stored(config.embedding_scale, stored[EMBEDDING].dtype))
+    arranged = {name: _arranged(stored[name], spec, interleaved, is_gguf) for name, spec in expected.items()}
+    return config, StoredWeights(weights.where, arranged, weights.opened)
 
 
-def _taken(specs: Iterable[TensorSpec], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors that the file lacks, and that are rows of others. Those of other shapes are left out."""
-    found = {}
-    for spec in specs:
-        if spec.taken is None or spec.name in stored or spec.taken.source not in stored:
-            continue
-        whole = stored[spec.taken.source]
-        if whole.shape[0] % sum(spec.taken.sizes):
-            found[spec.name] = whole  # whose shape is then found to be wrong
-        else:
-            found[spec.name] = whole.taking(spec.taken.rows(whole.shape[0]))
-    return found
+def _made(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
+    """The tensor of a spec, made of what a file has; None if the file has no tensor to make it of."""
+    tensor = stored.get(spec.copy_of, stored.get(spec.name))
+    if tensor is None and spec.taken is not None and (whole := stored.get(spec.taken.source)) is not None:
+        # One that cannot be divided stays whole, and is then refused for its shape.
+        is_whole = whole.shape[0] % sum(spec.taken.sizes) != 0
+        tensor = whole if is_whole else whole.taking(spec.taken.rows(whole.shape[0]))
+    return replace(tensor, shape=(prod(tensor.shape),)) if tensor is not None and spec.flat else tensor
 
 
-def _flat(specs: Iterable[TensorSpec], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of flat specs, as vectors."""
-    found = ((spec.name, stored[spec.name]) for spec in specs if spec.flat and spec.name in stored)
-    return {name: replace(tensor, shape=(prod(tensor.shape),)) for name, tensor in found}
-
-
-def _called(spec: TensorSpec, is_gguf: bool) -> str:
-    """The name in a file of a tensor that is missing."""
-    return spec.gguf if is_gguf else spec.name if spec.taken is None else spec.taken.source
+def _arranged(tensor: StoredTensor, spec: TensorSpec, interleaved: bool, is_gguf: bool) -> StoredTensor:
+    """The tensor with its rows in the order of memory, and with the values that the spec asks for."""
+    order = spec.row_order(interleaved)
+    if order is not None:
+        tensor = tensor.taking(np.argsort(order))
+    added, negated_exp = (0.0, False) if is_gguf else (spec.offset, spec.negated_exp)
+    if spec.factor == 1 and not added and not negated_exp:  # as all tensors of thousands of experts
+        return tensor
+    return replace(tensor, factor=spec.factor * tensor.factor, added=added, negated_exp=negated_exp)
 
 
 def as_stored(number: float, dtype: str) -> float:
@@ -140,28 +125,28 @@ def as_stored(number: float, dtype: str) -> float:
     return float(np.float16(number)) if dtype == "F16" else number
 
 
-def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
-    if weights.shape(name) != shape:
+def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Raises LoadError for a tensor of another shape, or of a type that cannot be read."""
+    path, named, dtype = tensor.source.path, f"the tensor {tensor.label}", tensor.dtype
+    if tensor.shape != shape:
         raise LoadError(
-            f"{weights.file(name)}: the tensor {weights.label(name)} has the shape {weights.shape(name)}, "
-            f"but the configuration asks for {shape}; configuration and weights belong to different models."
+            f"{path}: {named} has the shape {tensor.shape}, but the configuration asks for {shape}; configuration and "
+            "weights belong to different models."
         )
-    dtype = weights.stored_dtype(name)
     readable = READABLE if len(shape) > 1 else PLAIN  # norms and biases are never quantized
     if dtype not in readable:
         raise LoadError(
-            f"{weights.file(name)}: the tensor {weights.label(name)} is stored as {dtype}, which is not supported "
-            f"(supported: {', '.join(readable)})."
+            f"{path}: {named} is stored as {dtype}, which is not supported (supported: {', '.join(readable)})."
         )
     if dtype not in PLAIN and not _has_gguf():
         raise LoadError(
-            f"{weights.file(name)} cannot be read without the Python package gguf: install it (pip install gguf), or "
-            "give a folder with config.json and safetensors files."
+            f"{path} cannot be read without the Python package gguf: install it (pip install gguf), or give a folder "
+            "with config.json and safetensors files."
         )
     if not can_dequantize(dtype):
         raise LoadError(
-            f"{weights.file(name)}: the tensor {weights.label(name)} is stored as {dtype}, which the installed version "
-            "of the Python package gguf cannot read; upgrade it (pip install --upgrade gguf)."
+            f"{path}: {named} is stored as {dtype}, which the installed version of the Python package gguf cannot "
+            "read; upgrade it (pip install --upgrade gguf)."
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.folder import read_configuration
 from polarlm.model_loaders.files.gguf_source import sizes_from_beginning
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
@@ -19,15 +19,17 @@ from polarlm.model_loaders.hub.choice import (
     ADAPTER_WEIGHTS,
     BESIDE_WEIGHTS,
     CONFIG,
+    PREFIX,
     HubFile,
+    HubName,
     choose_gguf,
     has_safetensors,
+    parse,
     quantization_of,
     quantizations,
     size_text,
 )
 from polarlm.model_loaders.hub.client import Client, Listing
-from polarlm.model_loaders.hub.names import PREFIX, HubName, parse
 from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 
@@ -74,8 +76,6 @@ def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
 
 
 class _Fetching:
-    """The download of one model into the cache."""
-
     def __init__(
         self,
         name: HubName,
@@ -86,23 +86,20 @@ class _Fetching:
         of_adapter: bool = False,
     ) -> None:
         self._client, self._name, self._fits = Client(), name, fits or (lambda config, size: True)
-        self._verbose, self._progress, self._of_adapter = verbose, progress, of_adapter
+        self._say, self._is_silent = verbose or (lambda text: None), verbose is None
+        self._progress, self._of_adapter = progress, of_adapter
         self._listing = Listing(name.repo, "", {})
         self._is_cut_off = False  # whether the hub cannot be reached and the listing comes from the cache
-
-    def say(self, text: str) -> None:
-        if self._verbose is not None:
-            self._verbose(text)
 
     def told(self, work: Callable[[_Fetching], T]) -> T:
         """What `work` returns, with errors of the hub and of its cache as LoadErrors."""
         try:
             return work(self)
         except (self._client.http_error, OSError) as error:
-            raise sentence(self._client, self._name, error) from error
+            raise LoadError(sentence(self._client, self._name, error)) from error
         except KeyboardInterrupt:
             if self._client.has_begun(self._name.repo):
-                self.say(RESUMES)
+                self._say(RESUMES)
             raise
 
     def run(self) -> Path:
@@ -115,7 +112,7 @@ class _Fetching:
                 raise
             self._listing = kept
             why = "HF_HUB_OFFLINE is set" if self._client.is_offline else "The hub cannot be reached"
-            self.say(f"{why}: using {self._name.repo} as it is in the cache (commit {kept.commit[:8]}).")
+            self._say(f"{why}: using {self._name.repo} as it is in the cache (commit {kept.commit[:8]}).")
             self._is_cut_off = True
             try:
                 return self._model()
@@ -124,7 +121,7 @@ class _Fetching:
                     f"{problem} This is about what the cache has; with a connection to the hub there may be more."
                 ) from error
         if self._listing.repo.lower() != self._name.repo.lower():
-            self.say(f"{self._name.repo} is called {self._listing.repo} today.")
+            self._say(f"{self._name.repo} is called {self._listing.repo} today.")
         path = self._model()
         self._client.remember(self._name, self._listing.commit)
         return path
@@ -140,7 +137,7 @@ class _Fetching:
         models = quantizations(files.values())
         if self._name.quantization is not None:
             models = [choose_gguf(self._name, files.values(), lambda size: True)]
-        config = next((found for one in models if (found := self._configuration(one.files[0])) is not None), None)
+        config = next(filter(None, (self._configuration(model.files[0]) for model in models)), None)
         if config is None:
             raise LoadError(
                 self._no_model() if not models else f"The files of {self._name.repo} do not say their sizes."
@@ -194,7 +191,7 @@ class _Fetching:
             shards = [files[SINGLE]]
         else:
             (index,) = self._fetch([files[INDEX]])
-            named = Fields(read_json(index), index).section("weight_map")
+            named = Fields.read(index).section("weight_map")
             paths = sorted({named.text(tensor) for tensor in named.names()}) if named is not None else []
             if missing := [path for path in paths if path not in files]:
                 raise LoadError(
@@ -204,7 +201,7 @@ class _Fetching:
             shards = [files[path] for path in paths]
         size = sum(file.size for file in shards)
         if not self._fits(model, size) and not all(map(self._is_here, shards)):
-            self.say(
+            self._say(
                 f"warning: the weights of {self._name} take {size_text(size)}, which leaves too little memory here for "
                 "its KV store; choose a smaller model, a GGUF file of it, or another type of weights (--weight-type)"
             )
@@ -218,12 +215,9 @@ class _Fetching:
         config = None if self._is_cut_off else self._configuration(models[0].files[0])
         chosen = choose_gguf(self._name, files, lambda size: self._fits(config, size), self._is_here)
         if self._name.quantization is None and len(models) > 1:
-            why = (
-                "which is in the cache"
-                if all(map(self._is_here, chosen.files))
-                else "the best that fits in memory here"
-            )
-            self.say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
+            is_here = all(map(self._is_here, chosen.files))
+            why = "which is in the cache" if is_here else "the best that fits in memory here"
+            self._say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
         return self._fetch(chosen.files)[0]
 
     def _configuration(self, file: HubFile) -> ModelConfig | None:
@@ -263,7 +257,7 @@ class _Fetching:
                 self._progress(done, total)
 
         with self._bar(files, total, begun) as bar:
-            return [fetch_file(client, repo, commit, file, moved, self.say) for file in files]
+            return [fetch_file(client, repo, commit, file, moved, self._say) for file in files]
 
     def _check_disk(self, size: int) -> None:
         cache = self._client.cache
@@ -280,7 +274,7 @@ class _Fetching:
 
         if total > _WORTH_SAYING:
             rest = f", {size_text(begun)} of them already there" if begun else ""
-            self.say(
+            self._say(
                 f"Downloading {self._name} ({size_text(total)}{rest}) to {self._client.repo_folder(self._name.repo)}"
             )
         return tqdm(
@@ -292,5 +286,5 @@ class _Fetching:
             unit_divisor=1024,
             leave=False,
             delay=0.3,
-            disable=None if self._verbose is not None else True,
+            disable=self._is_silent or None,
         )

@@ -1,4 +1,4 @@
-"""Chooses the files of a repository that are the model."""
+"""Names of models on the hub, `hf:user/repo` with a revision and a quantization if wanted, and the files they mean."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
-from polarlm.model_loaders.hub.names import HubName
 
+PREFIX = "hf:"
+_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s:@]+))?(:(?P<quantization>\w[\w.-]*))?", re.ASCII)
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the configuration is required
@@ -27,19 +28,8 @@ BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the confi
 )
 # The best first. Others, such as Q4_1 or UD-Q4_K_XL, follow, the largest first; weights of 16 bits or more are last.
 _PREFERRED = (
-    "Q8_0",
-    "Q6_K",
-    "Q5_K_M",
-    "Q5_K_S",
-    "Q4_K_M",
-    "Q4_K_S",
-    "IQ4_XS",
-    "IQ4_NL",
-    "Q4_0",
-    "Q3_K_L",
-    "Q3_K_M",
-    "Q3_K_S",
-    "Q2_K",
+    *("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "IQ4_XS", "IQ4_NL"),
+    *("Q4_0", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K"),
 )
 _WIDE = ("F16", "FP16", "BF16", "F32", "FP32")
 _NO_MODEL = re.compile(r"mmproj|imatrix|ggml-vocab", re.IGNORECASE)
@@ -47,6 +37,39 @@ _GGUF = re.compile(r"(?P<stem>.+?)(-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf"
 _LABEL = re.compile(
     r"(?:^|[._-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*|NVFP4))$", re.IGNORECASE | re.ASCII
 )
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model on the hub. Without a revision, the newest is meant; without a quantization, one is chosen."""
+
+    repo: str  # "user/repo"
+    revision: str | None = None  # a branch, a tag or a commit
+    quantization: str | None = None  # a GGUF file's quantization, or its name
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.repo}{revision}" + (f":{self.quantization}" if self.quantization else "")
+
+    @property
+    def short(self) -> str:
+        """The repository's name without its owner."""
+        return self.repo.partition("/")[2]
+
+
+def parse(text: str) -> HubName:
+    """The model that `[hf:]user/repo[@revision][:quantization]` names. Raises LoadError.
+
+    >>> parse("hf:user/repo@v1:Q4_K_M")
+    HubName(repo='user/repo', revision='v1', quantization='Q4_K_M')
+    """
+    match = _NAME.fullmatch(text.removeprefix(PREFIX))
+    if match is None:
+        raise LoadError(
+            f"{text!r} does not name a model on the hub: write user/repo, user/repo:Q4_K_M for one of its GGUF files, "
+            "or user/repo@main for one of its revisions."
+        )
+    return HubName(**match.groupdict())
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.hub.choice import HubFile
-from polarlm.model_loaders.hub.names import HubName
+from polarlm.model_loaders.hub.choice import HubFile, HubName
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LEAST_VERSION = 1
@@ -88,8 +87,8 @@ class Client:
         except (OSError, ValueError):
             commit = revision
         snapshot = self.repo_folder(name.repo) / "snapshots" / commit
-        found = [path for path in snapshot.rglob("*") if path.is_file()]
-        files = [HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in found]
+        paths = [path for path in snapshot.rglob("*") if path.is_file()]
+        files = [HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in paths]
         return Listing(name.repo, commit, {file.path: file for file in files}) if files else None
 
     def remember(self, name: HubName, commit: str) -> None:
@@ -115,8 +114,8 @@ class Client:
 
     def cached(self, repo: str, commit: str, path: str) -> Path | None:
         """A file's path in the cache; None if it is not there."""
-        found = self.repo_folder(repo) / "snapshots" / commit / path
-        return found if found.is_file() else None
+        file = self.repo_folder(repo) / "snapshots" / commit / path
+        return file if file.is_file() else None
 
     def placed(self, repo: str, commit: str, path: str) -> Path:
         """The path in the cache of a file whose blob is there."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import re
 
-from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.hub.choice import HubName
 from polarlm.model_loaders.hub.client import Client
-from polarlm.model_loaders.hub.names import HubName
 
 RESUMES = "The next attempt continues from what has been downloaded."
 _TOKENS = "https://huggingface.co/settings/tokens"
@@ -22,12 +21,8 @@ def cannot_be_reached(client: Client, error: Exception) -> bool:
     return isinstance(error, (client.http_error, ConnectionError, TimeoutError))
 
 
-def sentence(client: Client, name: HubName, error: Exception) -> LoadError:
+def sentence(client: Client, name: HubName, error: Exception) -> str:
     """`error` as a sentence for the user."""
-    return LoadError(_problem(client, name, error))
-
-
-def _problem(client: Client, name: HubName, error: Exception) -> str:
     hub, page, status = client.errors, f"{client.endpoint}/{name.repo}", client.status(error)
     message = _header(error, "X-Error-Message")
     if isinstance(error, hub.OfflineModeIsEnabled):

@@ -26,23 +26,24 @@ _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before the next attempt after one that 
 _TROUBLE = (500, 502, 503, 504)  # statuses of the server after which the next attempt may succeed
 
 
-class _WrongContentError(Exception):
-    """The bytes that arrived are not the file's bytes."""
-
-
 def fetch_file(client: Client, repo: str, commit: str, file: HubFile, moved: Moved, say: Callable[[str], None]) -> Path:
     """The path of `file` in the hub's cache; the file is downloaded if need be.
 
     moved: gets the number of bytes that arrived; negative for bytes that must be transferred again. Raises LoadError
     for a file with another checksum, and the errors of the transfer, after which the bytes that arrived are kept.
     """
-    if (found := client.cached(repo, commit, file.path)) is not None:
-        return found
+    if (cached := client.cached(repo, commit, file.path)) is not None:
+        return cached
     blob = client.blob(repo, file)
     blob.parent.mkdir(parents=True, exist_ok=True)
     with client.lock(repo, file, lambda: say(f"Waiting for another process, which downloads {file.name}.")):
         if not blob.exists():
-            _download(client, client.url(repo, commit, file.path), repo, file, blob, moved)
+            partial = partial_file(blob)
+            with partial.open("a+b") as sink:
+                content = _Content(sink, repo, file, moved)
+                _fill(client, client.url(repo, commit, file.path), content)
+                content.check()
+            os.replace(partial, blob)
     return client.placed(repo, commit, file.path)
 
 
@@ -51,28 +52,12 @@ def partial_file(blob: Path) -> Path:
     return blob.with_name(f"{blob.name}.http.incomplete")
 
 
-def _download(client: Client, url: str, repo: str, file: HubFile, blob: Path, moved: Moved) -> None:
-    partial = partial_file(blob)
-    with partial.open("a+b") as sink:
-        content = _Content(sink, file, moved)
-        try:
-            _fill(client, url, content)
-            content.check()
-        except _WrongContentError:
-            content.restart()
-            raise LoadError(
-                f"{file.name} of {repo} arrived with another checksum than the hub names, and was deleted: try again, "
-                "and if that does not help, look whether a proxy changes downloads."
-            ) from None
-    os.replace(partial, blob)
-
-
 class _Content:
     """The bytes of a file that have arrived, and their hash."""
 
-    def __init__(self, sink: BinaryIO, file: HubFile, moved: Moved) -> None:
+    def __init__(self, sink: BinaryIO, repo: str, file: HubFile, moved: Moved) -> None:
         """sink: a file open for appending and reading; the bytes of an earlier attempt are kept."""
-        self.file, self._sink, self._moved = file, sink, moved
+        self.file, self._repo, self._sink, self._moved = file, repo, sink, moved
         self.size = 0
         self._hash = self._new_hash()
         sink.seek(0)
@@ -83,9 +68,9 @@ class _Content:
             self.restart()
 
     def append(self, part: bytes) -> None:
-        """Append bytes. Raises _WrongContentError for more bytes than the file has, OSError if the disk is full."""
+        """Append bytes. Raises LoadError for more bytes than the file has, OSError if the disk is full."""
         if self.size + len(part) > self.file.size:
-            raise _WrongContentError
+            raise self._wrong()
         self._sink.write(part)
         self._hash.update(part)
         self.size += len(part)
@@ -98,9 +83,16 @@ class _Content:
         self.size, self._hash = 0, self._new_hash()
 
     def check(self) -> None:
-        """Raises _WrongContentError if the hash is not the file's hash."""
+        """Raises LoadError if the hash is not the file's hash."""
         if self._hash.hexdigest() != self.file.digest:
-            raise _WrongContentError
+            raise self._wrong()
+
+    def _wrong(self) -> LoadError:
+        self.restart()
+        return LoadError(
+            f"{self.file.name} of {self._repo} arrived with another checksum than the hub names, and was deleted: try "
+            "again, and if that does not help, look whether a proxy changes downloads."
+        )
 
     def _new_hash(self) -> Any:
         if self.file.lfs:
@@ -129,7 +121,6 @@ def _fill(client: Client, url: str, content: _Content) -> None:
 
 
 def _receive(client: Client, url: str, content: _Content) -> None:
-    """Fetch the missing bytes in one attempt."""
     begin = content.size
     with client.stream(url, f"bytes={begin}-" if begin else None) as response:
         if begin and response.status_code != 206:

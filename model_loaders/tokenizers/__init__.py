@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from polarlm.model_loaders.errors import LoadError, panics_told, stand_in
 from polarlm.model_loaders.fields import read_json
+from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.tokenizers import gguf_vocab, hf_json
-from polarlm.model_loaders.tokenizers._protocol import Tokenizer
+from polarlm.model_loaders.tokenizers._base import Tokenizer
 from polarlm.model_loaders.tokenizers._special import FolderSettings
-
-if TYPE_CHECKING:
-    from polarlm.model_loaders.files.gguf_file import GgufFile
 
 __all__ = ["Tokenizer", "load_for_folder", "load_for_gguf"]
 
@@ -28,26 +25,26 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     """
     whole, model = folder / "tokenizer.json", folder / "tokenizer.model"
     settings = FolderSettings(folder, config, generation, read_json(folder / "tokenizer_config.json", required=False))
-    if whole.is_file():
-        with panics_told(f"Reading {whole}"):
-            return hf_json.load(whole, settings)
-    if not model.is_file():
+    file = whole if whole.is_file() else model
+    if not file.is_file():
         others = [name for name in _OTHERS if (folder / name).is_file()]
         unread = f" ({' and '.join(others)} cannot be read)" if others else ""
         raise LoadError(
             f"{folder} has no tokenizer: put the model's tokenizer.json or tokenizer.model next to its weights{unread}."
         )
     try:
-        content = model.read_bytes()
+        content = file.read_bytes()
     except OSError as error:
-        raise LoadError(f"{model} cannot be read: {error.strerror}.") from error
-    if (problem := stand_in(model, content)) is not None:
+        raise LoadError(f"{file} cannot be read: {error.strerror}.") from error
+    if (problem := stand_in(file, content[:64])) is not None:
         raise problem
-    from polarlm.model_loaders.tokenizers import sentence_piece, tiktoken_file  # their libraries take memory
+    with panics_told(f"Reading {file}"):
+        if file == whole:
+            return hf_json.load(file, content, settings)
+        from polarlm.model_loaders.tokenizers import sentence_piece, tiktoken_file  # their libraries take memory
 
-    kind = tiktoken_file if tiktoken_file.recognises(content) else sentence_piece
-    with panics_told(f"Reading {model}"):
-        return kind.load(model, content, settings)
+        kind = tiktoken_file if tiktoken_file.recognises(content) else sentence_piece
+        return kind.load(file, content, settings)
 
 
 def load_for_gguf(gguf: GgufFile) -> Tokenizer:

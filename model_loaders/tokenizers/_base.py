@@ -10,12 +10,22 @@ from types import MappingProxyType
 
 from polarlm.model_loaders.errors import panics_told
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.tokenizers._protocol import Pair
 
 # Unicode's white space; Python counts U+001C to U+001F as well.
 _SPACE = "\t\n\v\f\r \u0085\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _SPACES = re.compile(f"[{_SPACE}]*")
 NO_ID = 2**32 - 1  # how GGUF files write that there is none
+
+
+@dataclass(frozen=True)
+class Pair:
+    """How two texts become one sequence: its first id, a text, the ids `between`, the other text, the closing id.
+
+    second_type: whether the ids after `between` have the second type of tokens.
+    """
+
+    between: tuple[int, ...]  # at least one
+    second_type: bool
 
 
 @dataclass(frozen=True)
@@ -33,14 +43,6 @@ class SpecialIds:
 
 
 @dataclass(frozen=True)
-class LeadingSpace:
-    """Where a SentencePiece-style vocabulary puts a space in front of text."""
-
-    at_start: bool = False
-    after_control: bool = False
-
-
-@dataclass(frozen=True)
 class Takes:
     """Whether a control token removes the white space around it."""
 
@@ -48,10 +50,16 @@ class Takes:
     after: bool = False
 
 
-class BaseTokenizer(ABC):
-    """Implements `Tokenizer` over two abstract methods, which each kind of vocabulary provides.
+class Tokenizer(ABC):
+    """Text to ids and back. Ids are the rows of the model's embedding, 0 to vocab_size − 1, which may have more rows.
 
-    The libraries get only plain text: control strings are found here, in the same way for all kinds.
+    A *control token* is one that the model's authors flagged special ("<|im_end|>", "</s>"): it steers the model and
+    is not text. Added tokens without that flag ("<tool_call>") are ordinary text. The libraries get only plain text:
+    control strings are found here, in the same way for all kinds.
+
+    bos_id, eos_ids, closing_id, pair: see `SpecialIds`. strips_leading_space: tokenizing adds a space to the first text
+    of a sequence, and detokenizing removes it. adds_space_after_control: tokenizing adds a space to a text that follows
+    a control token. left_out: ids without a row in the embedding: of the vocabulary, and of files beside it.
     """
 
     def __init__(
@@ -59,24 +67,21 @@ class BaseTokenizer(ABC):
         vocab_size: int,
         control: Mapping[str, int],
         special: SpecialIds,
-        space: LeadingSpace,
+        space: tuple[bool, bool] = (False, False),
         *,
         shrinks: int | None,
         lacks: bytes = b"",
         takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
-        """shrinks: the most bytes of text that normalization turns into one; None if it may drop text.
+        """space: whether tokenizing adds a space at the start of a text, and after control tokens.
 
-        lacks: bytes without an id in the vocabulary. takes: the added tokens that remove white space.
+        shrinks: the most bytes of text that normalization turns into one; None if it may drop text. lacks: bytes
+        without an id in the vocabulary. takes: the added tokens that remove white space.
         """
         self.vocab_size = vocab_size
-        self.bos_id = special.bos_id
-        self.eos_ids = special.eos_ids
-        self.closing_id = special.closing_id
-        self.pair = special.pair
-        self.strips_leading_space = space.at_start
-        self.adds_space_after_control = space.after_control
-        self._space = space
+        self.bos_id, self.eos_ids = special.bos_id, special.eos_ids
+        self.closing_id, self.pair = special.closing_id, special.pair
+        self.strips_leading_space, self.adds_space_after_control = space
         self._shrinks, self._lacks = shrinks, lacks + _SPACE.encode() if takes else lacks
         self._takes = takes
         self.left_out: tuple[range, frozenset[int]] = range(0), frozenset()
@@ -89,19 +94,19 @@ class BaseTokenizer(ABC):
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def keep_rows(self, rows: int) -> None:
+        """Leave out ids from `rows` on, which the embedding lacks: no text has them, and no sequence begins or ends
+        with one. The names of such control tokens become plain text."""
         special = self.eos_ids | {one for one in (self.bos_id, self.closing_id) if one is not None}
         beyond = frozenset(one for one in special if one >= self.vocab_size and one != NO_ID)
         self.left_out = range(rows, self.vocab_size), beyond
         self.vocab_size = rows = min(rows, self.vocab_size)
         self.eos_ids = frozenset(one for one in self.eos_ids if one < rows)
-        self.bos_id = self._kept(self.bos_id)
-        self.closing_id = self._kept(self.closing_id)
+        self.bos_id, self.closing_id = (
+            one if one is not None and one < rows else None for one in (self.bos_id, self.closing_id)
+        )
         if self.pair is not None and max(self.pair.between) >= rows:
             self.pair = None
         self._set_control({string: token_id for string, token_id in self._control.items() if token_id < rows})
-
-    def _kept(self, token_id: int | None) -> int | None:
-        return None if token_id is None or token_id >= self.vocab_size else token_id
 
     @abstractmethod
     def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
@@ -112,22 +117,29 @@ class BaseTokenizer(ABC):
         """The bytes of an id that is not a control token; b"" for a hole in the numbering."""
 
     def tokenize(self, text: str, *, control: bool = False, continued: bool = False, mark: str = "") -> list[int]:
+        """The ids of `text`, without BOS and EOS, and never truncated.
+
+        control: names of control tokens in `text` become their ids; otherwise they stay plain text.
+        continued: `text` follows other text of the same sequence, so no leading space is added to it.
+        mark: a character that is removed after control strings were found, so that it can hide some of them.
+        """
         ids: list[int] = []
-        leading_space = self._space.at_start and not continued
+        leading_space = self.strips_leading_space and not continued
         for part in self._split(_valid_unicode(text)) if control else (_valid_unicode(text),):
             if isinstance(part, int):
                 ids.append(part)
-                leading_space = self._space.after_control
+                leading_space = self.adds_space_after_control
                 continue
             plain = part.replace(mark, "") if mark else part
             if plain:
                 with panics_told("Tokenizing"):
-                    found = self._tokenize_plain(plain, leading_space)
-                ids += [one for one in found if one < self.vocab_size] if self.left_out[0] else found
+                    pieces = self._tokenize_plain(plain, leading_space)
+                ids += [one for one in pieces if one < self.vocab_size] if self.left_out[0] else pieces
                 leading_space = False
         return ids
 
     def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of ids of `text`, found without tokenizing it."""
         if self._shrinks is None:
             return 0
         size = len(_valid_unicode(text).encode().translate(None, self._lacks))
@@ -135,22 +147,26 @@ class BaseTokenizer(ABC):
 
     @cached_property
     def _longest(self) -> int:
-        """The bytes of the longest token, or of the longest name of a control token."""
         pieces = max(len(self._piece_bytes(token_id)) for token_id in range(self.vocab_size))
         return max(pieces, *(len(string.encode()) for string in self._control), 1)
 
     def token_bytes(self, token_id: int) -> bytes:
-        self._check(token_id)
+        """The bytes that an id contributes to text, b"" for a control token. Raises ValueError for an unknown id."""
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"There is no token {token_id}: ids of this vocabulary are 0 to {self.vocab_size - 1}.")
         return b"" if token_id in self._control_names else self._piece_bytes(token_id)
 
     def control_tokens(self) -> Mapping[str, int]:
+        """Name → id of the strings that `tokenize(..., control=True)` turns into one control id."""
         return MappingProxyType(self._control)
 
     def token_name(self, token_id: int) -> str:
+        """The token in readable form, for logs. Raises ValueError for an unknown id."""
         text = self.token_bytes(token_id)
         return self._control_names.get(token_id) or text.decode("utf-8", "backslashreplace")
 
     def _split(self, text: str) -> Iterator[str | int]:
+        """`text` in parts: plain text, and the ids of control tokens."""
         end = 0
         for match in self._control_pattern.finditer(text):
             plain, takes = text[end : match.start()], self._takes.get(match.group(), Takes())
@@ -159,10 +175,6 @@ class BaseTokenizer(ABC):
             after = _SPACES.match(text, match.end()) if takes.after else None
             end = after.end() if after else match.end()
         yield text[end:]
-
-    def _check(self, token_id: int) -> None:
-        if not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"There is no token {token_id}: ids of this vocabulary are 0 to {self.vocab_size - 1}.")
 
 
 def _valid_unicode(text: str) -> str:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.model_loaders.tokenizers import known_names
-from polarlm.model_loaders.tokenizers._base import SpecialIds, Takes
-from polarlm.model_loaders.tokenizers._protocol import Pair
+from polarlm.model_loaders.tokenizers._base import Pair, SpecialIds, Takes
 
 
 @dataclass(frozen=True)
@@ -20,26 +19,21 @@ class FolderSettings:
     generation: Mapping[str, object]
     tokenizer: Mapping[str, object]  # tokenizer_config.json
 
-    def added_tokens(self) -> dict[str, tuple[int, bool]]:
-        """String → (id, whether it is a control token), from tokenizer_config.json."""
+    def _added(self) -> list[tuple[int, Mapping[str, object]]]:
+        """The ids and the entries of added tokens in tokenizer_config.json."""
         added = self.tokenizer.get("added_tokens_decoder")
-        if not isinstance(added, Mapping):
-            return {}
-        return {
-            str(entry.get("content", "")): (int(token_id), bool(entry.get("special", False)))
-            for token_id, entry in added.items()
-            if str(token_id).isdecimal() and isinstance(entry, Mapping)
-        }
+        entries = added.items() if isinstance(added, Mapping) else ()
+        return [(int(i), entry) for i, entry in entries if str(i).isdecimal() and isinstance(entry, Mapping)]
+
+    def added_tokens(self) -> dict[str, tuple[int, bool]]:
+        """String → (id, whether it is a control token)."""
+        return {str(one.get("content", "")): (token_id, bool(one.get("special"))) for token_id, one in self._added()}
 
     def white_space(self) -> dict[str, Takes]:
-        """The added tokens that remove white space around them, from tokenizer_config.json."""
-        added = self.tokenizer.get("added_tokens_decoder")
-        entries = (
-            [entry for entry in added.values() if isinstance(entry, Mapping)] if isinstance(added, Mapping) else []
-        )
+        """The added tokens that remove white space around them."""
         takes = {
-            str(entry.get("content")): Takes(entry.get("lstrip") is True, entry.get("rstrip") is True)
-            for entry in entries
+            str(one.get("content")): Takes(one.get("lstrip") is True, one.get("rstrip") is True)
+            for _, one in self._added()
         }
         return {token: one for token, one in takes.items() if one != Takes()}
 
@@ -63,16 +57,12 @@ def for_folder(
     wants = known_names.begins_with_bos(family, control, settings.tokenizer.get("add_bos_token"), adds_bos)
     ends = {control[name] for name in known_names.ends(control)}
     for source in (settings.config, settings.generation):
-        ends |= ids_in(source.get("eos_token_id"))
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        ends |= {one for one in ids if isinstance(one, int) and not isinstance(one, bool) and one >= 0}
     named = token_string(settings.tokenizer.get("eos_token"))
     end = lookup(named) if named else None
     return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}), closing_id, pair)
-
-
-def ids_in(value: object) -> set[int]:
-    """The ids in a setting that is one id, a list of ids or nothing."""
-    values = value if isinstance(value, list) else [value]
-    return {item for item in values if isinstance(item, int) and not isinstance(item, bool) and item >= 0}
 
 
 def token_string(value: object) -> str | None:

@@ -18,16 +18,14 @@ from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.files.strings import Strings
+from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names, patterns
-from polarlm.model_loaders.tokenizers._base import NO_ID, BaseTokenizer, SpecialIds, Takes
+from polarlm.model_loaders.tokenizers._base import NO_ID, Pair, SpecialIds, Takes, Tokenizer
 from polarlm.model_loaders.tokenizers._pieces import byte_of
-from polarlm.model_loaders.tokenizers._protocol import Pair
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer, WordPieceTokenizer
 
 if TYPE_CHECKING:
-    from polarlm.model_loaders.files.gguf_file import GgufFile
     from polarlm.model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer
 
 
@@ -48,7 +46,7 @@ class _Type(IntEnum):
 
 _ADDED = (_Type.CONTROL, _Type.USER_DEFINED)
 _NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_NAMED = ("bos", "unknown", "cls", "seperator", *_NAMED_ENDS)  # the key is spelt like this
+_NAMED = ("bos", "unknown", "cls", "seperator", *_NAMED_ENDS)  # files spell it "seperator"
 _DEFAULT_IDS = {("llama", "bos"): 1, ("llama", "eos"): 2, ("llama", "unknown"): 0, ("t5", "eos"): 1}
 
 
@@ -61,8 +59,7 @@ class _Vocabulary:
 
     def of(self, *kinds: _Type) -> list[int]:
         """The ids of the tokens of these types, in order; without a step of Python for each of the others."""
-        found: list[int] = np.flatnonzero(np.isin(self.types, kinds)).tolist()
-        return found
+        return [int(i) for i in np.flatnonzero(np.isin(self.types, kinds))]
 
     @cached_property
     def control(self) -> dict[str, int]:
@@ -76,16 +73,16 @@ class _Vocabulary:
     @cached_property
     def named(self) -> dict[str, int]:
         """The ids of `tokenizer.ggml.{…}_token_id`: "bos", "eos", "unknown", …; without those that are no tokens."""
-        found = {}
+        ids = {}
         for name in _NAMED:
             key = f"tokenizer.ggml.{name}_token_id"
             value = self.metadata.get(key, _DEFAULT_IDS.get((self.kind, name)))
             if isinstance(value, int) and 0 <= value < len(self.tokens):
-                found[name] = value
+                ids[name] = value
             elif value not in (None, NO_ID):
                 problem = f"is {value!r}, which is none of its {len(self.tokens)} tokens; it is left out"
                 _LOG.warning("%s: %s %s", self.path, key, problem)
-        return found
+        return ids
 
     @property
     def kind(self) -> str:
@@ -149,15 +146,15 @@ class _Merges(Sequence[Any]):
         return (tuple(merge.split(" ", 1)) for merge in self._merges)
 
 
-def load(gguf: GgufFile) -> BaseTokenizer:
+def load(gguf: GgufFile) -> Tokenizer:
     """Rebuilds the tokenizer of a GGUF file. Raises LoadError for an unknown kind or an incomplete vocabulary."""
     kind = gguf.metadata.get("tokenizer.ggml.model")
-    builders: dict[str, Callable[[_Vocabulary], BaseTokenizer]] = {
+    builders: dict[str, Callable[[_Vocabulary], Tokenizer]] = {
         "gpt2": _byte_level_bpe,
         "llama": _sentence_piece,
         "gemma4": _spaced_bpe,
         "bert": _word_piece,
-        "t5": _unigram,
+        "t5": _sentence_piece,
     }
     if not isinstance(kind, str) or kind not in builders:
         raise LoadError(
@@ -181,50 +178,45 @@ def load(gguf: GgufFile) -> BaseTokenizer:
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
-    name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
-    pre_tokenizer = patterns.pre_tokenizer(str(name))
+    name = str(vocabulary.metadata.get("tokenizer.ggml.pre", "default"))
+    pre_tokenizer = patterns.pre_tokenizer(name)
     if pre_tokenizer is None:
         raise LoadError(
             f"{vocabulary.path} splits text into words as {name!r} does (tokenizer.ggml.pre), which is not known "
             f"here; known are {', '.join(patterns.KNOWN)}: use the model's safetensors folder instead."
         )
-    control = vocabulary.control
-    ids = {token: i for i, token in enumerate(vocabulary.tokens) if token not in control}
-    merges = _Merges(vocabulary.list_of("tokenizer.ggml.merges", str))
-    whole_words = patterns.takes_known_words_whole(str(name))
-    library = _library(vocabulary, vocab=ids, merges=merges, ignore_merges=whole_words)
-    library.pre_tokenizer = pre_tokenizer
-    _add_own(library, vocabulary)
-    special = vocabulary.special(adds_bos=whole_words)  # the same kinds begin sequences with BOS
-    size, takes = len(vocabulary.tokens), vocabulary.takes()
-    return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=size, takes=takes)
+    whole_words = patterns.takes_known_words_whole(name)  # the same kinds begin sequences with BOS
+    return _bpe(vocabulary, pre_tokenizer, None, byte_level=True, adds_bos=whole_words, ignore_merges=whole_words)
 
 
 def _spaced_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
     """Merges of characters, where "▁" stands for a space. Characters without a token become bytes."""
+    lines = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")
+    spaces = normalizers.Replace(" ", "▁")
+    return _bpe(vocabulary, lines, spaces, byte_level=False, adds_bos=True, byte_fallback=True)
+
+
+def _bpe(
+    vocabulary: _Vocabulary, pre_tokenizer: Any, normalizer: Any, *, byte_level: bool, adds_bos: bool, **arguments: Any
+) -> LibraryTokenizer:
+    """The tokenizer of merges. arguments: further ones of the library's model."""
     control = vocabulary.control
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if token not in control}
     merges = _Merges(vocabulary.list_of("tokenizer.ggml.merges", str))
-    library = _library(vocabulary, vocab=ids, merges=merges, byte_fallback=True)
-    library.normalizer = normalizers.Replace(" ", "▁")
-    library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")
-    _add_own(library, vocabulary)
-    special = vocabulary.special(adds_bos=True)
-    return LibraryTokenizer(library, control, special, byte_level=False, vocab_size=len(vocabulary.tokens))
-
-
-def _library(vocabulary: _Vocabulary, **arguments: Any) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer(BPE(**arguments))
+        library = tokenizers.Tokenizer(BPE(vocab=ids, merges=merges, **arguments))
     except Exception as error:  # the library raises bare Exception
         raise LoadError(
             f"{vocabulary.path} has merges that do not fit its tokens ({error}): convert it again."
         ) from error
-
-
-def _add_own(library: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    own = (vocabulary.tokens[i] for i in vocabulary.of(_Type.USER_DEFINED))
-    library.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in own if token])
+    library.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        library.normalizer = normalizer
+    added = (vocabulary.tokens[i] for i in vocabulary.of(_Type.USER_DEFINED))
+    library.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in added if token])
+    special, size = vocabulary.special(adds_bos=adds_bos), len(vocabulary.tokens)
+    takes = vocabulary.takes()
+    return LibraryTokenizer(library, control, special, byte_level=byte_level, vocab_size=size, takes=takes)
 
 
 def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
@@ -259,16 +251,7 @@ def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
     return WordPieceTokenizer(library, control, special, byte_level=False, vocab_size=len(vocabulary.tokens))
 
 
-def _unigram(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
-    from polarlm.model_loaders.tokenizers.sentence_piece import protobuf
-
-    special = vocabulary.special(adds_bos=False, closes=True)
-    return _sentence_piece(vocabulary, special, protobuf.TrainerSpec.UNIGRAM)
-
-
-def _sentence_piece(
-    vocabulary: _Vocabulary, special: SpecialIds | None = None, trained_as: Any = None
-) -> SentencePieceTokenizer:
+def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
     from polarlm.model_loaders.tokenizers.sentence_piece import (  # its libraries take memory
         SentencePieceTokenizer,
         protobuf,
@@ -282,19 +265,18 @@ def _sentence_piece(
             token, kind = f"<unused {token_id}>", int(_Type.UNUSED)
         spellings.add(token)
         model.pieces.add(piece=token, type=kind, score=score)
-    _specify(model, vocabulary, trained_as or protobuf.TrainerSpec.BPE)
-    special = special or vocabulary.special(adds_bos=True)
+    is_unigram = vocabulary.kind == "t5"
+    model.trainer_spec.model_type = protobuf.TrainerSpec.UNIGRAM if is_unigram else protobuf.TrainerSpec.BPE
+    _specify(model, vocabulary)
+    special = vocabulary.special(adds_bos=not is_unigram, closes=is_unigram)
     try:
         return SentencePieceTokenizer(model, special, space_after_control=True, takes=vocabulary.takes())
     except RuntimeError as error:
         raise LoadError(f"{vocabulary.path} has an inconsistent vocabulary ({error}): convert it again.") from error
 
 
-def _specify(model: Any, vocabulary: _Vocabulary, kind: Any) -> None:
-    """Fill in the training and normalization settings of SentencePiece's own file."""
-    byte_count = sum(kind == _Type.BYTE for kind in vocabulary.types)
-    model.trainer_spec.model_type = kind
-    model.trainer_spec.byte_fallback = byte_count == 256
+def _specify(model: Any, vocabulary: _Vocabulary) -> None:
+    model.trainer_spec.byte_fallback = vocabulary.types.count(_Type.BYTE) == 256
     if _Type.UNKNOWN not in vocabulary.types and model.pieces:
         model.pieces[vocabulary.named.get("unknown", 0)].type = _Type.UNKNOWN
     setting = vocabulary.metadata.get

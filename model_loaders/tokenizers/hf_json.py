@@ -9,17 +9,15 @@ from types import MappingProxyType
 
 import tokenizers
 
-from polarlm.model_loaders.errors import LoadError, stand_in
+from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names
-from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
-from polarlm.model_loaders.tokenizers._byte_level import spelling, spelt_bytes
-from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
-from polarlm.model_loaders.tokenizers._protocol import Pair
+from polarlm.model_loaders.tokenizers._base import Pair, SpecialIds, Takes, Tokenizer
+from polarlm.model_loaders.tokenizers._pieces import SPELLING, spelt_bytes, text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
 
 
-class LibraryTokenizer(BaseTokenizer):
+class LibraryTokenizer(Tokenizer):
     """A vocabulary of the `tokenizers` library, byte-level (GPT-2) or SentencePiece-style ("▁", "<0x0A>")."""
 
     def __init__(
@@ -29,14 +27,15 @@ class LibraryTokenizer(BaseTokenizer):
         special: SpecialIds,
         *,
         byte_level: bool,
-        space: LeadingSpace = LeadingSpace(),  # noqa: B008 - frozen
+        space: tuple[bool, bool] = (False, False),
         vocab_size: int | None = None,
         takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
         """takes: control tokens that remove white space, besides those that the library knows of."""
         if vocab_size is None:
             vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-        lacks = bytes(byte for byte in range(256) if library.token_to_id(_spelling(byte, byte_level)) is None)
+        spelling = SPELLING if byte_level else {byte: f"<0x{byte:02X}>" for byte in range(256)}
+        lacks = bytes(byte for byte in range(256) if library.token_to_id(spelling[byte]) is None)
         added = library.get_added_tokens_decoder().values()
         known = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
         shrinks = None if lacks and not byte_level else _shrinks(library, byte_level)
@@ -45,7 +44,7 @@ class LibraryTokenizer(BaseTokenizer):
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone
         self._library = library
-        self._byte_level = byte_level
+        self._bytes_of = spelt_bytes if byte_level else text_of
 
     def keep_rows(self, rows: int) -> None:
         super().keep_rows(rows)
@@ -53,13 +52,12 @@ class LibraryTokenizer(BaseTokenizer):
         if any(token_id >= rows and not token.special for token_id, token in added.items()):  # they become plain text
             description = json.loads(self._library.to_str())
             description["added_tokens"] = [entry for entry in description["added_tokens"] if entry["id"] < rows]
-            self._library = tokenizers.Tokenizer.from_str(json.dumps(description))
-            self._library.encode_special_tokens = True
+            self._library = _from(description)
 
     @cached_property
     def _without_space(self) -> tokenizers.Tokenizer:
         """The same vocabulary, which adds no leading space."""
-        if not self._space.at_start:
+        if not self.strips_leading_space:
             return self._library
         description = json.loads(self._library.to_str())
         for step in _steps(description):
@@ -67,9 +65,7 @@ class LibraryTokenizer(BaseTokenizer):
                 step["prepend"] = ""
             elif step["type"] == "Metaspace":
                 step["prepend_scheme"] = "never"
-        library = tokenizers.Tokenizer.from_str(json.dumps(description))
-        library.encode_special_tokens = True
-        return library
+        return _from(description)
 
     def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
         library = self._library if leading_space else self._without_space
@@ -77,11 +73,7 @@ class LibraryTokenizer(BaseTokenizer):
         return library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _piece_bytes(self, token_id: int) -> bytes:
-        piece = self._library.id_to_token(token_id) or ""
-        if self._byte_level:
-            return spelt_bytes(piece)
-        byte = byte_of(piece)
-        return text_of(piece) if byte is None else byte
+        return self._bytes_of(self._library.id_to_token(token_id) or "")
 
 
 class WordPieceTokenizer(LibraryTokenizer):
@@ -92,20 +84,14 @@ class WordPieceTokenizer(LibraryTokenizer):
         return piece[2:].encode() if piece.startswith("##") else b" " + piece.encode() if piece else b""
 
 
-def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
+def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokenizer:
     """Reads a tokenizer.json. Raises LoadError if it is damaged or of an unknown kind."""
     try:
-        text = file.read_text(encoding="utf-8")
-        if (problem := stand_in(file, text[:64].encode())) is not None:
-            raise problem
+        text = content.decode()
         description = json.loads(text)
         library = tokenizers.Tokenizer.from_str(text)
         steps = list(_steps(description))
         control = {entry["content"]: entry["id"] for entry in description["added_tokens"] if entry["special"]}
-    except OSError as error:
-        raise LoadError(f"{file} cannot be read: {error.strerror}.") from error
-    except LoadError:
-        raise
     except Exception as error:  # the library raises bare Exception
         raise LoadError(f"{file} is not a valid tokenizer.json ({error}): download it again.") from error
     kinds = {step["type"] for step in steps}
@@ -130,9 +116,11 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
     return LibraryTokenizer(library, control, special, byte_level="ByteLevel" in kinds, space=_leading_space(steps))
 
 
-def _spelling(byte: int, byte_level: bool) -> str:
-    """The piece that stands for a single byte."""
-    return spelling(byte) if byte_level else f"<0x{byte:02X}>"
+def _from(description: dict[str, object]) -> tokenizers.Tokenizer:
+    """The library's object for the contents of a tokenizer.json, for plain text."""
+    library = tokenizers.Tokenizer.from_str(json.dumps(description))
+    library.encode_special_tokens = True
+    return library
 
 
 def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
@@ -141,10 +129,10 @@ def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
     None if text may be dropped by a normalizer or a pre-tokenizer.
     """
     stages = {"normalizer": library.normalizer, "pre_tokenizer": library.pre_tokenizer}
-    given = {stage: json.loads(step.__getstate__()) for stage, step in stages.items() if step is not None}
-    if not all(map(_keeps_text, _steps(given))):
+    steps = {stage: json.loads(step.__getstate__()) for stage, step in stages.items() if step is not None}
+    if not all(map(_keeps_text, _steps(steps))):
         return None
-    return 1 if byte_level and "normalizer" not in given else 3
+    return 1 if byte_level and "normalizer" not in steps else 3
 
 
 def _keeps_text(step: Mapping[str, object]) -> bool:
@@ -167,15 +155,16 @@ def _steps(description: Mapping[str, object]) -> Iterator[dict]:
                 waiting += step.get(inner, [])
 
 
-def _leading_space(steps: list[dict]) -> LeadingSpace:
+def _leading_space(steps: list[dict]) -> tuple[bool, bool]:
+    """Whether a space is added at the start of a text, and after control tokens."""
     for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == "▁":
-            return LeadingSpace(at_start=True, after_control=True)
+            return True, True
         if step["type"] == "Metaspace":
             older = "always" if step.get("add_prefix_space", True) else "never"
             scheme = step.get("prepend_scheme", older)
-            return LeadingSpace(at_start=scheme != "never", after_control=scheme == "always")
-    return LeadingSpace()
+            return scheme != "never", scheme == "always"
+    return False, False
 
 
 def _outer_control_tokens(steps: list[dict]) -> tuple[str | None, str | None]:

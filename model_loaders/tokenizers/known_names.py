@@ -39,9 +39,9 @@ def ends(names: Collection[str]) -> frozenset[str]:
 
     Where answers are messages in channels, <|end|> ends a message, and more of the answer follows.
     """
-    found = (ENDS | _ADDED_ENDS).intersection(names) - words(names)
-    in_channels = ("<|return|>" in found and "<|channel|>" in names) or {"<|calls|>", "<|flush|>"} <= found
-    return found - {"<|end|>"} if in_channels else found
+    known = (ENDS | _ADDED_ENDS).intersection(names) - words(names)
+    in_channels = ("<|return|>" in known and "<|channel|>" in names) or {"<|calls|>", "<|flush|>"} <= known
+    return known - {"<|end|>"} if in_channels else known
 
 
 def words(names: Collection[str]) -> frozenset[str]:

@@ -21,7 +21,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]*[{_SMALL}]+|[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]+[{_SMALL}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# That of gpt-oss, as published: Mistral's, with contractions at the end of a word, and up to three digits in one.
+# gpt-oss's, as published: Mistral's, with contractions at the end of a word, and up to three digits in one.
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]*[{_SMALL}]+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]+[{_SMALL}]*{_ENDINGS}"

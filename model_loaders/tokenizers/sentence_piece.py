@@ -12,8 +12,8 @@ from sentencepiece import sentencepiece_model_pb2
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
-from polarlm.model_loaders.tokenizers._pieces import byte_of, text_of
+from polarlm.model_loaders.tokenizers._base import SpecialIds, Takes, Tokenizer
+from polarlm.model_loaders.tokenizers._pieces import text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
 
 # A type checker cannot see the classes of a protobuf module, which are made at import.
@@ -21,7 +21,7 @@ protobuf: Any = sentencepiece_model_pb2
 _Piece = protobuf.ModelProto.SentencePiece
 
 
-class SentencePieceTokenizer(BaseTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A vocabulary that the `sentencepiece` library runs."""
 
     def __init__(
@@ -33,7 +33,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             len(model.pieces),
             control_pieces(model),
             special,
-            LeadingSpace(at_start=adds_space, after_control=adds_space and space_after_control),
+            (adds_space, adds_space and space_after_control),
             shrinks=_shrinks(model),
             takes=takes,
         )
@@ -48,13 +48,12 @@ class SentencePieceTokenizer(BaseTokenizer):
         return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
 
     def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
-        library = self._library if leading_space or not self._space.at_start else self._without_space
+        library = self._library if leading_space or not self.strips_leading_space else self._without_space
         return library.encode(text, out_type=int)
 
     def _piece_bytes(self, token_id: int) -> bytes:
         piece = self._library.id_to_piece(token_id)
-        byte = byte_of(piece) if self._library.is_byte(token_id) else None
-        return text_of(piece) if byte is None else byte
+        return text_of(piece) if self._library.is_byte(token_id) else piece.replace("▁", " ").encode()
 
 
 def _shrinks(model: Any) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import tiktoken
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
+from polarlm.model_loaders.tokenizers._base import SpecialIds, Tokenizer
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
 from polarlm.model_loaders.tokenizers.patterns import LLAMA3
 
@@ -35,11 +35,11 @@ _LONGEST_RUN = 25_000
 _RUN_TO_CUT = re.compile(rf"\s{{{_LONGEST_RUN}}}(?=\s)|\S{{{_LONGEST_RUN}}}(?=\S)")
 
 
-class TiktokenTokenizer(BaseTokenizer):
+class TiktokenTokenizer(Tokenizer):
     """A byte-level BPE that is given by ranks alone."""
 
     def __init__(self, ranks: dict[bytes, int], control: Mapping[str, int], special: SpecialIds) -> None:
-        super().__init__(1 + max(max(ranks.values()), *control.values()), control, special, LeadingSpace(), shrinks=1)
+        super().__init__(1 + max(max(ranks.values()), *control.values()), control, special, shrinks=1)
         self._library = tiktoken.Encoding("llama3", pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={})
         self._bytes_of = {rank: token for token, rank in ranks.items()}
 

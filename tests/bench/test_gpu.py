@@ -21,36 +21,24 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import __main__ as kernels
 from polarlm.bench.gpu import setup
-from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, measure_attention
+from polarlm.bench.gpu.attention import AttentionTime, measure_attention
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.peer import NAMES, PeerTime, PromptPeerTime, half_attention
-from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
-from polarlm.bench.gpu.shapes import LLAMA_8B, llama, parameters
+from polarlm.bench.gpu.setup import Gpu, Sizes
+from polarlm.bench.gpu.shapes import llama
 from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from polarlm.bench.gpu.tables import Limits, Results, format_tables
-from polarlm.bench.random_weights import RandomWeights, matrix_types
 from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.device import overlap
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.errors import EngineError
-from polarlm.engine.model.weights import weight_bytes
 from tests.cuda import fake_cupy
 from tests.cuda.emulated import EmulatedDevice
 
 CONFIG = replace(
     llama(layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64), max_context=128
 )
-SIZES = Sizes(
-    CONFIG,
-    block_size=16,
-    blocks=3,
-    rotated=1 << 13,
-    copied=1 << 12,
-    gemm=32,
-    prompt=48,
-    step_contexts=(64,),
-    runs=1,
-)
+SMALL = {"block_size": 16, "blocks": 3, "rotated": 1 << 13, "copied": 1 << 12, "gemm": 32, "prompt": 48}
+SIZES = Sizes(CONFIG, **SMALL, step_contexts=(64,), runs=1)
 DEVICE, *OTHERS = (
     f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording", "cupy_compiler")
 )
@@ -132,25 +120,10 @@ def test_measurements_are_in_the_order_of_their_importance(
     assert parts == [limits, *attention, *model, *attention, "encoding", limits]
 
     results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert results["machine"]["gpu"]["name"] == "Fake GPU"
     assert (results["machine"]["gpu"]["driver_cuda"], results["machine"]["gpu"]["runtime_cuda"]) == ("13.2", "13.0")
-    assert [(row["cache_type"], row["batch"]) for row in results["attention"]] == [
-        (name, batch) for batch in (1, 2) for name in types.split(",")
-    ]
     assert all(0 < row["error"] < 4e-3 for row in results["attention"])
-    kinds = ("bf16", "q4_k_m")
-    assert [(row["weights"], row["batch"], row["overlapped"]) for row in results["steps"]] == [
-        *((kind, n, False) for kind in kinds for n in (1, 2)),
-        *((kind, 1, True) for kind in kinds),
-    ]
+    assert [row["overlapped"] for row in results["steps"]] == 4 * [False] + 2 * [True]
     assert "place_kv_kernel" in fake_gpu.overlapped
-    rows = 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
-    assert [(row["weights"], row["rows"]) for row in results["matrices"]] == [
-        (kind, count) for kind in reversed(kinds) for count in rows
-    ]
-    assert [row["blocks"] for row in results["encoding"]] == [3, 1]
-    assert len(results["limits"]) == 2
-    assert [row["weights"] for row in results["prefill"]] == [*kinds]
     assert not results["not_measured"]
     table = printed.out.split("Attention of one token")[1].splitlines()[2:]
     assert [cells(line)[0] for line in table[2:10]] == 2 * ["one", "two", "f16", "ring4/ring3.5"]
@@ -217,20 +190,6 @@ def test_what_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     assert reasons["qkv × 1 rows, bf16"] == "there is no model"
 
 
-def test_weights_are_those_of_a_file() -> None:
-    """In Q4_K_M 16 of 32 layers have larger types; the head has one, and the embedding has not."""
-    types = matrix_types(LLAMA_8B, "q4_k")
-    assert (types["model.embed_tokens.weight"], types["lm_head.weight"]) == ("q4_k", "q6_k")
-    assert sum(types[f"model.layers.{layer}.mlp.down_proj.weight"] == "q6_k" for layer in range(32)) == 16
-    first = [types[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert first == ["q4_k", "q4_k", "q6_k"]
-    ops, _ = emulated().open()
-    assert 4.9e9 < weight_bytes(ops, RandomWeights.of_kind(LLAMA_8B, "q4_k")) < 5.1e9
-    assert weight_bytes(ops, RandomWeights.of_kind(LLAMA_8B, "bf16")) == pytest.approx(
-        2 * sum(parameters(LLAMA_8B)), rel=1e-3
-    )
-
-
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = AttentionOps.attention
 
@@ -266,17 +225,6 @@ def test_bad_input_is_refused_in_a_sentence(
     assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
 
 
-def test_a_missing_gpu_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(device: str, threads: int) -> Any:
-        raise EngineError("device=cuda: No NVIDIA driver found", "device_unavailable", ("device",))
-
-    monkeypatch.setattr(setup, "select", missing)
-    assert run(tmp_path / "out.json") == 2
-    assert capsys.readouterr().err == "error: --device cuda: No NVIDIA driver found\n"
-
-
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
@@ -286,34 +234,26 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
             Limits(copy=4e12, gemm=700e12),
             Limits(copy=3e12, gemm=800e12),
             PeerTime("torch", 1024, 1, 30e-6),
-            PeerTime("other", 1024, 1, None, "not installed"),
             AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4),
             AttentionTime("ring4", 1024, 1, 10e-6, 10_000_000, 2e-4),
             AttentionTime("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
-            AttentionTime("ring3", 1024, 1, 1e-6, 10_000_000, float("nan")),
             StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.0e-3, overlapped=True),
             MatrixTime("bf16", "qkv", 1, 10e-6, 30_000_000),
             PrefillTime("bf16", 1000, 0.5, 200e12, 1e-3, 300e9),
             PromptPeerTime("torch flash", 1000, 2e-3, 300e9),
-            PromptPeerTime("torch cuDNN", 1000, None, 300e9, "not installed"),
-            EncodeTime("ring4", 64, 5e-6),
         ],
         [("encoding", "there is not enough memory")],
     )
     lines = [cells(line) for line in format_tables(results).splitlines()]
     assert ["torch", "1,024", "1", "30.0", "—", "—", "0.67", ""] in lines
-    assert ["other", "1,024", "1", "not installed", "—", "—", "—", "—"] in lines
     assert ["f16", "1,024", "1", "20.0", "2,000", "50 %", "1.00", "1.0e-04"] in lines
     assert ["ring4", "1,024", "1", "10.0", "1,000", "25 %", "2.00", "2.0e-04"] in lines
     assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
-    assert ["ring3", "1,024", "1", "1.0", "10,000", "250 %", "—", "WRONG nan"] in lines
     step = ["q4_k_m", "overlapped", "1,024, others 512", "4", "10.00", "9.00", "8.00", "8.00", "5.00", "50 %", "500"]
     assert step in lines
     assert ["bf16", "qkv", "1", "10.0", "3,000", "75 %"] in lines
     assert ["bf16", "1,000", "500.0", "2,000", "50 %", "300"] in lines
     assert ["torch flash", "1,000", "2.00", "150", ""] in lines
-    assert ["torch cuDNN", "1,000", "not installed", "—", "—"] in lines
-    assert ["ring4", "64", "5.0"] in lines
     assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
 
 
@@ -325,22 +265,9 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     [
         (None, "PyTorch is not installed"),
         (SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False)), "PyTorch sees no GPU"),
-        (SimpleNamespace(), "does not work: 'types.SimpleNamespace' object has no attribute 'cuda'"),
     ],
 )
 def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch, torch: Any, note: str) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     times = half_attention(CONFIG, 64, 1, 1, 1)
     assert [(time.name, time.note) for time in times] == [(name, note) for name in NAMES]
-
-
-def test_the_clock_records_events_on_the_current_stream(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "WARM_SECONDS", 0.05)
-    now = iter([0, 0.04, 0.06])  # the warm-up begins, goes on once, and is over
-    monkeypatch.setattr(setup, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    gpu = open_gpu()
-    _, device = gpu.open()
-    done: list[int] = []
-    assert gpu.clock.seconds(lambda: (device.empty((1,), np.float32), done.append(1)), 4) == pytest.approx(2e-3)
-    assert len(done) == 3 + 1 + 1 + 4, "unmeasured, warm-up, one that the host may be late for, measured"
-    assert gpu.about["name"] == "Fake GPU"

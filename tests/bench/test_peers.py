@@ -43,9 +43,9 @@ def test_e4m3_by_hand() -> None:
     """1 is 0 0111 000, the least number 2⁻⁹, the largest 448; beyond it saturates, halves go to even mantissas."""
     assert (E4M3[0b0111_000], E4M3[1], E4M3[-1]) == (1, 2**-9, 448)
     assert (np.diff(E4M3) > 0).all()
-    given = np.array([[1.0, -1.0, 1.0625, 1.1875, 500, 2**-10, 3 * 2**-10, 0, 1.07]], np.float32)
-    found = decoded("fp8", given[None])[0, 0]
-    assert found.tolist() == [1, -1, 1, 1.25, 448, 0, 2 * 2**-9, 0, 1.125]
+    values = np.array([[1.0, -1.0, 1.0625, 1.1875, 500, 2**-10, 3 * 2**-10, 0, 1.07]], np.float32)
+    actual = decoded("fp8", values[None])[0, 0]
+    assert actual.tolist() == [1, -1, 1, 1.25, 448, 0, 2 * 2**-9, 0, 1.125]
 
 
 def test_nvfp4_errs_by_a_sixth_of_the_largest_at_most(blocks: np.ndarray) -> None:
@@ -94,21 +94,6 @@ def test_the_octahedron_by_hand(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(octopus.folded(octopus.unfolded(n)), unit, atol=1e-12)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_octopus_has_the_levels_of_its_densities(bits: int, rng: np.random.Generator) -> None:
-    """A level is the mean of its cell: of norms on a fine grid, and of the square for random directions, up to five
-    standard errors of these means."""
-    rho, radii = np.linspace(0, 1, 1_000_001), octopus.levels_of_radius(bits, D)
-    density, cells = rho**2 * (1 - rho**2) ** ((D - 5) / 2), octopus.nearest(rho, radii)
-    means = np.bincount(cells, density * rho) / np.bincount(cells, density)
-    np.testing.assert_allclose(radii, means, atol=1e-5)
-    levels, found = octopus.levels_of_square(bits + 2), octopus.unfolded(rng.normal(size=(200_000, 3))).ravel()
-    codes = octopus.nearest(found, levels)
-    for code, level in enumerate(levels):
-        cell = found[codes == code]
-        assert cell.mean() == pytest.approx(level, abs=5 * cell.std() / len(cell) ** 0.5)
-
-
 @pytest.mark.parametrize(("bits", "published"), [(2, 0.0897), (4, 0.0071)])
 def test_octopus_errs_as_published(bits: int, published: float, rng: np.random.Generator) -> None:
     """On Gaussian vectors of 128 channels, if ξ, η and ρ are each rounded alone; its encoder errs by 6 to 14 % less."""
@@ -125,7 +110,7 @@ def test_octopus_errs_as_published(bits: int, published: float, rng: np.random.G
 def test_bits_of_every_type() -> None:
     expected = {f"octopus{bits}": (22 * (1 + 3 * bits) + 32) / D for bits in (2, 3, 4)}
     expected |= {"fp8": 8, "nvfp4": 4.5 + 32 / (N * D), "int4-token-head": 4.5, "q4_0-rotated": 4.5}
-    expected |= {"q8_0-rotated": 8.5, "kvarn-k4": 4.75, "kvarn-v4": 4.75, "kvarn-v2": 2.75}
+    expected |= {"q8_0-rotated": 8.5, "kvarn-k4": 4.75, "kvarn-v4": 4.75, "kvarn-v2": 2.75, "polarquant-online": 3.875}
     assert {name: codecs.bits_per_value(codecs.get(name), N, D) for name in peers.NAMES} == expected
 
 

@@ -10,8 +10,6 @@ import pytest
 
 from polarlm.bench.plots import can_draw
 from polarlm.bench.quality import pictures
-from polarlm.bench.speed.plot import draw
-from scripts.speed_tables import published
 
 pytestmark = pytest.mark.skipif(not can_draw(), reason="needs matplotlib, which the extra `bench` has")
 
@@ -56,22 +54,16 @@ def test_lines_over_positions_begin_where_codes_are_read(result: dict[str, Any])
     assert pictures.positions(result) is None
 
 
-def test_the_pictures_of_a_file_lie_next_to_it(result: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(result), encoding="utf-8")
-    assert pictures.main([str(tmp_path / "a.json")]) == 0
+def test_the_pictures_of_a_file_lie_next_to_it_and_another_file_is_refused(
+    result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(result), encoding="utf-8")
+    assert pictures.main([str(file)]) == 0
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {"a.json", "a-divergence.png", "a-positions.png"}  # nothing was timed
     assert (tmp_path / "a-divergence.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_another_file_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "a.json"
+    capsys.readouterr()
     file.write_text("{}", encoding="utf-8")
     assert pictures.main([str(file)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {file} cannot be read as the JSON of polarlm quality")
-
-
-def test_a_published_measurement_of_speed_has_a_picture(tmp_path: Path) -> None:
-    measured = next(iter(published().values()))
-    assert draw(measured, tmp_path / "speed.json") == "Picture: speed.png"
-    assert (tmp_path / "speed.png").stat().st_size > 10_000

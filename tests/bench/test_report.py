@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_file_names_describe_the_measurement(results: Path) -> None:
     path = Output().path("quality", "SmolLM2-135M Instruct")
     assert path == results / "local" / f"quality-smollm2-135m-instruct-{report.today()}.json"
+    with pytest.raises(FlagError, match="--output and --publish both say where"):
+        Output("out.json", publish=True).path("speed", "AMD EPYC")
 
 
 def test_without_a_checkout_results_go_to_the_current_folder(
@@ -37,16 +38,3 @@ def test_without_a_checkout_results_go_to_the_current_folder(
     with pytest.raises(FlagError, match="--publish writes to bench/results of a checkout"):
         Output(publish=True).path("speed", "AMD EPYC")
     assert not results.exists()
-
-
-def test_output_and_publish_exclude_each_other(results: Path) -> None:
-    with pytest.raises(FlagError, match="--output and --publish both say where"):
-        Output("out.json", publish=True).path("speed", "AMD EPYC")
-
-
-def test_progress_is_for_terminals() -> None:
-    """A file that standard error goes to gets no bars: tqdm leaves them out for `disable=None`."""
-    for file in Path(report.__file__).parent.rglob("*.py"):
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "tqdm":
-                assert "disable" in {keyword.arg for keyword in call.keywords}, f"{file}:{call.lineno}"

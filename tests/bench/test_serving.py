@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -28,35 +27,26 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert 0 < starts[0] < starts[-1] < 100
     assert len(starts) == pytest.approx(5000, rel=0.05)
     gaps = np.diff(starts)
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # of the exponential distribution
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as in an exponential distribution
     assert poisson(50, 100, 7, np.random.default_rng(1)) == starts[:7]
 
 
 # -- what a client sees --------------------------------------------------------------------------------------------
 
 
-def answered(
-    status: int, lines: Sequence[str], send: Callable[[httpx.AsyncClient], Awaitable[Answer]]
-) -> tuple[Answer, dict[str, Any]]:
-    """What the client made of a response, and the body that it had sent."""
-    bodies: list[dict[str, Any]] = []
+def asked(status: int, lines: Sequence[str]) -> Answer:
+    """What the client makes of a response to a prompt of a plan."""
 
     def respond(request: httpx.Request) -> httpx.Response:
-        bodies.append(json.loads(request.content))
+        body = json.loads(request.content)
+        assert (body["prompt"], body["max_tokens"], body["stream"]) == ([5, 6], 3, True)
         return httpx.Response(status, text="".join(f"{line}\n\n" for line in lines))
 
     async def run() -> Answer:
         async with httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://server") as http:
-            return await send(http)
+            return await _ask(http, Plan(1, [0.5], [[5, 6]], 3), 0, 0.0)
 
-    return asyncio.run(run()), *bodies
-
-
-def asked(status: int, lines: Sequence[str]) -> Answer:
-    """The answer to a prompt of a plan."""
-    answer, body = answered(status, lines, lambda http: _ask(http, Plan(1, [0.5], [[5, 6]], 3), 0, 0.0))
-    assert (body["prompt"], body["max_tokens"], body["stream"]) == ([5, 6], 3, True)
-    return answer
+    return asyncio.run(run())
 
 
 TEXT = 'data: {"choices": [{"text": "a"}], "usage": null}'
@@ -99,13 +89,13 @@ def test_figures_of_a_load() -> None:
         Answer(0.6, 1.0, [], 1.1, error="429 busy"),
         Answer(0.7, 1.5, [1.9], 2.0, error="cut off"),
     ]
-    found = summary(Seen(2.0, answers, 30, 12, 2))
-    assert found["errors"] == {"429 busy": 1, "cut off": 1}
-    assert (found["requests"], found["requests_per_second"], found["tokens_per_second"]) == (4, 1.0, 3.0)
-    assert found["prefix_hit_rate"] == 0.4
-    assert (found["blocks"], found["peak_blocks"], found["peak_running"]) == (30, 12, 2)
+    figures = summary(Seen(2.0, answers, 30, 12, 2))
+    assert figures["errors"] == {"429 busy": 1, "cut off": 1}
+    assert (figures["requests"], figures["requests_per_second"], figures["tokens_per_second"]) == (4, 1.0, 3.0)
+    assert figures["prefix_hit_rate"] == 0.4
+    assert (figures["blocks"], figures["peak_blocks"], figures["peak_running"]) == (30, 12, 2)
     waits = {
-        name: (of["count"], of["percentiles"][0], of["percentiles"][100]) for name, of in found["latencies"].items()
+        name: (of["count"], of["percentiles"][0], of["percentiles"][100]) for name, of in figures["latencies"].items()
     }
     assert waits["first_token_seconds"] == pytest.approx((2, 0.1, 0.5))
     assert waits["between_tokens_seconds"] == pytest.approx((4, 0.1, 0.3))
@@ -124,24 +114,14 @@ def test_a_server_of_its_own_is_measured(
     flags = ["--clients", "3", "--rate", "40", "--seconds", "30", "--requests", "12", "--max-tokens", "9"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "70", "--output", str(tmp_path / "out.json")]
     assert main(["--weights", str(tiny_path), *flags]) == 0
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert {"cpu", "cores", "numpy", "blas"} <= found["machine"].keys()
-    assert found["command"].startswith("python -m polarlm.bench.serving --weights ")
-    assert (found["requests"], found["errors"], found["prompt_tokens"]) == (12, {}, 12 * 80)
-    assert found["load"]["clients"] == 3
-    assert 0 < found["prefix_hit_rate"] < 1
-    assert found["latencies"]["first_token_seconds"]["count"] == 12
-    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(12 * 9)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("tiny")
-    assert [line.split("|")[1].strip() for line in printed[-6:]] == [
-        "milliseconds",
-        ":------------------------",
-        "first token",
-        "between two tokens",
-        "whole answer",
-        "until a client was free",
-    ]
+    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert figures["command"].startswith("python -m polarlm.bench.serving --weights ")
+    assert (figures["requests"], figures["errors"], figures["prompt_tokens"]) == (12, {}, 12 * 80)
+    assert figures["load"]["clients"] == 3
+    assert 0 < figures["prefix_hit_rate"] < 1
+    assert figures["latencies"]["first_token_seconds"]["count"] == 12
+    assert figures["tokens_per_second"] * figures["seconds"] == pytest.approx(12 * 9)
+    assert "| until a client was free " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -161,8 +141,8 @@ def test_results_are_kept_when_the_command_is_stopped(
     flags = ["--clients", "1", "--rate", "40", "--seconds", "30", "--requests", "5", "--max-tokens", "3"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "10", "--output", str(tmp_path / "out.json")]
     assert main(["--weights", str(tiny_path), *flags]) == 130
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert (found["requests"], found["complete"]) == (2, False)
+    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert (figures["requests"], figures["complete"]) == (2, False)
     printed = capsys.readouterr()
     assert "| first token " in printed.out
     assert "Requests arrive for 30 s" in printed.err

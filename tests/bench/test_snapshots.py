@@ -44,11 +44,11 @@ def probabilities(ids: list[int], state_type: str) -> np.ndarray:
     model.forward([span], ids[:HERE])
     store.commit(span)
     prefixes.release(prompt, ids[:HERE])
-    found = prefixes.match_prefix(ids)
-    assert found.length == HERE
+    figures = prefixes.match_prefix(ids)
+    assert figures.length == HERE
     logits = []
     for token in ids[HERE : HERE + MORE]:
-        span = store.open_step(found)
+        span = store.open_step(figures)
         logits.append(np.array(model.logits(model.forward([span], [token])))[0])
         store.commit(span)
     parts.close()
@@ -59,11 +59,11 @@ def probabilities(ids: list[int], state_type: str) -> np.ndarray:
 def test_figures_are_those_of_engines_with_these_settings(ids: list[int]) -> None:
     """Divergences computed from the steps of an engine for each state type, in float64."""
     parts = assemble(settle(TRAINED_HYBRID, None, {**snapshots.SETTINGS, "ctx_size": 512}), None, ops=NumpyOps(1))
-    (found,) = snapshots.continuations(parts.model, ids, [EIGHT_BITS])
+    (figures,) = snapshots.continuations(parts.model, ids, [EIGHT_BITS])
     assert all(group.full.free == group.full.size for group in parts.model.store.groups)
     parts.close()
     p = probabilities(ids, "f32")
-    for name, divergence in found.items():
+    for name, divergence in figures.items():
         q = probabilities(ids, name)
         kl = (p * np.log(p / q)).sum(axis=1)
         # Steps and rows of a block add in another order, which costs as much as exact snapshots do.
@@ -99,33 +99,33 @@ def argv(text: Path, *flags: str, model: Path = TRAINED_HYBRID) -> list[str]:
 def test_the_page_and_the_terminal_have_the_same_rows(tmp_path: Path, capsys) -> None:
     output = tmp_path / "out.html"
     assert cost.main(argv(TRAINED_HYBRID / "held_out.txt", "-o", str(output), "--minutes", "0.01")) == 0
-    found = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
-    assert found["complete"] is True
-    assert found["snapshots"] >= 1
-    assert [row["type"] for row in found["rows"]] == ["f32", *(name for name in ALL if name != EXACT.name)]
-    by_type = {row["type"]: row["distances"][-1] for row in found["rows"]}
+    figures = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    assert figures["complete"] is True
+    assert figures["snapshots"] >= 1
+    assert [row["type"] for row in figures["rows"]] == ["f32", *(name for name in ALL if name != EXACT.name)]
+    by_type = {row["type"]: row["distances"][-1] for row in figures["rows"]}
     assert 0 < by_type["8bit"]["kl_mean"] < 0.01
     shown, printed = output.read_text(encoding="utf-8"), capsys.readouterr().out
-    for row in snapshot_cost.cells(found["rows"]):
+    for row in snapshot_cost.cells(figures["rows"]):
         assert "".join(f"<td>{cell}</td>" for cell in row) in shown
         assert all(cell in printed for cell in row)
-    assert found["command"] in shown.replace("&#39;", "'")
+    assert figures["command"] in shown.replace("&#39;", "'")
 
 
 def test_what_was_measured_is_kept_when_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, continued = [], snapshots.continuations
 
-    def interrupted(*given):
+    def interrupted(*arguments):
         if seen:
             raise KeyboardInterrupt
-        seen.append(given)
-        yield from continued(*given)
+        seen.append(arguments)
+        yield from continued(*arguments)
 
     monkeypatch.setattr(snapshots, "continuations", interrupted)
     output = tmp_path / "out.html"
     assert cost.main(argv(TRAINED_HYBRID / "held_out.txt", "-o", str(output), "--minutes", "5")) == 130
-    found = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
-    assert (found["complete"], found["snapshots"]) == (False, 1)
+    figures = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    assert (figures["complete"], figures["snapshots"]) == (False, 1)
     assert "This page is partial" in output.read_text(encoding="utf-8")
 
 

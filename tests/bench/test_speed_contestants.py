@@ -32,40 +32,28 @@ def ours(tiny_path: Path) -> Ours:
     return Ours(str(tiny_path), 256, 1, {"device": "cpu", "cache_type": "f16"})
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The first positions of all steps."""
-    return noted(monkeypatch, "step", lambda given: given[1][0].start)
-
-
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of tokens of all prefills."""
-    return noted(monkeypatch, "forward_units", lambda given: len(given[2]))
-
-
 def noted(monkeypatch: pytest.MonkeyPatch, name: str, number: Callable[[tuple[Any, ...]], int]) -> list[int]:
     """A number of each call of a Transformer's method in this thread: in others, engines of earlier tests rehearse."""
-    found: list[int] = []
-    method, own = getattr(Transformer, name), threading.get_ident()
+    numbers: list[int] = []
+    method, here = getattr(Transformer, name), threading.get_ident()
 
-    def call(*given: Any, **named: Any) -> Any:
-        if threading.get_ident() == own:
-            found.append(number(given))
-        return method(*given, **named)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if threading.get_ident() == here:
+            numbers.append(number(arguments))
+        return method(*arguments, **named)
 
     monkeypatch.setattr(Transformer, name, call)
-    return found
+    return numbers
 
 
 def ids(count: int) -> list[int]:
     return np.random.default_rng(0).integers(5, 96, count).tolist()
 
 
-def test_a_context_is_computed_once_and_all_runs_step_from_its_end(
-    ours: Ours, steps: list[int], computed: list[int]
-) -> None:
+def test_a_context_is_computed_once_and_all_runs_step_from_its_end(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """An end token does not end a run, and the first token, which the prefill returns, is no step."""
+    steps = noted(monkeypatch, "step", lambda arguments: arguments[1][0].start)  # first positions
+    computed = noted(monkeypatch, "forward_units", lambda arguments: len(arguments[2]))  # tokens of prefills
     for _ in range(3):
         assert ours.generation_rate(ids(128), ids(41)) > 0
     assert computed == [129, 1, 1]
@@ -140,21 +128,12 @@ class Library(SimpleNamespace):
     __version__ = "0.0.1"
     LLAMA_FLASH_ATTN_TYPE_ENABLED = 1
 
-    def __init__(self, calls: list[object], tokens: list[int]) -> None:
-        super().__init__(calls=calls, tokens=tokens, room=1 << 20)
-        self.llama_token = IdArray()
+    def __init__(self) -> None:
+        super().__init__(calls=[], tokens=[], room=1 << 20, llama_token=IdArray())
 
-    def llama_log_callback(self, call: object) -> object:
-        return call
-
-    def llama_log_set(self, call: object, data: object) -> None: ...
-
-    def llama_backend_init(self) -> None: ...
-
-    def llama_model_default_params(self) -> None: ...
-
-    def llama_context_default_params(self) -> SimpleNamespace:
-        return SimpleNamespace()
+    def __getattr__(self, name: str) -> Callable[..., SimpleNamespace]:
+        """Functions whose results are only passed on."""
+        return lambda *arguments: SimpleNamespace()
 
     def llama_model_load_from_file(self, path: bytes, settings: object) -> bool:
         self.calls.append(path.decode())
@@ -164,11 +143,8 @@ class Library(SimpleNamespace):
         self.calls.append(vars(settings))
         return "context"
 
-    def llama_get_memory(self, context: str) -> str:
-        return "memory"
-
-    def llama_memory_seq_rm(self, memory: str, sequence: int, first: int, last: int) -> None:
-        assert (memory, sequence, last) == ("memory", 0, -1)
+    def llama_memory_seq_rm(self, memory: object, sequence: int, first: int, last: int) -> None:
+        assert (sequence, last) == (0, -1)
         del self.tokens[first:]
 
     def llama_batch_get_one(self, ids: Sequence[int], count: int) -> list[int]:
@@ -196,7 +172,7 @@ class IdArray:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    made = Library([], [])
+    made = Library()
     monkeypatch.setitem(sys.modules, "llama_cpp", made)
     return made
 
@@ -206,15 +182,8 @@ def test_the_peer_runs_the_file_with_the_given_threads_and_cache(library: Librar
     assert other.about() == {"version": "0.0.1", "built_with": "CPU : AVX2 = 1"}
     path, settings = library.calls
     assert path == "a/model.gguf"
-    assert settings == {
-        "n_ctx": 99,
-        "n_batch": 2048,
-        "n_threads": 2,
-        "n_threads_batch": 2,
-        "flash_attn_type": 1,
-        "type_k": 2,
-        "type_v": 2,
-    }
+    threads, types = {"n_threads": 2, "n_threads_batch": 2}, {"type_k": 2, "type_v": 2}
+    assert settings == {"n_ctx": 99, "n_batch": 2048, "flash_attn_type": 1, **threads, **types}
 
 
 def test_the_peer_s_context_is_computed_once_and_all_runs_step_from_its_end(library: Library) -> None:
@@ -241,6 +210,3 @@ def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(NoPeer, match=r"^not installed$"):
         Model("model.gguf", 99, 1, "f16")
-
-
-# -- the machine ---------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_llama_bench_is_run_for_each_figure(program: str) -> None:
     assert steps["test"] == "tg16@pp101"
     assert other.generation_rate([5] * 100, [6] * 17) == steps["samples_ts"][0]
     assert steps["samples_ts"][0] == pytest.approx(16 / (steps["samples_ns"][0] / 1e9)), "of the steps alone"
-    # Linux counts a program's memory from that of the process that starts it, here one of the tests.
+    # Linux counts a program's memory from its parent's memory, here a process of the tests.
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     assert 1 << 20 < other.memory()["peak"] < max(1 << 30, 2 * own)
     calls = [json.loads(line) for line in (Path(program).parent / "calls").read_text(encoding="utf-8").splitlines()]

@@ -56,10 +56,6 @@ def test_a_single_turn_answers_once(chat, engine):
     assert engine.closed
 
 
-def test_a_single_turn_without_a_prompt_reads_one_message(chat):
-    assert chat("-st", lines="one\ntwo\n")[:2] == (0, "you said: one\n")
-
-
 def test_a_command_adds_no_message(chat):
     assert chat("-st", lines="/regen\n/stats\none\ntwo\n")[:2] == (0, "you said: one\n")
 
@@ -88,8 +84,7 @@ def test_a_setting_without_effect_is_told_as_the_flag_that_was_given(chat, engin
 def test_every_line_of_a_pipe_is_one_turn(chat):
     code, out, err = chat("-p", "zero", lines="one\n\ntwo \\\nlines")
     assert (code, out) == (0, "you said: zero\nyou said: one\nyou said: two \nlines\n")
-    assert ">" not in err
-    assert "\x1b" not in err
+    assert not any(mark in err for mark in (">", "\x1b", "tokens/s"))
 
 
 def test_the_loaded_model_is_noted_on_standard_error(chat):
@@ -156,25 +151,14 @@ def test_a_looping_answer_goes_on_with_no_loop_check(chat, engine):
     assert engine.cancelled == 0
 
 
-def test_clear_keeps_only_the_system_prompt(chat, engine):
+def test_clear_and_system_leave_the_system_prompt_alone(chat, engine):
     chat("-sys", "Be brief.", lines="one\n/clear\ntwo\n/regen\n")
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "two"}
     assert engine.prompts[1] == engine.prompts[2] == [system, user]
-
-
-def test_system_shows_and_sets_the_system_prompt(chat, engine):
-    _, _, err = chat(lines="/system\none\n/system Answer in verse.\n/system\ntwo\n")
+    _, _, err = chat(lines="/system\none\n/system Answer in verse.\\\nRhyme.\n/system\ntwo\n")
     assert "There is no system prompt" in err
-    assert err.count("Answer in verse.") == 1
-    assert engine.prompts[-1] == [
-        {"role": "system", "content": "Answer in verse."},
-        {"role": "user", "content": "two"},
-    ]
-
-
-def test_a_system_prompt_may_have_several_lines(chat, engine):
-    chat(lines="/system Answer in verse.\\\nRhyme.\none\n")
-    assert engine.prompts[0][0] == {"role": "system", "content": "Answer in verse.\nRhyme."}
+    assert err.count("Answer in verse.\nRhyme.") == 1
+    assert engine.prompts[-1] == [{"role": "system", "content": "Answer in verse.\nRhyme."}, user]
 
 
 @pytest.fixture
@@ -290,11 +274,6 @@ def test_stats_say_how_many_threads_a_step_takes_and_why(chat):
     assert said not in chat("--show-timings", lines="hi\n")[2]
 
 
-def test_there_are_no_numbers_unless_asked_for(chat):
-    assert "tokens/s" not in chat(lines="hi\n")[2]
-    assert "There is no answer yet." in chat(lines="/stats\n")[2]
-
-
 def test_an_answer_that_was_cut_off_says_why(chat):
     assert "-n/--predict" in chat("-p", "hi", "-st", "-n", "1")[2]
 
@@ -310,13 +289,6 @@ def test_raw_completion_goes_on_from_the_text_itself(chat, engine):
 def test_raw_completion_takes_a_pipe_as_a_whole(chat, engine):
     chat("-no-cnv", lines="line one\nline two\n")
     assert engine.prompts == ["line one\nline two"]
-
-
-@pytest.mark.parametrize("flag", [["-ngl", "99"], ["-fa"]])
-def test_flags_without_effect_are_noted(chat, flag):
-    code, _, err = chat(*flag, "-p", "hi", "-st")
-    assert code == 0
-    assert err.count(f"note: {flag[0]} has no effect") == 1
 
 
 @pytest.mark.parametrize("argv", [["--nope"], ["-c", "-1"], ["-f", "/no/such/file"], ["-p", ""]])

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,15 @@ HANG = 120.0  # seconds after which a chat that says nothing counts as hung
 
 
 class Terminal:
-    """A chat behind a pseudo-terminal, driven by what it shows."""
+    """A program behind a pseudo-terminal, driven by what it shows."""
 
-    def __init__(self, *argv: str, state: Path, **streams: int):
+    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str], **streams: int):
         self._own, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
-        settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state), "PYTHONUTF8": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, FAKE_CHAT, *argv],
+            command,
             **{"stdin": other, "stdout": other, "stderr": other, **streams},
-            env={**os.environ, **settings},
+            env={**os.environ, **environment},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C becomes a signal
         )
@@ -44,6 +44,17 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._own, text.encode())
 
+    def say(self, message: str) -> None:
+        """Types a message at the chat's next prompt."""
+        self.until("> ")
+        self.type(message + ENTER)
+
+    def leave(self) -> int:
+        """Presses Ctrl-D at the chat's next prompt; gives its exit code."""
+        self.until("> ")
+        self.type(CTRL_D)
+        return self.end()
+
     def until(self, text: str) -> str:
         """Waits until `text` is shown after what was waited for before; gives what came with it."""
         while (end := self.shown.find(text, self._seen)) < 0:
@@ -52,7 +63,7 @@ class Terminal:
         return self.shown[begin : self._seen]
 
     def end(self) -> int:
-        """Waits until the chat is over; gives its exit code."""
+        """Waits until the program is over; gives its exit code."""
         while self._receive():
             pass
         return self.process.wait(timeout=HANG)
@@ -80,10 +91,11 @@ class Terminal:
 @pytest.fixture
 def open_chat(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
+    settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path), "PYTHONUTF8": "1"}
     opened = []
 
     def start(*argv, **streams):
-        opened.append(Terminal(*argv, state=tmp_path, **streams))
+        opened.append(Terminal([sys.executable, FAKE_CHAT, *argv], settings, **streams))
         return opened[-1]
 
     yield start
@@ -94,36 +106,30 @@ def open_chat(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     chat = open_chat()
-    chat.until("> ")
-    chat.type("slow" + ENTER)
+    chat.say("slow")
     chat.until("slow slow slow")  # the whole answer takes half a minute
     chat.type(CTRL_C)
     assert "^C" not in chat.until("The answer was stopped.")
-    chat.until("> ")
-    chat.type("/stats" + ENTER)
+    chat.say("/stats")
     told = chat.until("stopped\r\n")
     tokens, rate = re.search(r"answer: (\d+) tokens, ([0-9.]+) tokens/s, stopped", told).groups()
     assert int(tokens) >= 3
     assert 0 < float(rate) <= 100  # a hundredth of a second is waited for each token
-    chat.until("> ")
-    chat.type("still there?" + ENTER)
+    chat.say("still there?")
     chat.until("you said: still there?")
-    chat.until("> ")
-    chat.type("/exit" + ENTER)
+    chat.say("/exit")
     assert chat.end() == 0
 
 
 @pytest.mark.slow
 def test_a_long_prompt_shows_how_far_it_is_and_can_be_stopped(open_chat):
     chat = open_chat()
-    chat.until("> ")
-    chat.type("long" + ENTER)
+    chat.say("long")
     chat.until("reading the prompt")
     chat.until("/3000 tokens")
     chat.type(CTRL_C)
     chat.until("Stopped before the first token.")
-    chat.until("> ")
-    chat.type("/regen" + ENTER)
+    chat.say("/regen")
     chat.until("There is no answer yet.")
 
 
@@ -152,20 +158,16 @@ def test_a_message_may_have_several_lines(open_chat):
     """With a backslash at the end of a line, with Alt-Enter, and pasted."""
     chat = open_chat()
     for typed in ("one\\" + ENTER + "two", "one" + ALT_ENTER + "two", "\x1b[200~one\ntwo\x1b[201~"):
-        chat.until("> ")
-        chat.type(typed + ENTER)
+        chat.say(typed)
         chat.until("you said: one\r\ntwo\r\n")
 
 
 @pytest.mark.slow
 def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
     first = open_chat()
-    first.until("> ")
-    first.type("remember me" + ENTER)
+    first.say("remember me")
     first.until("you said: remember me")
-    first.until("> ")
-    first.type(CTRL_D)
-    first.end()
+    assert first.leave() == 0
     second = open_chat()
     second.until("> ")
     second.type(UP)
@@ -183,9 +185,7 @@ def test_the_terminal_is_left_as_it_was(open_chat):
     assert not chat.flags() & termios.ECHOCTL
     chat.type(CTRL_C)
     chat.until("The answer was stopped.")
-    chat.until("> ")
-    chat.type(CTRL_D)
-    assert chat.end() == 0
+    assert chat.leave() == 0
     assert chat.flags() & termios.ECHOCTL
 
 
@@ -193,16 +193,13 @@ def test_the_terminal_is_left_as_it_was(open_chat):
 def test_a_paste_that_was_refused_does_not_come_back(open_chat, tmp_path):
     first = open_chat()
     for message in ("error", "\x1b[200~error" + " paste" * 400 + "\x1b[201~"):
-        first.until("> ")
-        first.type(message + ENTER)
+        first.say(message)
         first.until("the prompt has 200 tokens")
     first.until("> ")
     first.type(UP + "s?" + ENTER)  # "errors?", which is an error, too
     first.until("errors?")
     first.until("the prompt has 200 tokens")
-    first.until("> ")
-    first.type(CTRL_D)
-    first.end()
+    assert first.leave() == 0
     (history,) = tmp_path.rglob("chat_history")
     assert [line for line in history.read_text().splitlines() if line.startswith("+")] == ["+error", "+errors?"]
 
@@ -218,19 +215,16 @@ def test_without_a_home_folder_messages_come_back_in_the_same_chat(tmp_path, mon
 @pytest.mark.slow
 def test_a_slow_file_shows_how_far_it_is_and_ctrl_c_keeps_the_session(open_chat, tmp_path):
     chat = open_chat()
-    chat.until("> ")
-    chat.type("hello" + ENTER)
+    chat.say("hello")
     chat.until("you said: hello")
     for command, what in (("/save", "saving"), ("/load", "loading")):
-        chat.until("> ")
-        chat.type(f"{command} {tmp_path / 'slow'}" + ENTER)
+        chat.say(f"{command} {tmp_path / 'slow'}")
         chat.until(f"{what} ")
         chat.until("% |")
         chat.type(CTRL_C)
         chat.until("Stopped; the conversation and the file are as they were.")
         assert not (tmp_path / "slow").exists()
-    chat.until("> ")
-    chat.type("/regen" + ENTER)
+    chat.say("/regen")
     chat.until("you said: hello")
 
 
@@ -240,8 +234,7 @@ def test_control_characters_do_not_reach_the_terminal(open_chat, tmp_path):
     (tmp_path / "talk").write_text(json.dumps({"messages": messages}))
     chat = open_chat("-p", "c\x1b]0;title\x07d")
     chat.until("you said: c␛]0;title␇d")
-    chat.until("> ")
-    chat.type(f"/load {tmp_path / 'talk'}" + ENTER)
+    chat.say(f"/load {tmp_path / 'talk'}")
     chat.until("a␛]0;title␇b")
 
 

@@ -36,6 +36,6 @@ def streams(codec: Codec, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndar
     return unpack(codec.schema(*codec.sizes(fields)), fields)
 
 
-def fields_of(codec: Codec, own: Mapping[str, np.ndarray], block_size: int, head_dim: int) -> dict[str, np.ndarray]:
+def fields_of(codec: Codec, coded: Mapping[str, np.ndarray], block_size: int, head_dim: int) -> dict[str, np.ndarray]:
     """The inverse of `streams`."""
-    return pack(codec.schema(block_size, head_dim), own)
+    return pack(codec.schema(block_size, head_dim), coded)

@@ -27,13 +27,3 @@ def test_values_are_rounded_to_the_nearest_half_and_saturate():
     x = np.array([[1 / 3, -1e6, 65519.0, 6e-8, -0.0, 2**-26]], np.float32)
     expected = np.array([[1 / 3, -65504, 65504, 6e-8, -0.0, 0]], np.float16).astype(np.float32)
     assert np.array_equal(codec.decode(codec.encode(x)), expected)
-
-
-def test_not_rotated_and_sixteen_bits():
-    codec = codecs.get("f16")
-    assert codec.rotation(64) is None
-    assert codecs.bits_per_value(codec, 64, 64) == 16
-
-
-def test_f16_is_the_only_codec_that_does_not_quantize() -> None:
-    assert [name for name in codecs.available() if not codecs.is_quantized(codecs.get(name))] == [codecs.FULL]

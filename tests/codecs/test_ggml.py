@@ -17,8 +17,8 @@ every_type = pytest.mark.parametrize(("name", "theirs"), TYPES.items())
 
 def blocks(codec, fields):
     """Our fields as ggml stores them: the scale, then the codes of its 32 values. (N, D/32 · bytes) uint8."""
-    own = streams(codec, fields)
-    scale, values = own["scale"][..., None].view(np.uint8), own["codes"]
+    parts = streams(codec, fields)
+    scale, values = parts["scale"][..., None].view(np.uint8), parts["codes"]
     values = values ^ np.uint8(128) if codec.bits == 8 else values[..., :16] | values[..., 16:] << 4
     joined = np.concatenate([scale, values], -1)
     return joined.reshape(len(joined), -1)
@@ -43,7 +43,7 @@ def test_bytes_and_values_match_gguf(name, head_dim):
 @settings(deadline=None, max_examples=100)
 @given(x=hnp.arrays(np.float32, (4, 32), elements=st.floats(-65000, 65000, width=32)))
 def test_bytes_and_values_match_gguf_for_any_values(name, theirs, x):
-    # For smaller scales 1/d is infinite, and gguf's codes are those of NaN; so small a scale is stored as 0 anyway.
+    # For smaller scales 1/d is infinite, and gguf encodes NaN; so small a scale is stored as 0 anyway.
     assert_the_same(np.where(np.abs(x) < 1e-30, np.float32(0), x), name, theirs)
 
 

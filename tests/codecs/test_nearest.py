@@ -27,41 +27,24 @@ def by_comparison(points: np.ndarray, x: np.ndarray) -> np.ndarray:
     )
 
 
-def assert_agrees(bits: int, x: np.ndarray) -> None:
-    codes, points = search(bits)(x)
-    assert np.array_equal(codes, by_comparison(points_of(bits), x))
-    assert np.array_equal(points, points_of(bits)[codes])
-
-
-@every_table
-def test_random_pairs(bits):
-    x = np.random.default_rng(bits).standard_normal((50_000, 2), np.float32)
-    assert_agrees(bits, x)
-
-
-@every_table
-def test_pairs_far_out(bits):
-    x = np.random.default_rng(bits).standard_normal((5000, 2), np.float32)
-    assert_agrees(bits, x * np.logspace(0, 36, len(x), dtype=np.float32)[:, None])
-
-
-@every_table
-def test_borders_and_corners_of_cells(bits):
-    """Every corner of a grid of 1/32, and its neighbours in float32 on all sides."""
+def corners(bits: int) -> np.ndarray:
+    """Corners of a grid of 1/32."""
     axis = np.arange(-4.0625, 4.0626, 1 / 32, dtype=np.float32)
-    corners = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
-    if bits == 10:
-        corners = corners[::7]
-    for towards in (-np.inf, np.inf):
-        assert_agrees(bits, np.nextafter(corners, np.float32(towards)))
-    assert_agrees(bits, corners)
+    grid = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
+    return grid[::7] if bits == 10 else grid
 
 
 @every_table
-def test_points_and_the_middles_between_them(bits):
-    points = points_of(bits)
-    assert np.array_equal(search(bits)(points)[0], np.arange(len(points)))
-    assert_agrees(bits, (points[1:] + points[:-1]) / 2)
+def test_it_agrees_with_a_comparison_with_every_point(bits: int) -> None:
+    """Of random pairs, pairs far out, corners of cells and their neighbours in float32, points, and middles."""
+    points, edges = points_of(bits), corners(bits)
+    x = np.random.default_rng(bits).standard_normal((50_000, 2), np.float32)
+    neighbours = [np.nextafter(edges, np.float32(towards)) for towards in (-np.inf, np.inf)]
+    far = x[:5000] * np.logspace(0, 36, 5000, dtype=np.float32)[:, None]
+    for pairs in (x, far, edges, *neighbours, points, (points[1:] + points[:-1]) / 2):
+        codes, nearest = search(bits)(pairs)
+        assert np.array_equal(codes, by_comparison(points, pairs))
+        assert np.array_equal(nearest, points[codes])
 
 
 def test_the_first_of_equally_near_points_wins():

@@ -38,13 +38,6 @@ def test_a_norm_read_back_is_packed_to_the_same_code(norms):
     assert np.array_equal(again, stored[read <= norms.largest])
 
 
-@every_format
-@given(a=non_negative, b=non_negative)
-def test_monotone(norms, a, b):
-    low, high = norms.unpack(norms.pack(np.array([min(a, b), max(a, b)], np.float32)))
-    assert low <= high <= norms.largest
-
-
 @given(st.integers(-88, 88), st.floats(-0.499, 0.499))
 def test_error_of_a_byte_is_at_most_half_a_step_where_steps_are_fine(step, part):
     if abs(step + part) > 88:

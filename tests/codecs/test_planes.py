@@ -34,17 +34,6 @@ def test_codes_round_trip(planes: Planes, lead: list[int], count: int, width: in
     assert np.array_equal(back, codes)
 
 
-@given(some_planes(), st.integers(1, 3), st.integers(0, 99))
-def test_every_bit_of_whole_runs_is_used(planes: Planes, runs: int, seed: int) -> None:
-    """Of a run that fills its bytes: any bytes are the bytes of some codes."""
-    count = runs * planes.run
-    unused = planes.stored(count) * 8 - count * planes.bits
-    assert 0 <= unused < 8 * runs
-    if not unused:
-        packed = np.random.default_rng(seed).integers(0, 256, (planes.stored(count), 5)).astype(np.uint8)
-        assert np.array_equal(planes.pack(planes.unpack(packed, count)), packed)
-
-
 @given(some_planes(), st.integers(1, 40))
 def test_pieces_hold_every_bit_of_a_code_once(planes: Planes, count: int) -> None:
     pieces = planes.pieces(count)

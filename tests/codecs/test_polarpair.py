@@ -85,10 +85,6 @@ def test_decode_is_the_formula(name):
     assert np.allclose(codecs.get(name).decode(codes), exact, rtol=0, atol=(6 + 2 * np.pi * 3) * EPS * radius.max())
 
 
-def test_keys_only():
-    assert codecs.get("polarpair-m4n4").serves == {"k"}
-
-
 @every_variant
 def test_rotation_permutes_channels(name):
     """Pair j of RoPE, channels j and j + D/2, is stored side by side, bit by bit, for any values."""

@@ -58,15 +58,6 @@ def test_decode_is_the_stored_norm_times_the_nearest_points(name, bits, option):
     assert np.array_equal(codec.decode(fields), points_of(bits)[codes].reshape(x.shape) * stored[..., None])
 
 
-@every_ring
-def test_norm16_keeps_norms_that_a_byte_rounds(name, bits):
-    x = gaussian(64, 64, seed=1)
-    norms = np.sqrt(np.square(x).mean(-1))
-    rough, fine = (stored_norms(codecs.get(name + option), norms) for option in ("", "+norm16"))
-    assert fine == pytest.approx(norms, rel=2**-11)
-    assert rough == pytest.approx(norms, rel=2 ** (1 / 64) - 1 + 1e-6)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_options_may_be_in_any_order(name):
     assert codecs.get(f"{name}+dense+norm16").rotation(24) is codecs.get(f"{name}+norm16+dense").rotation(24)

@@ -29,20 +29,6 @@ def test_hadamard_spreads_a_coordinate_evenly_over_the_largest_power_of_two(head
     assert np.abs(w[w != 0]) == pytest.approx(order**-0.5, rel=1e-6)
 
 
-@in_turn("head_dim", HEAD_DIMS)
-def test_twice_signed_hadamard_has_signs_on_both_sides(head_dim):
-    """A block divided by the signs of its first row and of its first column is the Hadamard matrix."""
-    order = head_dim & -head_dim
-    block = np.sign(twice_signed_hadamard(head_dim)[:order, :order])
-    bare = block * block[:1] * block[:, :1] * block[0, 0]
-    expected = np.ones((1, 1))
-    while len(expected) < order:
-        expected = np.kron([[1, 1], [1, -1]], expected)
-    assert np.array_equal(bare, expected)
-    if order >= 64:
-        assert len(np.unique(block[0])) == len(np.unique(block[:, 0])) == 2
-
-
 @pytest.mark.parametrize("rotation", [signed_hadamard, twice_signed_hadamard, dense])
 def test_shared_matrices_are_read_only(rotation):
     with pytest.raises(ValueError, match="read-only"):

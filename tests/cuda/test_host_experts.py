@@ -16,9 +16,8 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.loading import assembly
-from polarlm.engine.loading.advice import advise
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.fit import DeviceFit, fit_weights
+from polarlm.engine.loading.fit import DeviceFit, advise, fit_weights
 from polarlm.engine.loading.placement.experts import CpuExperts
 from polarlm.engine.loading.placement.wanted import Sizes, Wanted, wanted_of_source
 from polarlm.engine.model import weights as model_weights

@@ -13,7 +13,7 @@ import numpy as np
 from polarlm.model_loaders import ModelConfig, WeightSource, families, load_weights
 from polarlm.model_loaders.config import Attention, Experts, GatedMLP, Layer
 from polarlm.model_loaders.files.gguf_file import GgufFile
-from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders.files.tensors import StoredWeights
 from scripts.make_random_model import add_value, metadata
 
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
@@ -57,11 +57,11 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     spelt = re.sub("layer_scalar$", "layer_scalar.weight", spelt)
     if spelt.endswith(("router.scale", "per_expert_scale")):
         of = "router.proj" if spelt.endswith("router.scale") else "experts.down_proj"
-        found = official.get_name(re.sub(r"router\.\w+$", of, spelt))
-        return f"{found}.scale"
-    found = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return found if expert is None else f"{found}[{expert[1]}]"
+        label = official.get_name(re.sub(r"router\.\w+$", of, spelt))
+        return f"{label}.scale"
+    label = official.get_name(spelt, try_suffixes=(".weight", ".bias"))
+    assert label is not None, name
+    return label if expert is None else f"{label}[{expert[1]}]"
 
 
 def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -179,6 +179,4 @@ def one_gguf_tensor(path: Path, dtype: str, raw: np.ndarray) -> StoredWeights:
     writer.add_tensor("x", raw, raw_dtype=gguf.GGMLQuantizationType[dtype])
     finish(writer)
     file = GgufFile(path)
-    place = file.tensors["x"]
-    tensor = StoredTensor(file.files[0], "x", place.shape, place.dtype, place.offset)
-    return StoredWeights(path, {"x": tensor}, file.files)
+    return StoredWeights(path, {"x": file.tensors["x"]}, file.files)

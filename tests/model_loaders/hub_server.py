@@ -163,12 +163,12 @@ def _handler(hub: Hub, server: str) -> type[BaseHTTPRequestHandler]:
             if self.token is not None and self.token not in hub.tokens:
                 self.refuse(401, "", "Invalid credentials in Authorization header")
                 return None
-            found = hub.repositories.get(name)
-            if found is None or (found.private and self.token not in hub.readers):
+            repository = hub.repositories.get(name)
+            if repository is None or (repository.private and self.token not in hub.readers):
                 status = 401 if self.token is None else 404
                 self.refuse(status, "RepoNotFound", "Repository not found")
                 return None
-            return found
+            return repository
 
         def information(self, parts: list[str], query: dict[str, list[str]]) -> None:
             repository = self.repository(parts, "/api/models")

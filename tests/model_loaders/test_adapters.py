@@ -26,9 +26,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(base: Path) -> ModelConfig:
-    found, weights, _ = load_weights(base)
+    base_config, weights, _ = load_weights(base)
     weights.close()
-    return found
+    return base_config
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def deltas(adapter: Adapter) -> dict[str, np.ndarray]:
 
 
 def assert_is(adapter: Adapter, changes: Changes, scale: float) -> None:
-    found = deltas(adapter)
-    assert found.keys() == changes.keys()
+    changed = deltas(adapter)
+    assert changed.keys() == changes.keys()
     for name, (a, b) in changes.items():
-        np.testing.assert_allclose(found[name], scale * b @ a, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(changed[name], scale * b @ a, rtol=1e-5, atol=1e-6)
 
 
 def heads(config: ModelConfig) -> dict[str, int]:
@@ -66,10 +66,10 @@ def test_a_folder_of_peft_has_its_scale(
 def test_modules_have_alphas_of_their_own(tmp_path: Path, config: ModelConfig, changes: Changes) -> None:
     pattern = {"q_proj": 8, "layers.1.mlp.up_proj": 2}
     adapter = read_adapter(write_peft(tmp_path / "a", changes, 4, alpha_pattern=pattern), config, is_gguf=False)
-    own = {"q_proj": 2.0, "up_proj": 0.5}
+    scales = {"q_proj": 2.0, "up_proj": 0.5}
     for name, delta in deltas(adapter).items():
         module = name.split(".")[-2]
-        scale = own.get(module, 1.0) if module == "q_proj" or ".1." in name else 1.0
+        scale = scales.get(module, 1.0) if module == "q_proj" or ".1." in name else 1.0
         a, b = changes[name]
         np.testing.assert_allclose(delta, scale * b @ a, rtol=1e-5, atol=1e-6)
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
 from tests import call_templates
@@ -34,14 +33,24 @@ GEMMA = CallFormat(
 )
 
 
-def own(name: str) -> ChatTemplate:
-    return ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>")
+def template_of(name: str) -> ChatTemplate:
+    """The template of a model, or a short one of `call_templates`."""
+    if name == "qwen2.5":
+        folder = shared("tokenizers", "qwen2_5")
+        return for_folder(folder, json.loads((folder / "tokenizer_config.json").read_text()))
+    file = TEMPLATES / f"{name}.jinja"
+    source = file.read_text(encoding="utf-8") if file.is_file() else getattr(call_templates, name)
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
 
 
-SHORT: list[tuple[str, CallFormat, str]] = [
-    ("HERMES", TAGGED, "<tool_call>"),
-    (
-        "MISTRAL",
+def plain(opening: str, *middle: str, **more: Any) -> CallFormat:
+    """A format with nothing around calls, and nothing after the arguments."""
+    return CallFormat("", opening, middle, "", "", "", ("",), native=True, **more)
+
+
+FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and the marker
+    "HERMES": (TAGGED, "<tool_call>"),
+    "MISTRAL": (
         CallFormat(
             begin="[TOOL_CALLS] [",
             opening='{"name": "',
@@ -54,18 +63,9 @@ SHORT: list[tuple[str, CallFormat, str]] = [
         ),
         "[TOOL_CALLS]",
     ),
-    (
-        "MISTRAL_ARGS",
-        CallFormat("", "[TOOL_CALLS]", ("[ARGS]",), "", "", "", ("",), native=True),
-        "[TOOL_CALLS]",
-    ),
-    (
-        "MISTRAL_IDS",
-        CallFormat("", "[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), "", "", "", ("",), native=True),
-        "[TOOL_CALLS]",
-    ),
-    (
-        "LLAMA",
+    "MISTRAL_ARGS": (plain("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]"),
+    "MISTRAL_IDS": (plain("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "[TOOL_CALLS]"),
+    "LLAMA": (
         CallFormat(
             opening='{"name": "',
             middle=('", "parameters": ',),
@@ -77,59 +77,31 @@ SHORT: list[tuple[str, CallFormat, str]] = [
         ),
         "",
     ),
-    (
-        "TEXT_ARGUMENTS",
-        CallFormat("", "[TOOL_CALLS]", ("[ARGS]",), "", "", "", ("",), native=True, arguments_as_text=True),
-        "[TOOL_CALLS]",
-    ),
-    ("GEMMA", GEMMA, "<|tool_call>call:"),
-    ("GEMMA_OF_APRIL", GEMMA, "<|tool_call>call:"),
-    ("NO_TOOLS", GENERAL, "<tool_call>"),
-    ("XML", GENERAL, "<tool_call>"),
-]
-
-
-def test_short_templates() -> None:
-    for name, expected, marker in SHORT:
-        format = find_call_format(own(name))
-        assert format == expected, name
-        assert format.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
-        if format.native and not format.quote:
-            text = rendered(own(name), format.as_messages(MESSAGES), tools=TOOLS)
-            assert format.shown([("f", '{"a": [1, "b"]}', "abcdefgh1")]) in text
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("qwen3", TAGGED),
-        ("qwq", TAGGED),
-        ("deepseek-r1-distill", GENERAL),
-        ("qwen2.5", TAGGED),
-        (
-            "gpt-oss",
-            CallFormat(
-                opening=" to=functions.",
-                middle=("<|channel|>commentary json<|message|>",),
-                closing="",
-                between="",
-                shown_closing=("",),
-                several=False,
-                native=True,
-                content_is_reasoning=True,
-                needs_descriptions=True,
-            ),
+    "TEXT_ARGUMENTS": (plain("[TOOL_CALLS]", "[ARGS]", arguments_as_text=True), "[TOOL_CALLS]"),
+    **dict.fromkeys(("GEMMA", "GEMMA_OF_APRIL"), (GEMMA, "<|tool_call>call:")),
+    **dict.fromkeys(("NO_TOOLS", "XML", "deepseek-r1-distill"), (GENERAL, "<tool_call>")),
+    **dict.fromkeys(("qwen3", "qwq", "qwen2.5"), (TAGGED, "<tool_call>")),
+    "gpt-oss": (
+        plain(
+            " to=functions.",
+            "<|channel|>commentary json<|message|>",
+            several=False,
+            content_is_reasoning=True,
+            needs_descriptions=True,
         ),
-    ],
-)
-def test_templates_of_models(name: str, expected: CallFormat) -> None:
-    if name == "qwen2.5":
-        folder = shared("tokenizers", "qwen2_5")
-        template = for_folder(folder, json.loads((folder / "tokenizer_config.json").read_text()))
-    else:
-        source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-        template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
-    assert find_call_format(template) == expected
+        " to=functions.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_format_is_found(name: str) -> None:
+    (expected, marker), format = FORMATS[name], template_of(name).calls
+    assert format == expected
+    assert format.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
+    if format.native and not format.quote:
+        text = rendered(template_of(name), format.as_messages(MESSAGES), tools=TOOLS)
+        assert format.shown([("f", '{"a": [1, "b"]}', "abcdefgh1")]) in text
 
 
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "b"]}'}}
@@ -142,7 +114,7 @@ MESSAGES = [
 
 
 def test_without_tools_in_the_template_calls_are_text() -> None:
-    template = own("NO_TOOLS")
+    template = template_of("NO_TOOLS")
 
     def put(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return put_otherwise(template, messages, tools, {}).messages

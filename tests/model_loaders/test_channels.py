@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from polarlm.model_loaders.chat.channels import Channels, find_channels
+from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.tokenizers import known_names
-from tests.rendering import rendered
 from tests.tool_model import tool_engine
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
@@ -29,20 +28,11 @@ def template(name: str) -> ChatTemplate:
 
 
 def test_channels_of_gpt_oss() -> None:
-    found = template("gpt-oss")
+    gpt_oss = template("gpt-oss")
     expected = Channels("<|start|>", "assistant", "<|channel|>", "<|message|>", "<|end|>", "analysis", "final")
-    assert found.channels == expected
-    assert found.tags == Tags("<|channel|>analysis<|message|>", "<|end|>")
-    assert found.place_of_answer({}) == "before"
-
-
-def test_other_models_have_none() -> None:
-    assert find_channels(template("qwen3")) is None
-
-
-def test_the_effort_of_reasoning_is_a_variable() -> None:
-    assert "Reasoning: medium\n" in rendered(template("gpt-oss"), [USER])
-    assert "Reasoning: high\n" in rendered(template("gpt-oss"), [USER], reasoning_effort="high")
+    assert gpt_oss.channels == expected
+    assert gpt_oss.tags == Tags("<|channel|>analysis<|message|>", "<|end|>")
+    assert gpt_oss.place_of_answer({}) == "before"
 
 
 def test_the_end_of_a_message_does_not_end_an_answer() -> None:

@@ -1,8 +1,10 @@
 """What each family reads from a configuration of either file format."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ BASE = {
 
 
 def configured(**changes: object) -> ModelConfig:
-    return configure(Fields({**BASE, **changes}, "config.json"))
+    return read_as({**BASE, **changes})
 
 
 def mixers(config: ModelConfig) -> list[Attention]:
@@ -60,6 +62,14 @@ def stored(name: str | Path) -> ModelConfig:
     return config
 
 
+def written(name: str) -> dict[str, Any]:
+    return json.loads((MODELS / name / "config.json").read_text())
+
+
+def read_as(values: dict[str, Any]) -> ModelConfig:
+    return configure(Fields(values, "config.json"))
+
+
 def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
     files = {file.stem for file in Path(families_package.__file__).parent.glob("*.py") if file.stem[0] != "_"}
     assert set(families()) == files
@@ -73,14 +83,39 @@ def test_sizes_come_from_the_configuration() -> None:
     )
 
 
-def test_absent_or_null_kv_heads_mean_one_per_query_head() -> None:
-    assert configured().attention.kv_heads == configured(num_key_value_heads=None).attention.kv_heads == 4
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+NO_ROPE = {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 1]}
 
 
-def test_a_window_of_null_is_no_window() -> None:
-    assert windows_of(configured(model_type="mistral", sliding_window=None)) == (None, None, None)
-    assert windows_of(configured(model_type="mistral")) == (None, None, None)
-    assert windows_of(configured(model_type="mistral", sliding_window=32)) == (32, 32, 32)
+def has_rope(config: ModelConfig) -> list[bool]:
+    return [mixer.rope is not None for mixer in mixers(config)]
+
+
+# Keys, what is looked at, and what it is.
+MEANT: list[tuple[dict[str, Any], Callable[[ModelConfig], Any], Any]] = [
+    ({}, lambda config: config.attention.kv_heads, 4),  # one per query head
+    ({"num_key_value_heads": None}, lambda config: config.attention.kv_heads, 4),
+    ({"model_type": "mistral", "sliding_window": None}, windows_of, (None, None, None)),
+    ({"model_type": "mistral"}, windows_of, (None, None, None)),
+    ({"model_type": "mistral", "sliding_window": 32}, windows_of, (32, 32, 32)),
+    ({"model_type": "qwen3"}, lambda config: config.attention.head_dim, 128),
+    ({"model_type": "qwen3", "head_dim": 32}, lambda config: config.attention.head_dim, 32),
+    ({"rope_scaling": YARN}, lambda config: config.max_context, 2048),  # where files give the trained context
+    ({"rope_scaling": YARN, "max_position_embeddings": 2048}, lambda config: config.max_context, 2048),
+    ({"model_type": "smollm3", "num_hidden_layers": 8}, has_rope, [True, True, True, False] * 2),
+    ({"model_type": "smollm3", "no_rope_layer_interval": 2}, has_rope, [True, False, True]),
+    ({"model_type": "smollm3", "no_rope_layers": [0, 1, 1]}, has_rope, [False, True, True]),
+    (NO_ROPE, windows_of, (8, None, None)),
+    ({"model_type": "smollm3"}, lambda config: (rope_of(config).theta, config.tied_head), (2e6, True)),
+    ({"model_type": "smollm3", "rope_scaling": {**YARN}}, lambda config: rope_of(config).theta, 2e6),
+    ({"model_type": "smollm3", "rope_parameters": {"rope_theta": 5e6}}, lambda config: rope_of(config).theta, 5e6),
+    ({"model_type": "smollm3", "tie_word_embeddings": False}, lambda config: config.tied_head, False),
+]
+
+
+def test_what_keys_mean_and_what_their_absence() -> None:
+    for changes, look, expected in MEANT:
+        assert look(configured(**changes)) == expected, changes
 
 
 def test_qwen_windows() -> None:
@@ -100,71 +135,60 @@ def test_qwen_windows() -> None:
         windows(sliding_window=32, use_sliding_window=True)
 
 
-def test_qwen3_heads_have_128_channels_by_default() -> None:
-    assert configured(model_type="qwen3").attention.head_dim == 128
-    assert configured(model_type="qwen3", head_dim=32).attention.head_dim == 32
-
-
-def test_yarn_extends_the_context_if_the_configuration_gives_the_trained_one() -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    assert configured(rope_scaling=yarn).max_context == 2048
-    assert configured(rope_scaling=yarn, max_position_embeddings=2048).max_context == 2048
-
-
 def test_muse_glimmer_without_lists_has_no_rope_and_no_window_in_every_fourth_layer_from_the_last_one() -> None:
-    written = json.loads((MODELS / "muse_glimmer_gated" / "config.json").read_text())
-    text = written["text_config"]
+    values = written("muse_glimmer_gated")
+    text = values["text_config"]
     del text["layer_types"], text["layer_rope_theta"]
-    assert configure(Fields(written, "config.json")) == stored("muse_glimmer_gated")
+    assert read_as(values) == stored("muse_glimmer_gated")
     text["num_hidden_layers"] = 6
-    config = configure(Fields(written, "config.json"))
+    config = read_as(values)
     assert windows_of(config) == (12, None, 12, 12, 12, None)
     assert [mixer.rope is None for mixer in config.attentions.values()] == [False, True, False, False, False, True]
     text["layer_rope_theta"] = [500.0] * 5 + [400.0]
     with pytest.raises(LoadError, match=r"layer_rope_theta .* but must say 0 or 500 for 6 layers"):
-        configure(Fields(written, "config.json"))
+        read_as(values)
 
 
 def test_the_last_layers_of_gemma4_e2b_share_kv_and_have_wider_networks() -> None:
     config = stored("gemma4_shared_kv")
     assert [mixer.shares_kv for mixer in config.attentions.values()] == [False, False, True, True]
     assert [layer.ffn.size for layer in config.layers] == [24, 24, 48, 48]
-    written = json.loads((MODELS / "gemma4_shared_kv" / "config.json").read_text())
+    values = written("gemma4_shared_kv")
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
-    mixtures = [layer.ffn for layer in configure(Fields({**written, **experts}, "config.json")).layers]
+    mixtures = [layer.ffn for layer in read_as({**values, **experts}).layers]
     assert [ffn.shared.size for ffn in mixtures if isinstance(ffn, Experts) and ffn.shared] == [24, 24, 48, 48]
-    written["num_kv_shared_layers"] = 3
+    values["num_kv_shared_layers"] = 3
     with pytest.raises(LoadError, match="num_kv_shared_layers is 3, but no layer before these has K/V of each kind"):
-        configure(Fields(written, "config.json"))
+        read_as(values)
 
 
 def test_the_text_of_gemma4_12b_has_names_of_its_own() -> None:
-    written = json.loads((MODELS / "gemma4_values_are_keys" / "config.json").read_text())
+    values = written("gemma4_values_are_keys")
     for kind in ("", "Unified"):
         for task in ("CausalLM", "ConditionalGeneration"):
             model_type = f"gemma4{'_unified' if kind else ''}_text"
-            changed = {**written, "model_type": model_type, "architectures": [f"Gemma4{kind}For{task}"]}
-            assert configure(Fields(changed, "config.json")) == stored("gemma4_values_are_keys")
+            changed = {**values, "model_type": model_type, "architectures": [f"Gemma4{kind}For{task}"]}
+            assert read_as(changed) == stored("gemma4_values_are_keys")
 
 
 def test_muse_glimmer_as_a_whole_says_whether_its_head_is_the_embedding() -> None:
-    written = json.loads((MODELS / "muse_glimmer_mqa" / "config.json").read_text())
+    values = written("muse_glimmer_mqa")
     for of_text, whole, tied in ((True, None, False), (False, True, True), (True, True, True)):
-        changed = {**written, "text_config": {**written["text_config"], "tie_word_embeddings": of_text}}
+        changed = {**values, "text_config": {**values["text_config"], "tie_word_embeddings": of_text}}
         changed |= {} if whole is None else {"tie_word_embeddings": whole}
-        assert configure(Fields(changed, "config.json")).tied_head is tied
+        assert read_as(changed).tied_head is tied
 
 
 def test_gemma3_with_the_older_keys() -> None:
     config = stored("gemma3_tied")
-    written = json.loads((MODELS / "gemma3_tied" / "config.json").read_text())
-    del written["rope_parameters"], written["layer_types"]
-    written |= {"sliding_window_pattern": 2, "rope_theta": 1e4, "rope_local_base_freq": 100.0}
-    written["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
-    assert configure(Fields(written, "config.json")) == config
+    values = written("gemma3_tied")
+    del values["rope_parameters"], values["layer_types"]
+    values |= {"sliding_window_pattern": 2, "rope_theta": 1e4, "rope_local_base_freq": 100.0}
+    values["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    assert read_as(values) == config
     # What a published configuration leaves out is as in the 4B model; the pattern of windows is six layers long.
-    kept = {key: written[key] for key in ("model_type", "hidden_size", "num_hidden_layers", "sliding_window")}
-    got = configure(Fields({**kept, "num_hidden_layers": 7}, "config.json"))
+    kept = {key: values[key] for key in ("model_type", "hidden_size", "num_hidden_layers", "sliding_window")}
+    got = read_as({**kept, "num_hidden_layers": 7})
     assert (got.attention.heads, got.attention.kv_heads, got.attention.head_dim, got.vocab_size) == (8, 4, 256, 262_208)
     assert windows_of(got) == (12, 12, 12, 12, 12, None, 12)
     assert {mixer.rope.theta for mixer in mixers(got) if mixer.rope} == {1e6, 1e4}
@@ -172,21 +196,24 @@ def test_gemma3_with_the_older_keys() -> None:
 
 
 def test_a_gemma2_without_a_key_has_the_caps_of_released_ones_and_null_is_no_cap() -> None:
-    written = json.loads((MODELS / "gemma2_capped_tied" / "config.json").read_text())
-    del written["attn_logit_softcapping"], written["final_logit_softcapping"]
-    config = configure(Fields(written, "config.json"))
+    values = written("gemma2_capped_tied")
+    del values["attn_logit_softcapping"], values["final_logit_softcapping"]
+    config = read_as(values)
     assert (config.attention.softcap, config.logit_softcap) == (50.0, 30.0)
-    config = configure(Fields({**written, "attn_logit_softcapping": None}, "config.json"))
+    config = read_as({**values, "attn_logit_softcapping": None})
     assert (config.attention.softcap, config.logit_softcap) == (None, 30.0)
     with pytest.raises(LoadError, match="attn_logit_softcapping is 0, but must be a number"):
-        configure(Fields({**written, "attn_logit_softcapping": 0}, "config.json"))
+        read_as({**values, "attn_logit_softcapping": 0})
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_part_of_a_gemma3_for_images(prefix: str, tmp_path: Path) -> None:
     config, weights, _ = load_weights(MODELS / "gemma3_tied")
-    content = json.loads((MODELS / "gemma3_tied" / "config.json").read_text())
-    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": content}
+    whole = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": written("gemma3_tied"),
+    }
     (tmp_path / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 8}}))
     files = {
         prefix + name.removeprefix("model."): tensor
@@ -203,28 +230,6 @@ def test_the_text_part_of_a_gemma3_for_images(prefix: str, tmp_path: Path) -> No
 def test_the_scale_of_embeddings_is_rounded_to_their_stored_type() -> None:
     for dtype, scale in (("BF16", 50.5), ("F16", 50.59375), ("F32", 2560**0.5), ("Q8_0", 2560**0.5)):
         assert as_stored(2560**0.5, dtype) == scale
-
-
-def test_smollm3_without_rope_in_some_layers() -> None:
-    def has_rope(**changes: object) -> list[bool]:
-        return [mixer.rope is not None for mixer in mixers(configured(model_type="smollm3", **changes))]
-
-    assert has_rope(num_hidden_layers=8) == [True, True, True, False] * 2
-    assert has_rope(no_rope_layer_interval=2) == [True, False, True]
-    assert has_rope(no_rope_layers=[0, 1, 1]) == [False, True, True]
-    with pytest.raises(LoadError, match="no_rope_layers"):
-        has_rope(no_rope_layers=[1, 1])
-    config = configured(model_type="smollm3", use_sliding_window=True, sliding_window=8, no_rope_layers=[0, 1, 1])
-    assert windows_of(config) == (8, None, None)
-
-
-def test_defaults_of_smollm3_match_transformers() -> None:
-    yarn = {"rope_type": "yarn", "factor": 2.0}
-    assert rope_of(configured(model_type="smollm3")).theta == 2e6
-    assert rope_of(configured(model_type="smollm3", rope_scaling=yarn)).theta == 2e6
-    assert rope_of(configured(model_type="smollm3", rope_parameters={"rope_theta": 5e6})).theta == 5e6
-    assert configured(model_type="smollm3").tied_head
-    assert not configured(model_type="smollm3", tie_word_embeddings=False).tied_head
 
 
 def test_phi3_longrope() -> None:
@@ -270,6 +275,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 1]}, "no_rope_layers"),
 ]
 
 
@@ -426,11 +432,11 @@ def check_gguf(name: str, tmp_path: Path) -> None:
     got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, of_file, **changes))
     assert dtype == "F32"
     assert got.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # GGUF keeps it in float32
-    found, wanted = rope_of(got), rope_of(expected)
-    assert found.divisors == pytest.approx(wanted.divisors)
-    assert found.short_divisors == pytest.approx(wanted.short_divisors)
-    if found.divisors and config.family != "gemma4":  # whose layers with a window have another RoPE
-        expected = with_rope(expected, replace(wanted, divisors=found.divisors, short_divisors=found.short_divisors))
+    rope, wanted = rope_of(got), rope_of(expected)
+    assert rope.divisors == pytest.approx(wanted.divisors)
+    assert rope.short_divisors == pytest.approx(wanted.short_divisors)
+    if rope.divisors and config.family != "gemma4":  # whose layers with a window have another RoPE
+        expected = with_rope(expected, replace(wanted, divisors=rope.divisors, short_divisors=rope.short_divisors))
     assert got == replace(expected, norm_eps=got.norm_eps)
     for key, tensor in read_all(copy).items():
         np.testing.assert_array_equal(tensor, written[key], err_msg=key)
@@ -499,17 +505,15 @@ def test_a_gguf_files_rope_divisors(tmp_path: Path) -> None:
         load_weights(as_gguf(tmp_path / "other.gguf", "llama", config, tensors))
 
 
-def test_a_gguf_files_yarn_magnitude_multiplies_yarns_own(tmp_path: Path) -> None:
+def test_yarn_in_a_gguf_file(tmp_path: Path) -> None:
+    """Its magnitude multiplies yarn's own. Without a factor it does not scale."""
     config, weights, _ = load_weights(MODELS / "llama_mqa_yarn")
-    scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5}
-    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
+    yarn, tensors = {"rope__scaling__type": "yarn"}, read_all(weights)
+    scaling = {**yarn, "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5}
+    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, tensors, **scaling))
     assert rope_of(got).attention_factor == pytest.approx(0.5 * (1 + 0.1 * np.log(4)), rel=1e-12)
-
-
-def test_yarn_without_a_factor_in_a_gguf_file_does_not_scale(tmp_path: Path) -> None:
-    config, weights, _ = load_weights(MODELS / "llama_mqa_yarn")
-    scaling = {"rope__scaling__type": "yarn", "rope__scaling__original_context_length": 32}
-    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
+    scaling = {**yarn, "rope__scaling__original_context_length": 32}
+    got, _, _ = load_weights(as_gguf(tmp_path / "other.gguf", "llama", config, tensors, **scaling))
     rope, dim = rope_of(got), got.attention.head_dim
     assert (rope.kind, rope.factor) == ("yarn", 1.0)
     plain, _ = rope_frequencies(RopeConfig(theta=rope.theta), dim)

@@ -18,8 +18,8 @@ WHOLE, INDEX, CONFIG, TOKENIZER = "model.safetensors", "model.safetensors.index.
 FIRST, SECOND = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2))
 SNAPSHOT = f"hub/models--x--y/snapshots/{'a' * 40}"
 
-# The model, what happens to its files (text is written, "> …" moves, None deletes), the path that is given, and a part
-# of the message; None if the model loads.
+# The model, what happens to its files (text is written, "> …" moves, "@ …" links, None deletes), the path that is
+# given, and words in the message; None if the model loads.
 Case = tuple[str, dict[str, str | None], str, str | None]
 CASES: dict[str, Case] = {
     "other layouts beside": (
@@ -77,16 +77,32 @@ CASES: dict[str, Case] = {
     "a file of a folder": (ONE, {}, CONFIG, "give its folder, {root},"),
     "a link to nothing": (ONE, {WHOLE: "@ blobs/gone"}, ".", f"{WHOLE} is a link to a file that does not exist"),
     **{
-        f"the hub's cache at {given}": (
+        f"the hub's cache at {place}": (
             ONE,
             {CONFIG: f"> {SNAPSHOT}/{CONFIG}", WHOLE: f"> {SNAPSHOT}/{WHOLE}", "hub/models--x--y/blobs/a": "x"},
-            given,
+            place,
             "such as {root}/" + SNAPSHOT,
         )
-        for given in ("hub", "hub/models--x--y/blobs")
+        for place in ("hub", "hub/models--x--y/blobs")
     },
     "a link to no GGUF": (ONE, {"a.gguf": "@ blobs/gone"}, "a.gguf", "a.gguf is a link to a file that does not exist"),
     "a blob of the hub's cache": (ONE, {WHOLE: "> blobs/a1b2"}, "blobs/a1b2", "give one, or the folder of a model"),
+    "a pickle": (ONE, {WHOLE: "> pytorch_model.bin"}, ".", "pickle (pytorch_model.bin)"),
+    "a pickle's file": (ONE, {WHOLE: "> pytorch_model.bin"}, "pytorch_model.bin", "pytorch_model.bin is a pickle"),
+    "a pickle alone": (ONE, {WHOLE: "> pytorch_model.bin", CONFIG: None}, ".", "pickle (pytorch_model.bin)"),
+    "weights without their folder": (ONE, {}, WHOLE, "give its folder, {root}"),
+    "an empty folder": (ONE, {CONFIG: None, WHOLE: None}, ".", "no config.json"),
+    "no weights": (ONE, {WHOLE: None}, ".", "no weights"),
+    "an index without a map": (SHARDED, {INDEX: "{}"}, ".", "weight_map"),
+    **{
+        f"a configuration that is no JSON {number}": (ONE, {CONFIG: text}, ".", f"{CONFIG} is not valid JSON")
+        for number, text in enumerate(("", "{", "[" * 100_000, '{"a": 1}}', "\xff", '{"a": ' + "9" * 5000 + "}"))
+    },
+    "a list as configuration": (ONE, {CONFIG: "[1]"}, ".", "holds a list"),
+    **{
+        f"nothing at {path[:9]!r}": (ONE, {}, path, "does not exist")
+        for path in ("nothing", "model.gguf", "x" * 5000, "a\0b")
+    },
     "a path in quotation marks": (ONE, {}, "'{root}'", "does not exist; give {root}."),
     "a path without its end": (ONE, {"a.gguf": "x"}, "a", "does not exist; give {root}/a.gguf."),
 }
@@ -105,15 +121,15 @@ def changed(folder: Path, changes: dict[str, str | None]) -> None:
             file.unlink(missing_ok=True)
             file.symlink_to(folder / change[2:])
         else:
-            file.write_text(change)
+            file.write_text(change, encoding="latin-1")
 
 
 def test_a_folder_loads_or_the_advice_helps(tmp_path: Path) -> None:
-    for number, (name, changes, given, message) in enumerate(CASES.values()):
+    for number, (name, changes, place, message) in enumerate(CASES.values()):
         root = Path(shutil.copytree(MODELS / name, tmp_path / str(number) / "root"))
         (root / TOKENIZER).write_text(tokenizer_json(), encoding="utf-8")
         changed(root, changes)
-        path = given.format(root=root) if "{root}" in given else root / given
+        path = place.format(root=root) if "{root}" in place else root / place
         if message is None:
             model = load(path)
             assert model.tokenizer.vocab_size > 0

@@ -1,21 +1,22 @@
-"""Experts in tensors of all of them, as gpt-oss's safetensors have them: each matrix, and files that do not fit."""
+"""Experts in tensors of all of them, as gpt-oss's safetensors have them, and files of experts that do not fit."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from polarlm.model_loaders import LoadError, load_weights
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.joined_experts import taken_apart
 from polarlm.model_loaders.files.safetensors_source import read_header
-from tests.model_loaders.checkpoints import MODELS, read, safetensors_file
+from tests.model_loaders.checkpoints import MODELS, as_gguf, read, read_all, safetensors_file
 
 COUNT, SIZE, COLUMNS = 3, 5, 64
 NAMES = ("{}.gate", "{}.up")
@@ -39,11 +40,11 @@ def joined(path: Path, **tensors: np.ndarray) -> dict:
 def test_rows_of_gate_and_up_projection_are_columns(tmp_path: Path) -> None:
     whole = np.arange(COUNT * COLUMNS * 2 * SIZE, dtype=np.float32).reshape(COUNT, COLUMNS, 2 * SIZE)
     bias = np.arange(COUNT * 2 * SIZE, dtype=np.float32).reshape(COUNT, 2 * SIZE)
-    found = joined(tmp_path / "x.safetensors", x=whole, x_bias=bias)
-    assert len(found) == 4 * COUNT
+    parts = joined(tmp_path / "x.safetensors", x=whole, x_bias=bias)
+    assert len(parts) == 4 * COUNT
     for expert in range(COUNT):
         for first, name in enumerate(("gate", "up")):
-            matrix, vector = found[f"{expert}.{name}.weight"], found[f"{expert}.{name}.bias"]
+            matrix, vector = parts[f"{expert}.{name}.weight"], parts[f"{expert}.{name}.bias"]
             assert (matrix.shape, vector.shape) == ((SIZE, COLUMNS), (SIZE,))
             np.testing.assert_array_equal(matrix.raw(slice(1, 4)).view("<f4"), whole[expert, :, first::2].T[1:4])
             np.testing.assert_array_equal(vector.raw(slice(1, 4)).view("<f4")[:, 0], bias[expert, first::2][1:4])
@@ -55,10 +56,10 @@ def test_blocks_are_those_of_gguf(tmp_path: Path) -> None:
     scales = random.integers(120, 135, (COUNT, 2 * SIZE, COLUMNS // 32), dtype=np.uint8)
     values = FP4[np.stack([codes & 15, codes >> 4], -1)].reshape(*scales.shape, 32)
     values = np.ldexp(values, scales[..., None].astype(np.int32) - 127).reshape(COUNT, 2 * SIZE, COLUMNS)
-    found = joined(tmp_path / "x.safetensors", x_blocks=codes, x_scales=scales)
+    parts = joined(tmp_path / "x.safetensors", x_blocks=codes, x_scales=scales)
     for expert in range(COUNT):
         for first, name in enumerate(("gate", "up")):
-            tensor = found[f"{expert}.{name}.weight"]
+            tensor = parts[f"{expert}.{name}.weight"]
             assert (tensor.dtype, tensor.shape) == ("MXFP4", (SIZE, COLUMNS))
             rows = gguf.dequantize(tensor.raw(slice(1, 4)), gguf.GGMLQuantizationType.MXFP4)
             np.testing.assert_array_equal(rows, values[expert, first::2][1:4])
@@ -82,36 +83,62 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for tensors, problem in UNFIT:
         with pytest.raises(LoadError, match=problem):
             joined(tmp_path / "x.safetensors", **tensors)
-
-
-def test_rows_of_whole_blocks_are_needed(tmp_path: Path) -> None:
     tensors = stored(tmp_path / "x.safetensors", x_blocks=CODES, x_scales=SCALES)
     with pytest.raises(LoadError, match="rows of 40 values, not of blocks of 32"):
         taken_apart(tensors, "x", NAMES, COUNT, SIZE, 40)
 
 
-def changed(tmp_path: Path, name: str, change: Callable[[dict], None]) -> Path:
-    """A copy of a stored model with another configuration."""
-    folder = shutil.copytree(MODELS / name, tmp_path / name)
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+EXPERT = "model.layers.0.mlp.experts.3."
+Cut = tuple[str, slice]  # a tensor, and the rows of it that remain
+# A stored model, what changes in its configuration, a tensor that becomes smaller, and the sentence.
+MISFITS: list[tuple[str, dict[str, object], Cut | None, str]] = [
+    ("gpt_oss_mxfp4", {"quantization_config": {"quant_method": "gptq"}}, None, "has a quantization_config"),
+    ("llama_mha", {"quantization_config": {"quant_method": "mxfp4"}}, None, "has a quantization_config"),
+    ("gpt_oss_transposed", {"swiglu_limit": 5.0}, None, "swiglu_limit"),
+    ("gpt_oss_transposed", {"swiglu_alpha": 1.0}, None, "swiglu_alpha"),
+    ("olmoe_all_heads", {"num_experts_per_tok": 9}, None, "num_experts_per_tok is 9, but .* only 8 experts"),
+    ("olmoe_all_heads", {"num_experts": 9}, None, r"lacks .*experts\.8\.gate_proj.* and 3 more"),
+    ("olmoe_all_heads", {}, (f"{EXPERT}down_proj.weight", slice(31)), r"experts\.3\.down_proj.* has the shape \(31"),
+    ("gemma4_experts_beside", {"top_k_experts": 5}, None, "top_k_experts is 5, but each layer has only 4"),
+    (
+        "gemma4_experts_beside",
+        {},
+        ("model.layers.0.experts.gate_up_proj", slice(3)),
+        r"\(3, 32, 64\), but .* \(4, 32, 64\)",
+    ),
+]
 
 
-def test_other_quantizations_are_refused(tmp_path: Path) -> None:
-    other = changed(tmp_path, "gpt_oss_mxfp4", lambda config: config["quantization_config"].update(quant_method="gptq"))
-    with pytest.raises(LoadError, match="has a quantization_config"):
-        load_weights(other)
-    dense = changed(tmp_path, "llama_mha", lambda config: config.update(quantization_config={"quant_method": "mxfp4"}))
-    with pytest.raises(LoadError, match="has a quantization_config"):
-        load_weights(dense)
+def test_folders_that_do_not_fit_their_configuration(tmp_path: Path) -> None:
+    for number, (name, change, cut, sentence) in enumerate(MISFITS):
+        folder = Path(shutil.copytree(MODELS / name, tmp_path / str(number)))
+        file, config = folder / "model.safetensors", folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
+        if cut is not None:
+            tensors = load_file(file)
+            tensors[cut[0]] = tensors[cut[0]][cut[1]]
+            save_file(tensors, file)
+        with pytest.raises(LoadError, match=sentence):
+            load_weights(folder)
 
 
-@pytest.mark.parametrize(("key", "value"), [("swiglu_limit", 5.0), ("swiglu_alpha", 1.0)])
-def test_other_constants_of_the_activation_are_refused(key: str, value: float, tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=key):
-        load_weights(changed(tmp_path, "gpt_oss_transposed", lambda config: config.update({key: value})))
+@pytest.mark.parametrize(
+    ("rule", "dropped", "rows", "sentence"),
+    [
+        ({"top_k": 9}, None, None, "expert_used_count is 9, but each layer has only 8 experts"),
+        ({}, ".experts.7.", None, r"lacks .*ffn_gate_exps\.weight\[7\]"),
+        ({}, None, 39, r"ffn_gate_exps.* has the shape \(39, 32\), .* \(40, 32\)"),
+    ],
+)
+def test_gguf_files(rule: dict[str, int], dropped: str | None, rows: int | None, sentence: str, tmp_path: Path) -> None:
+    """The same matrix of all experts is one tensor with three dimensions."""
+    config, weights, _ = load_weights(MODELS / "olmoe_all_heads")
+    tensors = {name: tensor for name, tensor in read_all(weights).items() if dropped is None or dropped not in name}
+    for name in tensors:
+        tensors[name] = tensors[name][:rows] if name.endswith(".gate_proj.weight") else tensors[name]
+    layers = tuple(replace(layer, ffn=replace(layer.ffn, **rule)) for layer in config.layers)
+    with pytest.raises(LoadError, match=sentence):
+        load_weights(as_gguf(tmp_path / "model.gguf", "olmoe", replace(config, layers=layers), tensors))
 
 
 def test_matrices_are_the_same_however_many_rows_are_read() -> None:

@@ -188,8 +188,8 @@ def assert_reuses(engine: Engine) -> None:
 def test_parts_and_developers_are_taken_from_python(tmp_path: Path) -> None:
     with tool_engine(tmp_path, FIRST_ALONE) as engine:
         parts = [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]
-        given, same = ([{"role": "developer", "content": content}, *TALK] for content in (parts, "be kind"))
-        assert engine.prompt_ids(given) == engine.prompt_ids(same)
+        in_parts, same = ([{"role": "developer", "content": content}, *TALK] for content in (parts, "be kind"))
+        assert engine.prompt_ids(in_parts) == engine.prompt_ids(same)
         assert engine.prompt_ids(same) != engine.prompt_ids(TALK)
         with pytest.raises(EngineError, match=r"messages\[0\]\.content must be a string"):
             engine.prompt_ids([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])

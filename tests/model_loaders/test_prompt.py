@@ -16,7 +16,6 @@ from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder, for_g
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests.model_loaders import vocabularies as vocab
-from tests.rendering import rendered
 from tests.shared_data import shared
 
 # As Llama 2's: past answers stand between spaces that the model was not asked with.
@@ -53,8 +52,8 @@ def _from_data(name: str) -> tuple[Tokenizer, ChatTemplate]:
     folder = {"llama3": "llama3", "qwen2.5": "qwen2_5"}.get(name)
     if folder is None:
         sources = {"llama2": LLAMA2, "thinking": THINKING}
-        own = ChatTemplate(sources.get(name, ""), bos_token="<s>", eos_token="</s>")
-        return vocab.real("llama2-model"), own if name in sources else for_folder(Path("/nonexistent"), {})
+        template = ChatTemplate(sources.get(name, ""), bos_token="<s>", eos_token="</s>")
+        return vocab.real("llama2-model"), template if name in sources else for_folder(Path("/nonexistent"), {})
     config = json.loads(shared("tokenizers", folder, "tokenizer_config.json").read_text())
     return vocab.real(f"{name}-json"), for_folder(shared("tokenizers", folder), config)
 
@@ -68,7 +67,7 @@ def model(request: pytest.FixtureRequest) -> tuple[Tokenizer, ChatTemplate]:
 
 
 def tiny(source: str, **metadata: object) -> tuple[Tokenizer, ChatTemplate]:
-    control = (("<s>", vocab.CONTROL), ("</s>", vocab.CONTROL))  # ids 257 and 258
+    control = (("<s>", vocab.CONTROL), ("</s>", vocab.CONTROL))
     ids = {"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 258}
     gguf = vocab.tiny_bpe(*control, **ids, **metadata)
     return load_for_gguf(gguf), ChatTemplate(source, bos_token="<s>", eos_token="</s>")
@@ -86,44 +85,56 @@ def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [i for i in ids if i in tokenizer.control_tokens().values()]
 
 
-class TestMessagesStayText:
-    @settings(max_examples=20)
-    @given(data=st.data())
-    def test_text_of_messages_adds_no_control_token(self, model, data: st.DataObject) -> None:
-        tokenizer, template = model
-        control = sorted(tokenizer.control_tokens())
-        span = st.tuples(st.sampled_from(control), st.integers(0, 30), st.integers(0, 30))
-        cut = span.map(lambda drawn: drawn[0][drawn[1] : drawn[2]])
-        pieces = st.one_of(st.sampled_from(control), cut, st.text(max_size=5), st.sampled_from("<>| ﷐﷑\n"))
-        contents = data.draw(st.lists(st.lists(pieces, max_size=6).map("".join), min_size=1, max_size=4))
+@settings(max_examples=20)
+@given(data=st.data())
+def test_text_of_messages_adds_no_control_token(model, data: st.DataObject) -> None:
+    tokenizer, template = model
+    control = sorted(tokenizer.control_tokens())
+    span = st.tuples(st.sampled_from(control), st.integers(0, 30), st.integers(0, 30))
+    cut = span.map(lambda drawn: drawn[0][drawn[1] : drawn[2]])
+    pieces = st.one_of(st.sampled_from(control), cut, st.text(max_size=5), st.sampled_from("<>| \ufdd0\ufdd1\n"))
+    contents = data.draw(st.lists(st.lists(pieces, max_size=6).map("".join), min_size=1, max_size=4))
 
-        def ids(texts: list[str]) -> list[int]:
-            roles = ("user", "assistant")
-            messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-            return chat_ids(messages, template, tokenizer)
+    def ids(texts: list[str]) -> list[int]:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        return chat_ids(messages, template, tokenizer)
 
-        harmless = ["x" if content else "" for content in contents]
-        assert control_ids(tokenizer, ids(contents)) == control_ids(tokenizer, ids(harmless))
+    harmless = ["x" if content else "" for content in contents]
+    assert control_ids(tokenizer, ids(contents)) == control_ids(tokenizer, ids(harmless))
 
-    def test_the_template_cannot_complete_a_control_string(self) -> None:
-        tokenizer, template = tiny("{{ '<' + messages[0].content + '>' }}")
-        assert text_of(tokenizer, chat_ids([user("s")], template, tokenizer)) == "<s>"
-        tokenizer, template = tiny("{{ messages[0].content + 's>' }}")
-        assert text_of(tokenizer, chat_ids([user("</")], template, tokenizer)) == "</s>"
 
-    def test_control_strings_in_a_role_stay_text(self) -> None:
-        tokenizer, template = tiny("{{ messages[0].role }}")
-        ids = chat_ids([{"role": "user</s>", "content": ""}], template, tokenizer)
-        assert text_of(tokenizer, ids) == "user</s>"
+def said(content: str, *ids: int) -> dict[str, object]:
+    return {"role": "assistant", "content": content, "token_ids": list(ids)}
 
-    def test_text_merges_across_the_border_of_a_message(self) -> None:
-        tokenizer, template = tiny("h{{ messages[0].content }}")
-        assert chat_ids([user("e")], template, tokenizer) == tokenizer.tokenize("he") == [256]
 
-    def test_a_template_may_trim(self) -> None:
-        tokenizer, template = tiny("{{ '<s>' + messages[0].content | trim + '</s>' }}")
-        ids = chat_ids([user(" \n</s> ")], template, tokenizer)
-        assert ids == [257, *tokenizer.tokenize("</s>"), 258]
+EOS_AFTER = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+ABC = [user("a"), said("b", 256), user("c")]
+# A template, messages, and what becomes of them, as ids (256 is "he", 257 <s>, 258 </s>) or as their text.
+RENDERED: list[tuple[str, list[dict[str, object]], list[int] | str]] = [
+    ("{{ '<' + messages[0].content + '>' }}", [user("s")], "<s>"),  # a template cannot complete a control string
+    ("{{ messages[0].content + 's>' }}", [user("</")], "</s>"),
+    ("{{ messages[0].role }}", [{"role": "user</s>", "content": ""}], "user</s>"),
+    ("h{{ messages[0].content }}", [user("e")], [256]),  # text merges across the border of a message
+    ("{{ '<s>' + messages[0].content | trim + '</s>' }}", [user(" \n</s> ")], [257, *map(ord, "</s>"), 258]),
+    (EOS_AFTER, [said("he", 256, 258), user("h")], [256, 258, ord("h"), 258]),  # a final EOS is the template's
+    (THINKING, [user("h"), said("he", 256), user("h")], "user\nhassistant\n<think>\nheuser\nhassistant\n<think>\n"),
+    (MOVING, [user("first"), user("a"), said("!", 256), user("b")], "ahefirst\nb"),
+    # An answer that the template changes has the template's text.
+    ("{{ messages[-1].content }}", ABC, "c"),
+    ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", ABC, "aabbcc"),
+    ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", ABC, "chea"),
+    ("{% for m in messages %}{{ m.content | replace('\ufdd1', '') }}{% endfor %}", ABC, "ahec"),
+    # One that says how long an answer was, which frames change, has its own text.
+    (COUNTING, [user("hi"), said("then he", 256), user("and?")], "hi (2)then he (7)and? (4)"),
+]
+
+
+def test_what_templates_make_of_messages() -> None:
+    for source, messages, expected in RENDERED:
+        tokenizer, template = tiny(source)
+        ids = chat_ids(messages, template, tokenizer)
+        assert (text_of(tokenizer, ids) if isinstance(expected, str) else ids) == expected, source
 
 
 class TestConversationsOnlyGrow:
@@ -157,38 +168,6 @@ class TestConversationsOnlyGrow:
         else:
             assert as_text == as_ids
 
-    def test_a_final_eos_is_replaced_by_the_templates_own(self) -> None:
-        tokenizer, template = tiny("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
-        answer = {"role": "assistant", "content": "he", "token_ids": [256, 258]}
-        assert chat_ids([answer, user("h")], template, tokenizer) == [256, 258, *tokenizer.tokenize("h"), 258]
-
-    def test_text_that_the_prompt_opened_for_an_answer_stays_before_it(self) -> None:
-        tokenizer, template = tiny(THINKING)
-        answer = {"role": "assistant", "content": "he", "token_ids": [256]}
-        ids = chat_ids([user("h"), answer, user("h")], template, tokenizer)
-        assert "assistant\n<think>\nhe" in text_of(tokenizer, ids)
-
-    def test_a_template_may_move_text(self) -> None:
-        tokenizer, template = tiny(MOVING)
-        answer = {"role": "assistant", "content": "!", "token_ids": [256]}
-        ids = chat_ids([user("first"), user("a"), answer, user("b")], template, tokenizer)
-        assert text_of(tokenizer, ids) == "ahefirst\nb"
-
-    @pytest.mark.parametrize(
-        ("source", "text"),
-        [
-            ("{{ messages[-1].content }}", "c"),  # drops the answer
-            ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "aabbcc"),  # repeats it
-            ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", "c" + "he" + "a"),  # only moves it
-            ("{% for m in messages %}{{ m.content | replace('\ufdd1', '') }}{% endfor %}", "a" + "he" + "c"),
-        ],
-    )
-    def test_an_answer_that_the_template_changes_has_the_templates_text(self, source: str, text: str) -> None:
-        tokenizer, template = tiny(source)
-        answer = {"role": "assistant", "content": "b", "token_ids": [256]}
-        ids = chat_ids([user("a"), answer, user("c")], template, tokenizer)
-        assert text_of(tokenizer, ids) == text
-
 
 def reasoning_model(name: str) -> tuple[Tokenizer, ChatTemplate]:
     """The template of a model that reasons, and a vocabulary with its control tokens."""
@@ -202,15 +181,6 @@ def with_ids(tokenizer: Tokenizer, text: str) -> dict[str, object]:
     """An answer whose ids are one per byte, where the tokenizer would take "he" as one."""
     ids = [i for byte in text for i in tokenizer.tokenize(byte)]
     return {"role": "assistant", "content": text, "token_ids": ids}
-
-
-def test_a_template_that_frames_mislead_has_its_own_text() -> None:
-    tokenizer, template = tiny(COUNTING)
-    messages = [user("hi"), with_ids(tokenizer, "then he"), user("and?")]
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    text = rendered(template, plain)
-    assert "then he (7)" in text
-    assert chat_ids(messages, template, tokenizer) == tokenizer.tokenize(text, control=True)
 
 
 @pytest.mark.parametrize("name", OPENERS)
@@ -227,20 +197,12 @@ class TestReasoningStaysBehind:
             assert asked == stays + opener
             assert again[: len(stays)] == stays
 
-    def test_an_answer_without_reasoning_stands_as_it_was_generated(self, name: str) -> None:
-        tokenizer, template = reasoning_model(name)
-        reasoned, direct = (with_ids(tokenizer, text) for text in ("the reason</think>he", "then he"))
-        messages = [user("hi"), reasoned, user("and?")]
-        asked = chat_ids(messages, template, tokenizer)
-        ids = chat_ids([*messages, direct, user("so?")], template, tokenizer)
-        assert ids[: len(asked) + 7] == asked + list(direct["token_ids"])
-
     def test_the_templates_process_is_asked_once_for_a_conversation(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tokenizer, template = reasoning_model(name)
-        render, asked = template._process.render, []
-        monkeypatch.setattr(template._process, "render", lambda each: asked.append(len(each)) or render(each))
+        ask, asked = template._process.ask, []
+        monkeypatch.setattr(template._process, "ask", lambda each: asked.append(len(each)) or ask(each))
 
         def renderings_of(turns: int, text: str) -> list[int]:
             asked.clear()
@@ -255,15 +217,10 @@ class TestReasoningStaysBehind:
             assert renderings_of(20, text) == renderings_of(2, text) == [3]
 
 
-class TestBos:
-    def test_bos_is_added_once_where_the_model_wants_it(self) -> None:
-        for source, adds, ids in (
-            ("{{ bos_token }}he", True, [257, 256]),
-            ("he", True, [257, 256]),
-            ("he", False, [256]),
-        ):
-            tokenizer, template = tiny(source, **{"tokenizer.ggml.add_bos_token": adds})
-            assert chat_ids([user("")], template, tokenizer) == ids
+def test_bos_is_added_once_where_the_model_wants_it() -> None:
+    for source, adds, ids in (("{{ bos_token }}he", True, [257, 256]), ("he", True, [257, 256]), ("he", False, [256])):
+        tokenizer, template = tiny(source, **{"tokenizer.ggml.add_bos_token": adds})
+        assert chat_ids([user("")], template, tokenizer) == ids
 
 
 MALFORMED: list[tuple[Any, str]] = [

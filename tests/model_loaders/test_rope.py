@@ -39,8 +39,8 @@ def check_frequencies(name: str) -> None:
     assert factor == pytest.approx(float(reference["attention_factor"]), rel=1e-12)
     if "local_inv_freq" in reference:
         local = next(mixer for mixer in mixers if mixer.window)
-        found, _ = rope_frequencies(local.rope, local.rotated)
-        np.testing.assert_allclose(found, reference["local_inv_freq"], rtol=RELATIVE)
+        frequencies, _ = rope_frequencies(local.rope, local.rotated)
+        np.testing.assert_allclose(frequencies, reference["local_inv_freq"], rtol=RELATIVE)
     if "short_inv_freq" in reference:
         for tokens in (1, rope.original_context):
             short, same = rope_frequencies(config.for_context(tokens).attention.rope, rotated)

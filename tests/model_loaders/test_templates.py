@@ -37,44 +37,46 @@ def gguf(**metadata: object) -> SimpleNamespace:
 
 class TestWhereItComesFrom:
     def test_tokenizer_config(self, tmp_path: Path) -> None:
-        found = for_folder(tmp_path, {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<s>",
+        made = for_folder(tmp_path, {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<s>",
                                       "eos_token": {"content": "</s>"}})  # fmt: skip
-        assert (rendered(found, HELLO), found.is_default) == ("<s></s>", False)
+        assert (rendered(made, HELLO), made.is_default) == ("<s></s>", False)
+        assert made.missing("its own") is None
 
-    @pytest.mark.parametrize(("names", "used"), [(["tool_use", "default"], "default"), (["rag", "tool_use"], "rag")])
-    def test_one_of_several_named_ones(self, tmp_path: Path, names: list[str], used: str) -> None:
-        named = [{"name": name, "template": name} for name in names]
-        assert for_folder(tmp_path, {"chat_template": named}).source == used
-
-    def test_a_file_of_its_own_comes_first(self, tmp_path: Path) -> None:
-        (tmp_path / "chat_template.jinja").write_text("Grüß {{ messages[0].content }}", encoding="utf-8")
-        assert rendered(for_folder(tmp_path, {"chat_template": "other"}), HELLO) == "Grüß Hello"
+    @pytest.mark.parametrize(
+        ("files", "settings", "used"),
+        [
+            ({}, {"chat_template": [{"name": name, "template": name} for name in ("tool_use", "default")]}, "default"),
+            ({}, {"chat_template": [{"name": name, "template": name} for name in ("rag", "tool_use")]}, "rag"),
+            ({"chat_template.jinja": "Grüß"}, {"chat_template": "other"}, "Grüß"),
+            ({"chat_template.json": '{"chat_template": {"default": "Hi"}}'}, {}, "Hi"),
+            ({"chat_template.json": '{"chat_template": {"default": "Hi"}}'}, {"chat_template": "x"}, "x"),
+        ],
+    )
+    def test_one_of_several(self, files: dict[str, str], settings: dict, used: str, tmp_path: Path) -> None:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        assert for_folder(tmp_path, settings).source == used
 
     def test_gguf(self) -> None:
         metadata = {"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}", "tokenizer.ggml.bos_token_id": 256}
-        found = for_gguf(gguf(**metadata))
-        assert (rendered(found, HELLO), found.is_default) == ("he|", False)
+        made = for_gguf(gguf(**metadata))
+        assert (rendered(made, HELLO), made.is_default) == ("he|", False)
 
     def test_chatml_where_the_vocabulary_has_it(self, tmp_path: Path) -> None:
         chatml = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
         inside = for_gguf(vocab.tiny_bpe(("<|im_start|>", vocab.CONTROL)))
         beside = for_folder(tmp_path, {"additional_special_tokens": ["<|im_start|>"]})
         (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|im_start|>"}]}))
-        for found in (inside, beside, for_folder(tmp_path, {})):
-            assert (rendered(found, HELLO), found.is_default) == (chatml, True)
+        for made in (inside, beside, for_folder(tmp_path, {})):
+            assert (rendered(made, HELLO), made.is_default) == (chatml, True)
+            assert "note: base has no chat template: " in made.missing("base")
+            assert "in ChatML" in made.missing("base")
 
     def test_plain_words_where_it_has_not(self, tmp_path: Path) -> None:
-        for found in (for_gguf(gguf()), for_folder(tmp_path, {})):
-            assert (rendered(found, HELLO), found.is_default) == ("User: Hello\nAssistant:", True)
-            assert rendered(found, HELLO, add_generation_prompt=False) == "User: Hello\n"
-
-    def test_what_is_done_without_one_is_a_sentence(self, tmp_path: Path) -> None:
-        chatml = for_gguf(vocab.tiny_bpe(("<|im_start|>", vocab.CONTROL))).missing("base")
-        plain = for_folder(tmp_path, {}).missing("base")
-        assert chatml.startswith("note: base has no chat template: ")
-        assert "in ChatML" in chatml
-        assert 'as lines of "User:" and "Assistant:"' in plain
-        assert for_folder(tmp_path, {"chat_template": "{{ messages }}"}).missing("its own") is None
+        for made in (for_gguf(gguf()), for_folder(tmp_path, {})):
+            assert (rendered(made, HELLO), made.is_default) == ("User: Hello\nAssistant:", True)
+            assert rendered(made, HELLO, add_generation_prompt=False) == "User: Hello\n"
+            assert 'as lines of "User:" and "Assistant:"' in made.missing("base")
 
     def test_a_chat_template_that_is_not_text_is_left_out_with_a_warning(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -85,12 +87,10 @@ class TestWhereItComesFrom:
         says = f"chat_template is {value!r}, which is no text; it is left out"
         assert caplog.messages == [f"{file}: {says}" for file in (tmp_path / "tokenizer_config.json", "tiny.gguf")]
 
-    def test_the_last_place_is_chat_template_json(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        file = tmp_path / "chat_template.json"
-        file.write_text('{"chat_template": {"default": "Hi"}}')
-        assert for_folder(tmp_path, {}).source == "Hi"
-        assert for_folder(tmp_path, {"chat_template": "x"}).source == "x"
-        file.write_text("{")
+    def test_a_chat_template_json_that_is_none_is_left_out(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "chat_template.json").write_text("{")
         assert for_folder(tmp_path, {}).is_default
         assert "chat_template.json is not valid JSON" in caplog.text
 

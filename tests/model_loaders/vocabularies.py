@@ -14,6 +14,7 @@ import tokenizers
 
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf
+from polarlm.model_loaders.tokenizers._pieces import SPELLING
 from tests.shared_data import shared
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -64,21 +65,9 @@ def library(name: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(shared(*_PLACES[name], "tokenizer.json")))
 
 
-def byte_spelling() -> list[str]:
-    """GPT-2's character for each of the 256 bytes, in the order of the bytes."""
-    cutter = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # Every byte occurs in the UTF-8 of these characters, except those that UTF-8 never uses.
-    spelling = {}
-    codes = [*range(0x800), *range(0x800, 0xD800, 64), *range(0xE000, 0x10000, 64), *range(0x10000, 0x110000, 4096)]
-    for character in map(chr, codes):
-        spelt = cutter.pre_tokenize_str(character)[0][0]
-        spelling |= dict(zip(character.encode(), spelt, strict=True))
-    return [spelling.get(byte, f"<never {byte}>") for byte in range(256)]
-
-
 def tiny_bpe(*more: tuple[str, int], **metadata: object) -> SimpleNamespace:
     """A GGUF with a byte-level vocabulary: the bytes, one merge, and `more` tokens (spelling, type) from id 257."""
-    tokens = [*byte_spelling(), "he", *(token for token, _ in more)]
+    tokens = [*(SPELLING[byte] for byte in range(256)), "he", *(token for token, _ in more)]
     return SimpleNamespace(
         path=Path("tiny.gguf"),
         metadata={

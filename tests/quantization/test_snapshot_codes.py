@@ -20,10 +20,10 @@ def matrices_of(rng: np.random.Generator, keys: int, values: int) -> np.ndarray:
 def test_arrays_are_as_announced(rng: np.random.Generator, codes: SnapshotCodes, sizes: tuple[int, int]) -> None:
     """A snapshot is kept in arrays that are allocated before there is one."""
     announced = codes.fields(*sizes)
-    found = codes.encode(matrices_of(rng, *sizes))
-    assert {name: (array.shape[2:], array.dtype) for name, array in found.items()} == announced
-    assert codes.decode(found).shape == (2, 3, *sizes)
-    assert codes.decode(found).dtype == np.float32
+    kept = codes.encode(matrices_of(rng, *sizes))
+    assert {name: (array.shape[2:], array.dtype) for name, array in kept.items()} == announced
+    assert codes.decode(kept).shape == (2, 3, *sizes)
+    assert codes.decode(kept).dtype == np.float32
 
 
 @pytest.mark.parametrize("codes", ALL.values(), ids=lambda codes: codes.name)

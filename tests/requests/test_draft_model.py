@@ -12,8 +12,7 @@ import pytest
 from polarlm import Engine, EngineError, SamplingParams
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading.placement.draft import draft_bytes
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted, draft_bytes
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.draft_model import ModelDrafter
 from tests.random_model import random_model

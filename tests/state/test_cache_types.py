@@ -74,11 +74,6 @@ def test_layers_may_differ() -> None:
     assert [v for _, v in names(cache_type_v="ring3@0-5")] == ["ring3"] * LAYERS
 
 
-def test_every_layer_has_its_own_codec_if_codecs_learn() -> None:
-    online = [k for k, _ in layer_codecs(EngineConfig(cache_type_k="polarquant-online"), [HEAD_DIM] * LAYERS)]
-    assert len({id(codec) for codec in online}) == LAYERS
-
-
 MALFORMED = [
     ("ring9", ["ring9", "ring3"]),
     ("ring4@0-9,f16", ["layers 0-9", "0 to 5"]),

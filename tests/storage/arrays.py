@@ -13,15 +13,15 @@ from polarlm.engine.storage.payloads import Payloads
 
 def of_block(payloads: Payloads, block: Object, stored_as: str | None = None) -> dict[tuple[int, str], np.ndarray]:
     """(layer, name) → array (K, …); quantized blocks are converted to `stored_as` if it is given."""
-    found = {(part.layer, part.name): part.of_objects([block]) for part in payloads.parts_of(block)}
+    arrays = {(part.layer, part.name): part.of_objects([block]) for part in payloads.parts_of(block)}
     if stored_as is not None and not block.is_full:
-        layers = {layer: {name: x for (own, name), x in found.items() if own == layer} for layer, _ in found}
-        found = {
+        layers = {layer: {name: x for (number, name), x in arrays.items() if number == layer} for layer, _ in arrays}
+        arrays = {
             (layer, name): x
-            for layer, own in layers.items()
-            for name, x in transfer.converted(payloads.shape.format(layer), 1, own, stored_as).items()
+            for layer, of_layer in layers.items()
+            for name, x in transfer.converted(payloads.shape.format(layer), 1, of_layer, stored_as).items()
         }
-    return {key: array[0] for key, array in found.items()}
+    return {key: array[0] for key, array in arrays.items()}
 
 
 def arrays_of(store: KVStore, saved: Snapshot, stored_as: str | None = None) -> dict[tuple[int, int, str], np.ndarray]:

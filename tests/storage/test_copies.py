@@ -26,21 +26,6 @@ def exported(sequence: Fed) -> Snapshot:
     return export(sequence.store, sequence.kv, [0] * sequence.kv.length)
 
 
-@pytest.mark.parametrize(
-    ("codec", "length"),
-    [("f16", N - 1), ("polarquant", N), ("ring4", N + 1), ("turbo3", 2 * N), ("polarquant", 44)],
-)
-def test_a_restored_sequence_goes_on_as_the_original(codec: str, length: int) -> None:
-    original = fed(length, codec)
-    saved = exported(original)
-    other = Fed(make_store(codec, codec, windows=WINDOWS))
-    Fed(other.store, seed=5).feed(30)  # so that blocks lie elsewhere
-    other.kv, other.k, other.v = restore(other.store, saved), original.k, original.v
-    for count in (1, 1, 20, 1):
-        original.rng, other.rng = (np.random.default_rng(count) for _ in range(2))
-        assert np.array_equal(original.feed(count), other.feed(count))
-
-
 def test_a_snapshot_is_a_copy() -> None:
     sequence = fed(44)
     saved = exported(sequence)
@@ -49,17 +34,6 @@ def test_a_snapshot_is_a_copy() -> None:
     sequence.store.release(sequence.kv)
     Fed(sequence.store, seed=7).feed(80)
     assert_same(arrays_of(sequence.store, saved), before)
-
-
-def test_a_snapshot_has_only_what_the_sequence_holds() -> None:
-    """Layer 0 has all blocks; layer 1 has released its sink and all blocks outside a window of 12."""
-    saved = exported(fed(44))
-    assert saved.length == 44
-    assert {number: block.header["groups"] for number, block in saved.blocks.items()} == {
-        **{0: 1, 1: 1, 2: 1, 3: 1},
-        **{4: 3, 5: 3},
-    }
-    assert [len(saved.blocks[number].ids) for number in (0, 5)] == [N, 44 % N]
 
 
 def test_an_empty_sequence_has_an_empty_snapshot() -> None:

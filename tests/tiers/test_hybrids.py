@@ -36,9 +36,9 @@ def test_another_engine_goes_on(load: Load) -> None:
         whole = [*PROMPT, *answer(engine, PROMPT).token_ids[:-1]]
         engine.close()
         prompt = [*whole, *ids_of(9, seed=1)]
-        found = answer(load(**settings), prompt)
-        assert found.usage.cached_from == {"remote": len(whole)}
-        assert found.token_ids == alone(load, prompt)
+        result = answer(load(**settings), prompt)
+        assert result.usage.cached_from == {"remote": len(whole)}
+        assert result.token_ids == alone(load, prompt)
 
 
 def test_snapshots_that_are_reused_before_they_are_written_are_copied(
@@ -50,12 +50,12 @@ def test_snapshots_that_are_reused_before_they_are_written_are_copied(
     may_write.set()
     assert engine._tiers._writer.flush(PATIENCE)
     prompt = [*whole, *ids_of(9, seed=1)]
-    found = answer(engine, prompt)
-    assert found.usage.cached_from == {"disk": len(whole)}
-    assert found.token_ids == alone(load, prompt)
+    result = answer(engine, prompt)
+    assert result.usage.cached_from == {"disk": len(whole)}
+    assert result.token_ids == alone(load, prompt)
 
 
-@pytest.mark.parametrize("fault", ["changed", "that of another place"])
+@pytest.mark.parametrize("fault", ["changed", "another place's"])
 def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it(
     load: Load, tmp_path: Path, fault: str
 ) -> None:
@@ -74,11 +74,11 @@ def test_a_snapshot_that_cannot_be_used_costs_the_tokens_since_the_one_before_it
         contents = {number: bytearray(files[number].read_bytes()) for number in (4, 8)}
         for number in faulty:
             content = contents[number]
-            if fault == "that of another place":
+            if fault == "another place's":
                 files[number].write_bytes(contents[12 - number])
             else:
                 content[len(content) // 2] ^= 0x10
                 files[number].write_bytes(content)
-        found = answer(load(**on_disk(folder)), prompt)
-        assert found.usage.cached_tokens == cached
-        assert found.token_ids == wanted
+        result = answer(load(**on_disk(folder)), prompt)
+        assert result.usage.cached_tokens == cached
+        assert result.token_ids == wanted

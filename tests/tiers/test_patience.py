@@ -11,11 +11,17 @@ import pytest
 from polarlm.engine import SamplingParams
 from polarlm.engine.requests import request
 from polarlm.engine.storage.tiers import tiers
-from polarlm.engine.storage.tiers.patience import Patience
+from polarlm.engine.storage.tiers.tiers import Patience
 from tests.tiers.test_engine import ids, load
 from tests.tiny import make_model
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "_LEAST", 0.1)
+    monkeypatch.setattr(tiers, "_MOST", 30.0)
 
 
 def test_waiting_takes_half_as_long_as_computing() -> None:
@@ -57,7 +63,6 @@ def test_an_engine_measures_its_prefills_and_waits_for_what_the_store_lacks(
 ) -> None:
     """Its clock goes a second further each time that it is looked at."""
     ticks = itertools.count()
-    monkeypatch.setattr(tiers, "Patience", Patience)
     monkeypatch.setattr(request, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     with load(make_model(tmp_path), tmp_path / "blocks") as engine:
         waits: list[float] = []

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.engine import EngineError
 from polarlm.engine.storage.tiers import remote as remote_module
 from polarlm.engine.storage.tiers.remote import Remote
 from tests.tiers.test_engine import PARAMS, PROMPT, N, load, next_turn
@@ -198,12 +197,6 @@ def test_the_key_is_sent(store: Store) -> None:
     assert keys == ["Bearer secret"]
 
 
-def test_a_url_that_is_none_is_a_sentence(model: Path) -> None:
-    for where in ("http://", "http://user:word@host", "http://host/?a=b"):
-        with pytest.raises(EngineError, match="cache_remote="):
-            load(model, None, cache_remote=where)
-
-
 @pytest.mark.parametrize("shared", ["http", "file"])
 def test_another_engine_goes_on_bit_for_bit(model: Path, store: Store, tmp_path: Path, shared: str) -> None:
     where = store.url if shared == "http" else f"file://{tmp_path / 'x'}"
@@ -248,7 +241,7 @@ def test_trouble_there_is_a_miss_here(
             _is_a_miss(model, tmp_path, store.url, first)
     if how == "vanishes":
         _is_a_miss(model, tmp_path, store.url, first)
-    # Of each of the two engines, one sentence about reading and one about writing at most.
+    # Each of the two engines tells one sentence about reading and one about writing at most.
     told = [record.message for record in caplog.records if "remote" in record.message]
     assert len(told) <= 4
     assert all(f"blocks on remote ({store.url})" in sentence for sentence in told if "for now" in sentence)

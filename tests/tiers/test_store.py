@@ -20,15 +20,14 @@ from hypothesis.stateful import (
 
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
-from polarlm.engine.storage.tiers.memory import Memory
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, Trip
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.search import Search
 from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
-from polarlm.engine.storage.tiers.trip import Trip
+from polarlm.engine.storage.tiers.tier_store import Memory
 from polarlm.engine.storage.tiers.writing import Writer
 from polarlm.engine.storage.waiting import WaitingBlocks
-from tests.state.fed import N, assert_held_by, held, overwrite
+from tests.state.fed import N, assert_held_by, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words
 
 
@@ -53,8 +52,8 @@ class AtOnce(Writer):
 class Kept(CachedStore):
     """A store whose blocks are kept in memory."""
 
-    def __init__(self, *given, size: int = 1 << 24, **more):
-        super().__init__(*given, **more)
+    def __init__(self, *arguments, size: int = 1 << 24, **more):
+        super().__init__(*arguments, **more)
         names = Names(b"root", b"weights")
         self.place, payloads = Memory(size), Payloads(self.store.shape)
         self.names = names
@@ -67,8 +66,8 @@ class Kept(CachedStore):
 
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence of `ids` after what the store and the place have of it."""
-        found = self.find(ids[:-1])
-        while found is not None and found.put_back():
+        hit = self.find(ids[:-1])
+        while hit is not None and hit.put_back():
             pass
         return CachedSequence(self.store, self.prefixes, ids)
 
@@ -82,43 +81,14 @@ class Kept(CachedStore):
 STEM = words(0, 44)  # five blocks and four tokens
 
 
-@pytest.mark.parametrize(
-    ("codec", "windows"), [("polarquant", (None,)), ("ring4", (20,)), ("f16", (None, 12)), ("polarquant", (12, 20))]
-)
-def test_a_prompt_goes_on_from_what_was_kept(codec: str, windows: tuple[int | None, ...]) -> None:
-    kept = Kept(codec, windows)
-    kept.end(kept.begin(STEM).prompt())
-    overwrite(kept.store)
-    again = kept.begin([*STEM, *words(1, 5)])
-    assert again.found == len(STEM)
-    again.prompt().step(*words(2, 20))  # which check what attention reads
-    kept.end(again)
-    overwrite(kept.store)
-    again = kept.begin([*STEM, *words(1, 5), *words(2, 20), *words(3, 3)])
-    assert again.found == len(STEM) + 25
-    again.prompt().step(*words(4, 9))
-    again.end()
-    assert held(kept.store) == [(0, 0)] * len(windows)
-
-
-def test_the_last_block_matches_in_part() -> None:
-    for length, found in ((44, 44), (41, 41), (40, 40), (39, 32), (9, 8), (7, 0)):
-        kept = Kept("polarquant")
-        kept.end(kept.begin(STEM).prompt())
-        overwrite(kept.store)
-        branch = kept.begin([*STEM[:length], *words(1, 9)])
-        assert branch.found == found
-        branch.prompt().step(*words(2, 3))
-
-
 def test_only_what_the_store_lacks_is_read() -> None:
     kept = Kept("polarquant")
     kept.end(kept.begin(STEM).prompt())
     assert kept.find(STEM) is None
     group = kept.store.groups[0].quantized
     group.allocate(group.size - 2)  # what was free longest, and all but the last two of the kept blocks
-    found = kept.find(STEM)
-    assert [span[:2] for span in found.spans] == [(24, 32), (32, 40)]
+    hit = kept.find(STEM)
+    assert [span[:2] for span in hit.spans] == [(24, 32), (32, 40)]
 
 
 @pytest.mark.parametrize("times", [0, 2, 5, 6])
@@ -132,11 +102,11 @@ def test_what_is_no_longer_wanted_is_not_read(times: int, monkeypatch: pytest.Mo
     read = kept.place.read
     monkeypatch.setattr(kept.place, "read", lambda name: [asked.append(name), read(name)][1])
     monkeypatch.setattr(kept.trip, "is_wanted", lambda: next(answers, False))
-    found = kept.find(STEM)
+    hit = kept.find(STEM)
     assert len(asked) == times
     complete = next((number for number in range(5) if kept.names.block(hashes[number]) not in asked), 5)
     with_tail = complete == 5 and kept.names.tail(hashes[-1]) in asked
-    assert (0 if found is None else found.spans[-1][1]) == (44 if with_tail else complete * N)
+    assert (0 if hit is None else hit.spans[-1][1]) == (44 if with_tail else complete * N)
 
 
 def test_blocks_are_read_while_the_block_after_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,15 +127,6 @@ def test_blocks_are_read_while_the_block_after_them_is(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(kept.place, "read", wait)
     assert kept.begin([*STEM, 0]).found == len(STEM)
-
-
-def test_a_gap_ends_what_is_found() -> None:
-    kept = Kept("polarquant")
-    kept.end(kept.begin(STEM).prompt())
-    _, hashes = kept.prefixes.hashes(STEM)
-    kept.place.remove(kept.names.block(hashes[3]))
-    overwrite(kept.store)
-    assert kept.begin(STEM).found == 3 * N
 
 
 class Schedules(RuleBasedStateMachine):

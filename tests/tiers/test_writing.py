@@ -115,13 +115,6 @@ def test_sixty_sequences_a_second_are_kept_within_ten_seconds(monkeypatch: pytes
     assert busy.held < busy.now / 20
 
 
-def test_one_reader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = Busy([0.0])
-    monkeypatch.setattr(writing, "time", busy)
-    busy.writer._run()
-    assert min(busy.kept.values()) > writing._LONGEST_REST
-
-
 def test_no_more_memory_is_held_than_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By sequences that wait, and copies of their blocks, whose memory has been used again."""
     monkeypatch.setattr(writing, "_QUEUED_BYTES", 40_000)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import weight_formats
-from polarlm.engine.weight_formats import Linear, Matrix, find, get
+from polarlm.engine.weight_formats import find, get
 from tests.pairs import in_turn
 from tests.weights import BLOCKS, pack
 
@@ -56,19 +56,6 @@ def test_find_takes_the_names_of_files() -> None:
 
 
 @in_turn("name", NAMES)
-def test_sizes_count_whole_blocks(name: str, rng: np.random.Generator) -> None:
-    stored = get(name)
-    assert stored.values >= 1
-    assert stored.size(stored.values) == stored.nbytes
-    assert stored.size(12 * stored.values) == 12 * stored.nbytes
-    matrix = Matrix(stored, None, (3, 8 * stored.values))
-    assert matrix.nbytes == 24 * stored.nbytes
-    whole = Linear((matrix, Matrix(get("f32"), None, (2, 8 * stored.values))))
-    assert whole.shape == (5, 8 * stored.values)
-    assert whole.nbytes == matrix.nbytes + 64 * stored.values
-
-
-@in_turn("name", NAMES)
 def test_rows_are_dequantized_independently(name: str, rng: np.random.Generator) -> None:
     """Read-only bytes at any address, into a part of a larger array, whatever they say."""
     stored = get(name)
@@ -97,17 +84,12 @@ def test_dequantized_values_equal_the_definition(name: str, rng: np.random.Gener
         drawn = rng.integers(0, 1 << 32, 4096 - len(special), np.uint32).astype("<u4")
         raw = np.concatenate([special, drawn]).view(np.uint8).reshape(16, -1)
     with np.errstate(invalid="ignore", over="ignore"):
-        given = dequantized(name, raw).reshape(-1)
+        values = dequantized(name, raw).reshape(-1)
     wanted = np.concatenate([DEFINITIONS[name](block.tobytes()) for block in raw.reshape(-1, size)])
-    np.testing.assert_array_equal(np.isnan(given), np.isnan(wanted))
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(wanted))
     numbers = ~np.isnan(wanted)
-    np.testing.assert_array_equal(given[numbers], wanted[numbers].astype(np.float32))
-    np.testing.assert_array_equal(np.signbit(given[numbers]), np.signbit(wanted[numbers]))
-
-
-def test_bfloat16_keeps_the_payload_of_nan() -> None:
-    raw = np.array([[0x7F81, 0xFFC3, 0x7FFF]], "<u2").view(np.uint8)
-    np.testing.assert_array_equal(dequantized("bf16", raw).view(np.uint32)[0] >> 16, [0x7F81, 0xFFC3, 0x7FFF])
+    np.testing.assert_array_equal(values[numbers], wanted[numbers].astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(values[numbers]), np.signbit(wanted[numbers]))
 
 
 # Format → the root mean square of the errors of normal values, relative to the values: a little above what is measured.
@@ -133,15 +115,15 @@ def test_values_are_converted_to_near_ones(name: str, rng: np.random.Generator) 
 def test_plain_values_are_rounded_to_nearest_even(name: str, rng: np.random.Generator) -> None:
     quantize = get(name).quantize
     assert quantize is not None
-    ties = (np.arange(1, 512, dtype=np.float32) * 2**-11 + 1)[None]  # those of f16, and half of those of bf16
+    ties = (np.arange(1, 512, dtype=np.float32) * 2**-11 + 1)[None]  # ties of f16; half of them are ties of bf16
     for x in (rng.standard_normal((5, 64)).astype(np.float32), ties, ties * (1 + 2**-7)):
         np.testing.assert_array_equal(quantize(x), pack(x, name))
 
 
 def test_numbers_beyond_half_precision_become_its_largest() -> None:
     quantize = get("f16").quantize
-    given = dequantized("f16", quantize(np.array([[1e6, -1e6, 65520, np.inf, np.nan]], np.float32)))
-    np.testing.assert_array_equal(given, [[65504, -65504, 65504, 65504, np.nan]])
+    values = dequantized("f16", quantize(np.array([[1e6, -1e6, 65520, np.inf, np.nan]], np.float32)))
+    np.testing.assert_array_equal(values, [[65504, -65504, 65504, 65504, np.nan]])
 
 
 @in_turn("name", weight_formats.writable())

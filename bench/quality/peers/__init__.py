@@ -1,6 +1,6 @@
 """Cache types of other projects as references in NumPy, to compare with ours: one file each, from what they publish.
 
-They are codecs like those of `engine.codecs`, but no engine has them: they are known only `while_measured`. As others
+They are codecs as in `engine.codecs`, but no engine has them: they are known only `while_measured`. As others
 publish them, they have no conditioning: `polarlm quality text.txt --types nvfp4:plain`. The first block of a
 sequence is in full precision with every type, also where its project codes it.
 """
@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 
 from polarlm.engine import codecs
 
-_MODULES = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
+_MODULES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 NAMES = tuple(name for module in _MODULES for name in module.NAMES)
 
 

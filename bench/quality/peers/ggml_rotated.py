@@ -2,7 +2,7 @@
 
 Source: llama.cpp, pull request 21038, `llama_kv_cache`: a Hadamard matrix of order 64 without signs, for queries and
 keys and for values. Heads of more channels have larger matrices for keys there, and these for values; so the types are
-for heads of 64 channels. The codes are those of `engine.codecs.ggml`: 4.5 and 8.5 bits.
+for heads of 64 channels. The codes are of `engine.codecs.ggml`: 4.5 and 8.5 bits.
 """
 
 from __future__ import annotations

@@ -54,13 +54,13 @@ class KVarN(Codec):
         return hadamard(head_dim)
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
-        own, other = (head_dim, block_size) if self._axis == 1 else (block_size, head_dim)
-        scales = {"scale": numbers(np.float16, own), "zero": numbers(np.float16, own)}
+        main, other = (head_dim, block_size) if self._axis == 1 else (block_size, head_dim)
+        scales = {"scale": numbers(np.float16, main), "zero": numbers(np.float16, main)}
         return {**scales, "other": numbers(np.float16, other), "codes": codes(self.bits, block_size, head_dim)}
 
     def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
-        own, other = fields["scale"].shape[-1], fields["other"].shape[-1]
-        return (other, own) if self._axis == 1 else (own, other)
+        main, other = fields["scale"].shape[-1], fields["other"].shape[-1]
+        return (other, main) if self._axis == 1 else (main, other)
 
     def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
         axis, most = self._axis, (1 << self.bits) - 1
@@ -70,15 +70,15 @@ class KVarN(Codec):
         low = even.min(axis, keepdims=True)
         step = np.maximum((even.max(axis, keepdims=True) - low) / most, 1e-10)
         code = np.clip(np.rint((even - low) / step), 0, most)
-        own, other = (channels, tokens) if axis == 1 else (tokens, channels)
-        numbers = {"scale": own * step, "zero": own * low, "other": other}
-        return {name: _half(value).reshape(len(x), -1) for name, value in numbers.items()} | {
-            "codes": code.astype(np.uint8)
-        }
+        main, other = (channels, tokens) if axis == 1 else (tokens, channels)
+        numbers = {"scale": main * step, "zero": main * low, "other": other}
+        halves = {name: np.clip(value, -65504, 65504).astype(np.float16) for name, value in numbers.items()}
+        scales = {name: half.reshape(len(x), -1) for name, half in halves.items()}
+        return {**scales, "codes": code.astype(np.uint8)}
 
     def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
-        own, other = self._axis, 3 - self._axis
-        scale, zero = (np.expand_dims(streams[name].astype(np.float32), own) for name in ("scale", "zero"))
+        main, other = self._axis, 3 - self._axis
+        scale, zero = (np.expand_dims(streams[name].astype(np.float32), main) for name in ("scale", "zero"))
         factor = np.expand_dims(streams["other"].astype(np.float32), other)
         np.multiply(streams["codes"] * scale + zero, factor, out=out)
 
@@ -93,20 +93,16 @@ def variance_scales(x: np.ndarray, order: tuple[int, int]) -> tuple[np.ndarray, 
             deviation = now.std(axis=2 - part, ddof=1, keepdims=True).clip(*_DEVIATIONS)
             logs[part] = (logs[part] + np.log(deviation)).clip(*_LOGS)
         scales = [np.exp(log) for log in logs]
-        found = _imbalance(x / scales[0] / scales[1])
-        better = (found <= least)[:, None, None]
+        imbalance = _imbalance(x / scales[0] / scales[1])
+        better = (imbalance <= least)[:, None, None]
         best = [np.where(better, new, old) for new, old in zip(scales, best, strict=True)]
-        least = np.minimum(found, least)
+        least = np.minimum(imbalance, least)
     return best[0], best[1]
 
 
 def _imbalance(x: np.ndarray) -> np.ndarray:
     spreads = [x.std(axis=axis, ddof=1) for axis in (1, 2)]
     return sum(spread.max(-1) / np.maximum(spread.min(-1), 1e-8) for spread in spreads)
-
-
-def _half(x: np.ndarray) -> np.ndarray:
-    return np.clip(x, -65504, 65504).astype(np.float16)
 
 
 def create(name: str, options: tuple[str, ...]) -> KVarN:

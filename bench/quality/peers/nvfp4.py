@@ -3,7 +3,7 @@
     x ≈ g·s·v,  v in ±{0, .5, 1, 1.5, 2, 3, 4, 6},  s = E4M3(max|x| of 16 / (6·g)),  g = max|x| of all / (6·448)
 
 Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025; its KV cache has the same
-format. There g is one number of a tensor; here it is that of a block of 64 tokens of a head, which is never worse.
+format. There a tensor has one g; here a block of 64 tokens of a head has one, which is never worse.
 Bits per value: 4 + 8/16 = 4.5, and 32 for a block. To the nearest, halves to even.
 """
 

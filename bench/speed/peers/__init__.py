@@ -1,11 +1,11 @@
-"""Other engines to compare with ours: one file each, found by name, which runs in a process of its own.
+"""Other engines to compare with ours: one file each, which runs in a process of its own.
 
 A file has NAME; LABEL, its name in tables; CACHES, its cache types with the bits of a value (None where nobody says
 them); and NOTES, sentences about what it cannot measure or measures otherwise. Without PROGRAM it is a package, and the
 file runs in the Python that has it, so that it imports only that package and the standard library. PROGRAM is the name
 of a command line that runs once for every figure; the file runs in this Python.
 
-Its `start(path, context, threads, cache)`, for a program with the path of that as well, is a contestant:
+Its `start(path, context, threads, cache)`, for a program also with the program's path, is a contestant:
 
 - `about()`: its "version", and what it was "built_with";
 - `prompt_rate(ids)`: tokens per second of a whole prompt;
@@ -19,10 +19,9 @@ A package's memory and start are measured from its process. For a program, the c
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -45,25 +44,13 @@ class Peer:
     program: str  # the name of its command line; empty for a package
     module: str
 
-    def default_path(self) -> str:
-        """The Python or the program to take where the user names none."""
-        return self.program or sys.executable
 
-
-def find(name: str) -> Peer | None:
-    """The peer of this name; None if there is none."""
-    stem = _stem(name)
-    if stem not in _stems():
-        return None
-    module = import_module(f"{__name__}.{stem}")
-    program = getattr(module, "PROGRAM", "")
-    return Peer(module.NAME, module.LABEL, module.CACHES, module.NOTES, program, module.__name__)
-
-
-def every() -> list[Peer]:
-    """All peers, the default one first."""
-    found = [peer for stem in _stems() if (peer := find(stem)) is not None]
-    return sorted(found, key=lambda peer: (peer.name != DEFAULT, peer.name))
+@cache
+def every() -> Mapping[str, Peer]:
+    """Name → peer, the default peer first."""
+    modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+    peers = [Peer(m.NAME, m.LABEL, m.CACHES, m.NOTES, getattr(m, "PROGRAM", ""), m.__name__) for m in modules]
+    return {peer.name: peer for peer in sorted(peers, key=lambda peer: (peer.name != DEFAULT, peer.name))}
 
 
 def library(name: str) -> Any:
@@ -74,12 +61,3 @@ def library(name: str) -> Any:
         raise NoPeer("not installed") from None
     except (OSError, RuntimeError):  # its shared library is missing
         raise NoPeer("does not start") from None
-
-
-def _stem(name: str) -> str:
-    """The name of the file of the peer `name`."""
-    return re.sub(r"[-.]", "_", name)
-
-
-def _stems() -> list[str]:
-    return sorted(found.name for found in iter_modules(__path__))

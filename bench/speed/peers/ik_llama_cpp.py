@@ -105,10 +105,9 @@ def _end(process: subprocess.Popen[str]) -> tuple[int, int]:
 
 
 def _figures(printed: str) -> list[dict[str, Any]]:
-    """The measurements that the program has printed. Raises NoPeer."""
-    found = re.search(r"\[.*\]", printed, re.DOTALL)
+    array = re.search(r"\[.*\]", printed, re.DOTALL)
     try:
-        figures = json.loads(found[0]) if found else []
+        figures = json.loads(array[0]) if array else []
     except json.JSONDecodeError:
         figures = []
     if len(figures) != 1:

@@ -50,10 +50,7 @@ class Model:
         return len(ids) / self._seconds(ids)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
-        """Steps per second through `following`, token by token, after `ids` and the first token of `following`.
-
-        The prefix of `ids` in the cache is not computed again.
-        """
+        """Steps per second through `following` after `ids`, whose prefix in the cache is not computed again."""
         same = next((i for i, pair in enumerate(zip(ids, self._held, strict=False)) if pair[0] != pair[1]), None)
         self._rewind(min(len(ids), len(self._held)) if same is None else same)
         self._seconds(ids[len(self._held) :])

@@ -15,7 +15,7 @@ NAME, LABEL = "openvino-genai", "OpenVINO"
 CACHES = {"u8": None, "f16": None}  # u8 is its default
 NOTES = (
     "OpenVINO converts weights and does not say what to, so bytes that its steps read, and of its cache, are not "
-    "known. Its steps sample a token, as ours do, and its numbers are those of its own clock",
+    "known. Its steps sample a token, as ours do, and its numbers come from its own clock",
 )
 
 

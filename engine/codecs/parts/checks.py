@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def check_head_dim(name: str, head_dim: int, multiple: int) -> None:
-    """Raise ValueError unless the head dimension is a multiple of `multiple`."""
     if head_dim % multiple:
         raise ValueError(
             f"Cache type {name} needs a head dimension that is a multiple of {multiple}, "
@@ -13,7 +12,6 @@ def check_head_dim(name: str, head_dim: int, multiple: int) -> None:
 
 
 def check_block_size(name: str, block_size: int, multiple: int) -> None:
-    """Raise ValueError unless a block is a whole number of groups of `multiple` tokens."""
     if block_size % multiple:
         raise ValueError(
             f"Cache type {name} groups {multiple} tokens, and a block has {block_size}: "
@@ -22,6 +20,5 @@ def check_block_size(name: str, block_size: int, multiple: int) -> None:
 
 
 def check_no_options(name: str, options: tuple[str, ...]) -> None:
-    """Raise ValueError if there is any option."""
     if options:
         raise ValueError(f"Cache type {name} has no options, but {'+'.join(options)!r} was given: write {name}.")

@@ -24,10 +24,8 @@ _FEW = 1 << 15  # pairs times points: up to this, comparison with every point is
 
 
 class NearestPoint:
-    """Finds the nearest of `points` (P, 2), all within a radius of 4; the first of equally near points.
-
-    The nearest point has the least float32 score |p|²/2 − x·p, half the squared distance minus |x|²/2: see `scores`.
-    """
+    """Finds the nearest of `points` (P, 2), all within a radius of 4; the first of equally near points: the point of
+    the least float32 score |p|²/2 − x·p, half the squared distance minus |x|²/2."""
 
     def __init__(self, points: np.ndarray) -> None:
         self.points = np.ascontiguousarray(points, np.float32)

@@ -13,29 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
 from polarlm.engine.codecs.schema.arrays import HALF_MAX, widen
-
-
-class NormFormat(Protocol):
-    """A format of stored norms."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of stored norms."""
-
-    @property
-    def largest(self) -> np.float32:
-        """The largest norm; larger ones saturate."""
-
-    def pack(self, norms: np.ndarray) -> np.ndarray:
-        """norms (...) float32 ≥ 0, infinity included → stored norms (...)."""
-
-    def unpack(self, stored: np.ndarray) -> np.ndarray:
-        """Stored norms (...) → (...) float32."""
 
 
 @cache
@@ -55,7 +36,7 @@ def _thresholds() -> np.ndarray:
 
 @dataclass(frozen=True)
 class ByteNorm:
-    """A norm in eight bits."""
+    """A norm in eight bits. Both formats pack norms (...) float32 ≥ 0, infinity included, and unpack to float32."""
 
     dtype = np.dtype(np.uint8)
 

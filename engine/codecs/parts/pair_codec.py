@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.codecs import Codec, Rounding
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
-from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm, NormFormat
+from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
 from polarlm.engine.codecs.schema.joined import join, join_wide, joined_table
 from polarlm.engine.codecs.schema.streams import Schema, codes, numbers, pack
@@ -20,10 +20,8 @@ NORM16 = "norm16"
 
 
 def parse_options(name: str, options: tuple[str, ...]) -> tuple[str, bool]:
-    """The preconditioning that the options name, and whether norms are stored in half precision.
-
-    Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order.
-    """
+    """The preconditioning that the options name, and whether norms are stored in half precision. Raises ValueError
+    unless the options are at most one preconditioning and at most one `norm16`, in any order."""
     rotations = [option for option in options if option != NORM16]
     if len(rotations) > 1 or not set(rotations) <= set(PRECONDITIONINGS) or len(options) > len(rotations) + 1:
         raise ValueError(
@@ -42,7 +40,7 @@ class PairStore:
     reach: float
 
     @property
-    def norms(self) -> NormFormat:
+    def norms(self) -> ByteNorm | HalfNorm:
         return HalfNorm(self.reach) if self.half_norms else ByteNorm()
 
     def schema(self, block_size: int, head_dim: int) -> Schema:
@@ -69,10 +67,8 @@ class PairCodec(Codec):
 
     @property
     def points(self) -> np.ndarray | None:
-        """Point of each code of `rounding`, (P, width) float32: a pair, or one value where two codes are joined.
-
-        With `flips`, the points of a vector's first code.
-        """
+        """Point of each code of `rounding`, (P, width) float32: a pair, or one value where two codes are joined. With
+        `flips`, the points of a vector's first code."""
         return None
 
     @property
@@ -131,8 +127,6 @@ def _rows(codec: PairCodec) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RotatedPairs(PairCodec):
-    """A codec of pairs after a signed Hadamard matrix, a dense random rotation, or no rotation."""
-
     preconditioning: str
 
     def check(self, head_dim: int, block_size: int) -> None:

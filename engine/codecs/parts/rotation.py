@@ -34,10 +34,8 @@ def preconditioning(kind: str, head_dim: int) -> np.ndarray | None:
 
 @cache
 def signed_hadamard(head_dim: int) -> np.ndarray:
-    """diag(±1) · H/√n, (D, D) float32, read-only; n is the largest power of two that divides D.
-
-    If n < D, the Hadamard matrix H of order n is repeated D/n times along the diagonal.
-    """
+    """diag(±1) · H/√n, (D, D) float32, read-only; n is the largest power of two that divides D. The Hadamard matrix H
+    of order n is repeated D/n times along the diagonal."""
     order = head_dim & -head_dim
     hadamard: np.ndarray = np.ones((1, 1))
     while len(hadamard) < order:

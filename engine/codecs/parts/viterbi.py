@@ -41,10 +41,7 @@ class PathSearch:
         self._points = flip(base, np.arange(STATES)[:, None]).view(np.complex64)[..., 0]  # (4, 2^m)
 
     def __call__(
-        self,
-        x: np.ndarray,
-        feedback: np.ndarray | None = None,
-        weights: np.ndarray | None = None,
+        self, x: np.ndarray, feedback: np.ndarray | None = None, weights: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """x (K, R, D) float32 of unit variance → codes (K, R, P) uint8, their points (K, R, D) float32.
 

@@ -61,9 +61,9 @@ class Planes:
         """codes (..., V, W) below 2^bits, of any unsigned dtype → (..., stored(V), W) uint8."""
         *lead, count, width = codes.shape
         packed = np.zeros((*lead, self.stored(count), width), np.uint8)
-        for size, own, out in self._runs(codes, packed):
+        for size, part, out in self._runs(codes, packed):
             for code, low, byte, place, bits in self.pieces(size):
-                out[..., byte, :] |= (own[..., code, :] >> low & (1 << bits) - 1).astype(np.uint8) << place
+                out[..., byte, :] |= (part[..., code, :] >> low & (1 << bits) - 1).astype(np.uint8) << place
         return packed
 
     def unpack(self, packed: np.ndarray, count: int) -> np.ndarray:
@@ -72,8 +72,8 @@ class Planes:
         if count == self.run:
             _unpack_run(self.pieces(count), packed, codes)
             return codes
-        for size, out, own in self._runs(codes, packed):
-            _unpack_run(self.pieces(size), own, out)
+        for size, out, part in self._runs(codes, packed):
+            _unpack_run(self.pieces(size), part, out)
         return codes
 
     def _runs(self, codes: np.ndarray, packed: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -110,7 +110,6 @@ def _unpack_run(pieces: Sequence[Piece], packed: np.ndarray, codes: np.ndarray) 
 
 
 def code_type(bits: int) -> np.dtype:
-    """The dtype of unpacked codes."""
     return np.dtype(np.uint8 if bits <= 8 else np.uint16)
 
 

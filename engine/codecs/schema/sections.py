@@ -26,10 +26,8 @@ def numbered(*shape: int) -> np.ndarray:
 
 
 def arrange(x: np.ndarray, cuts: Sequence[tuple[int, ...]], order: Sequence[int]) -> np.ndarray:
-    """x with each axis i reshaped to the axes cuts[i], and all these axes transposed to `order`.
-
-    An axis that is shorter than the product of its cuts is padded with zeros.
-    """
+    """x with each axis i reshaped to the axes cuts[i], and all these axes transposed to `order`. An axis that is
+    shorter than the product of its cuts is padded with zeros."""
     ends = [(0, math.prod(pieces) - size) for pieces, size in zip(cuts, x.shape, strict=True)]
     return np.pad(x, ends).reshape(*itertools.chain(*cuts)).transpose(order)
 
@@ -50,10 +48,8 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The bytes of the stream `name`. order (P, V, W): P parts of V vectors of codes, which `planes` packs.
-
-    Without planes each code or number is stored unpacked.
-    """
+    """The bytes of the stream `name`. order (P, V, W): P parts of V vectors of codes, which `planes` packs; without
+    planes each code or number is stored unpacked."""
 
     name: str
     stream: Stream
@@ -65,18 +61,16 @@ class Section:
         cls, name: str, stream: Stream, cuts: Sequence[tuple[int, ...]] = (), order: Sequence[int] = ()
     ) -> Section:
         """A section of numbers, in the order of `arrange`, or in their own if `order` is empty."""
-        own = numbered(*stream.shape)
-        return cls(name, stream, (arrange(own, cuts, order) if order else own).reshape(1, 1, -1))
+        places = numbered(*stream.shape)
+        return cls(name, stream, (arrange(places, cuts, order) if order else places).reshape(1, 1, -1))
 
     @property
     def vectors(self) -> int:
-        """Vectors of bytes per part."""
         count = self.order.shape[1]
         return count if self.planes is None else self.planes.stored(count)
 
     @property
     def width(self) -> int:
-        """Bytes per vector."""
         return self.order.shape[2] * (self.stream.dtype.itemsize if self.planes is None else 1)
 
     @property
@@ -91,7 +85,6 @@ class Section:
         return places[1:].reshape(self.stream.shape)
 
     def pack(self, streams: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Streams (..., *shape) → (..., nbytes) uint8."""
         vectors = self.pack_vectors(streams)
         return vectors.reshape(*vectors.shape[:-3], self.nbytes)
 
@@ -102,10 +95,10 @@ class Section:
         """Streams (..., *shape) → (..., P, vectors, width) uint8."""
         x = streams[self.name]
         flat = x.reshape(*x.shape[: x.ndim - len(self.stream.shape)], self.stream.size)
-        found = np.take(flat, self.order - 1, axis=-1)
+        values = np.take(flat, self.order - 1, axis=-1)
         if not self.order.all():
-            found[..., self.order == 0] = 0
-        return found.view(np.uint8) if self.planes is None else self.planes.pack(found)
+            values[..., self.order == 0] = 0
+        return values.view(np.uint8) if self.planes is None else self.planes.pack(values)
 
     def unpack_vectors(self, raw: np.ndarray) -> dict[str, np.ndarray]:
         """The inverse of `pack_vectors`."""
@@ -137,15 +130,13 @@ class Sections:
         return -(-self.offsets[-1] // self.line) * self.line
 
     def pack(self, streams: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Streams (..., *shape) → (..., nbytes) uint8."""
         packed = [section.pack(streams) for section in self.sections]
         raw = np.zeros((*packed[0].shape[:-1], self.nbytes), np.uint8)
-        for at, own in zip(self.offsets, packed, strict=False):
-            raw[..., at : at + own.shape[-1]] = own
+        for at, part in zip(self.offsets, packed, strict=False):
+            raw[..., at : at + part.shape[-1]] = part
         return raw
 
     def unpack(self, raw: np.ndarray) -> dict[str, np.ndarray]:
-        """The inverse of `pack`."""
         streams: dict[str, np.ndarray] = {}
         for at, section in zip(self.offsets, self.sections, strict=False):
             streams |= section.unpack(raw[..., at : at + section.nbytes])

@@ -33,8 +33,6 @@ class Share:
 
 @dataclass(frozen=True)
 class CardFit:
-    """What a card has of a model, and of the KV store that is planned for it."""
-
     name: str
     free: int  # bytes of its memory before the model is loaded
     layers: tuple[int, int]  # the first one and the last one
@@ -56,7 +54,6 @@ class Split:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights on all cards."""
         return sum(share.weights for share in self.shares)
 
     def loaded(self) -> Split:
@@ -68,10 +65,8 @@ class Split:
         return [share.card.room_beside(share.weights) for share in self.shares]
 
     def plan(self, wanted: Wanted, shape: CacheShape) -> StorePlan:
-        """Return the plan of a KV store that fits on every card. `wanted.more` is left on the last card.
-
-        Raises EngineError ("out_of_memory"), which names the card that is full.
-        """
+        """Return the plan of a KV store that fits on every card, with `wanted.more` left on the last one. Raises
+        EngineError ("out_of_memory"), which names the card that is full."""
         rooms = self.rooms()
         if wanted.config.kv_memory is not None:  # it is for all cards together
             return wanted.plan(self.ops, shape, sum(rooms))
@@ -99,12 +94,9 @@ class Split:
 
 
 def split_model(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str], None]) -> Split | None:
-    """Return how the layers are shared among GPUs: as `tensor_split` says, or so that the fullest has the most memory
-    left. None if one device has them all.
-
-    Several GPUs are those that `device` names, or else all, if there is a `tensor_split` or the model does not fit on
-    one. Raises EngineError for shares that do not suit the GPUs or the model, and for a model that only one can have.
-    """
+    """Return how the layers are shared among the GPUs that `device` names, or else among all, if there is a
+    `tensor_split` or the model does not fit on one: as `tensor_split` says, or so that the fullest has the most memory
+    left. None if one device has them all. Raises EngineError for shares that do not suit the GPUs or the model."""
     config = wanted.config
     if ops.backend != "cuda":
         if config.tensor_split is not None:
@@ -169,11 +161,8 @@ def _by_shares(config: EngineConfig, shape: CacheShape) -> list[int]:
 
 
 def _by_memory(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: LayerSizes) -> list[int]:
-    """Return the number of layers of each card, such that the largest part of a card's memory that is taken is
-    smallest.
-
-    Counted are weights, and the KV store of a context of the requested length.
-    """
+    """Return the number of layers of each card, such that the largest part of a card's memory that weights and the KV
+    store of the requested context take is smallest."""
     config, tokens, count = wanted.config, wanted.context, len(wanted.model.layers)
     plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
     needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(sizes.layers))])
@@ -206,7 +195,6 @@ def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
 
 
 def _of_layers(shape: CacheShape, layers: range) -> CacheShape:
-    """Return the shape of some layers."""
     stored = {layer - layers.start: shape.stored[layer] for layer in layers if layer in shape.stored}
     return replace(shape, layers=shape.layers[layers.start : layers.stop], stored=stored)
 

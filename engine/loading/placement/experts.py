@@ -52,8 +52,6 @@ class ExpertPlan:
 
 @dataclass(frozen=True)
 class CpuExperts:
-    """The experts that stay in the computer's memory."""
-
     layers: int  # the first ones of the model
     bytes: int  # in the computer's memory
     saved: int  # bytes on the GPU that they would take
@@ -65,10 +63,7 @@ class CpuExperts:
 
 def cpu_experts(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str], None]) -> CpuExperts | None:
     """Return which experts stay in the computer's memory, as cpu_moe says; None for none, and a sentence if it has no
-    effect.
-
-    Raises EngineError if the CPU has no compiled kernels, or if the experts do not fit into the computer's memory.
-    """
+    effect. Raises EngineError if the CPU has no compiled kernels, or too little memory."""
     asked, sizes, layers = wanted.config.cpu_moe, wanted.sizes, wanted.model.layers
     if asked is None:
         return None
@@ -108,9 +103,8 @@ def expert_plan(
 ) -> ExpertPlan | None:
     """Return how many experts to keep in memory; None to load all, and a sentence if expert_cache has no effect.
 
-    By default all are loaded if that leaves room for the context, or for 4,096 tokens of it; otherwise those that fit
-    beside the other weights and the KV store. Raises EngineError for a size that is too small for one token, and
-    ("out_of_memory") if not even the experts of one token fit.
+    By default all are loaded if that leaves room for the context, or for 4,096 tokens of it; otherwise what fits beside
+    the other weights and the KV store. Raises EngineError if there is no room for the experts of one token.
     """
     sizes, mixtures = wanted.sizes, _mixtures(wanted.model)
     if not mixtures or ops.cache_experts is None:
@@ -142,7 +136,6 @@ def expert_plan(
 
 
 def _asked(size: str, whole: int, count: int, chosen: int) -> int:
-    """Return how many experts of a layer an expert_cache holds. Raises EngineError if a token needs more."""
     experts = parse_size(size, "expert_cache") * count // whole
     if experts < chosen:
         least = whole * chosen // count

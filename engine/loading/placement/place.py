@@ -21,11 +21,11 @@ class Placement:
     """Where a model's weights go, and the KV store that fits beside them; or what is lacking for that."""
 
     wanted: Wanted
-    ops: Ops  # of the device, or of all cards
+    ops: Ops  # the device's, or all cards together
     shape: CacheShape
     weights: int  # bytes in the device's memory
     room: int = 0  # bytes beside them for the KV store and activations; 0 if the weights alone do not fit
-    plan: StorePlan | None = None  # of the KV store; None if there is too little room
+    plan: StorePlan | None = None  # the KV store's; None if there is too little room
     split: Split | None = None  # if several GPUs share the layers
     on_host: CpuExperts | None = None  # experts in the memory of a GPU's host
     experts: ExpertPlan | None = None  # if not all experts are in memory at a time
@@ -72,15 +72,10 @@ class Placement:
         return () if self.split is None or self.plan is None else self.split.cards(self.wanted, self.plan)
 
     def loaded(
-        self,
-        config: EngineConfig,
-        planned: Callable[[CacheShape], StorePlan] | None = None,
-        encoding: Encoding = WHOLE,
+        self, config: EngineConfig, planned: Callable[[CacheShape], StorePlan] | None = None, encoding: Encoding = WHOLE
     ) -> Placement:
         """Return the placement of the same weights, which are there already, with a KV store for other settings.
-
-        planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError.
-        """
+        planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError."""
         wanted = replace(self.wanted, config=config, encoding=encoding, more=nothing, is_mapped=False)
         split, shape = None if self.split is None else self.split.loaded(), wanted.shape(self.ops)
         placement = replace(self, wanted=wanted, shape=shape, room=self.ops.room_beside(0), split=split, error=None)
@@ -90,54 +85,24 @@ class Placement:
 def place(wanted: Wanted, ops: Ops, say: Callable[[str], None] = lambda sentence: None) -> Placement:
     """Return where a model goes on a device, and beside other GPUs where one is too small.
 
-    say: is called with sentences for the user, such as which settings have no effect. Raises EngineError for settings
-    that do not suit the model or the device; of too little memory the placement tells.
+    say: is called with sentences such as which settings have no effect. Raises EngineError for settings that do not
+    suit the model or the device; of too little memory the placement tells.
     """
     shape = wanted.shape(ops)
-    placement = Placement(wanted, ops, shape, wanted.sizes.weights)
-    for step in (_among_cards, _experts_on_host, _experts_in_cache, _beside_weights, _store):
-        try:
-            placement = step(placement, say)
-        except EngineError as error:
-            if error.code != "out_of_memory":
-                raise
-            return replace(placement, error=error)
-    return placement
-
-
-def _among_cards(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Share the layers among several GPUs, if that is asked for or one is too small."""
-    wanted = placement.wanted
-    split = split_model(wanted, placement.ops, placement.shape, say)
-    if split is None:
-        return placement
-    return replace(placement, ops=split.ops, weights=split.weights, split=split)
-
-
-def _experts_on_host(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Leave experts in the memory of a GPU's host, as cpu_moe says."""
-    on_host = cpu_experts(placement.wanted, placement.ops, placement.shape, say)
-    saved = 0 if on_host is None else on_host.saved
-    return replace(placement, on_host=on_host, weights=placement.weights - saved)
-
-
-def _experts_in_cache(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Leave experts in the file if not all fit, or as expert_cache says."""
-    experts = expert_plan(placement.wanted, placement.ops, placement.shape, say)
-    if experts is None:
-        return placement
-    return replace(placement, experts=experts, weights=placement.weights - experts.saved, room=experts.room)
-
-
-def _beside_weights(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Find what the weights leave."""
-    if placement.experts is not None:
-        return placement
-    if placement.split is not None:
-        return replace(placement, room=sum(placement.split.rooms()))
-    return replace(placement, room=placement.wanted.room(placement.ops, placement.weights))
-
-
-def _store(placement: Placement, say: Callable[[str], None]) -> Placement:
-    """Plan the KV store."""
-    return replace(placement, plan=placement.store(placement.wanted.config))
+    placed = Placement(wanted, ops, shape, wanted.sizes.weights)
+    try:
+        if (split := split_model(wanted, ops, shape, say)) is not None:
+            placed = replace(placed, ops=split.ops, weights=split.weights, split=split)
+        if (on_host := cpu_experts(wanted, placed.ops, shape, say)) is not None:
+            placed = replace(placed, on_host=on_host, weights=placed.weights - on_host.saved)
+        if (experts := expert_plan(wanted, placed.ops, shape, say)) is not None:
+            placed = replace(placed, experts=experts, weights=placed.weights - experts.saved, room=experts.room)
+        elif split is not None:
+            placed = replace(placed, room=sum(split.rooms()))
+        else:
+            placed = replace(placed, room=wanted.room(placed.ops, placed.weights))
+        return replace(placed, plan=placed.store(wanted.config))
+    except EngineError as error:
+        if error.code != "out_of_memory":
+            raise
+        return replace(placed, error=error)

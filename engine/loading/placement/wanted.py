@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
+from polarlm import model_loaders
+from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Load, Ops
-from polarlm.engine.config import EngineConfig
+from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
+from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.sizes import cache_shape, loaded_bytes, weight_format
+from polarlm.engine.loading.sizes import cache_shape, check_layers, loaded_bytes, weight_format
 from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.weights import EXPERT_SLOTS, bytes_of_layers, expert_bytes, weight_bytes
 from polarlm.engine.state.plan import (
@@ -36,7 +38,6 @@ More = Callable[[int], int]  # tokens of a context → bytes
 
 
 def nothing(tokens: int) -> int:
-    """Return 0 bytes for any context."""
     return 0
 
 
@@ -62,7 +63,6 @@ class LayerSizes(NamedTuple):
     adapters: int
 
     def of(self, layers: range) -> int:
-        """Return the bytes of a card with these layers."""
         is_first, is_last = layers.start == 0, layers.stop == len(self.layers)
         return (
             self.adapters + self.before * is_first + sum(self.layers[layers.start : layers.stop]) + self.head * is_last
@@ -90,11 +90,9 @@ class Wanted:
         return self.config.ctx_size or min(self.model.max_context, CONTEXT_TO_CHOOSE_BY)
 
     def changed(self, **settings: Any) -> Wanted:
-        """Return the same model with other settings."""
         return replace(self, config=replace(self.config, **settings))
 
     def shape(self, ops: Ops) -> CacheShape:
-        """Return the shape of all layers' caches. Raises EngineError for a cache type that does not suit the model."""
         return cache_shape(self.config, self.encoding, ops, self.model)
 
     def room(self, ops: Ops, weights: int) -> int:
@@ -116,11 +114,9 @@ class Wanted:
         return plan.bytes + self.work(ops, plan.shape, plan.tokens) + self.more(plan.tokens)
 
     def plan(self, ops: Ops, shape: CacheShape, room: int) -> StorePlan:
-        """Return the plan of the KV store: for kv_memory, all of which it takes, or else for the context.
-
-        If the context does not fit into `room` bytes, together with the work on a prompt of its length and with `more`,
-        the plan is for the longest one that does. Raises EngineError ("out_of_memory") if nothing fits.
-        """
+        """Return the plan of the KV store: for kv_memory, all of which it takes, or else for the context, or the
+        longest one that fits into `room` bytes together with the work on a prompt of its length and with `more`. Raises
+        EngineError ("out_of_memory") if nothing fits."""
 
         def other_bytes(tokens: int) -> int:
             return self.work(ops, shape, tokens) + self.more(tokens)
@@ -179,7 +175,7 @@ def wanted_of_source(
 
 
 def wanted_of_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> Wanted:
-    """Return the model of a file of which only the size in bytes is known: experts have their share of values."""
+    """Return the model of a file whose size in bytes alone is known: experts have their share of values."""
     weights = loaded_bytes(config, ops, model, size)
     every = sum(math.prod(spec.shape) for spec in tensors(model).specs())
     counts = (
@@ -190,22 +186,63 @@ def wanted_of_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: in
     return Wanted(config, model, Sizes(weights, of_layers, () if ops.host is None else of_layers))
 
 
-def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
-    """Return a function that tells whether a model and its KV store fit in memory, given the bytes of the model's file.
+def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
+    """Return the settings of an engine's draft model for a context of `tokens`. Its store is in half precision."""
+    return replace(
+        config,
+        weights=config.model_draft,
+        model_draft=None,
+        tensor_split=None,
+        weight_type=AS_STORED,
+        lora={},
+        cache_type=codecs.FULL,
+        cache_type_k=None,
+        cache_type_v=None,
+        kv_memory=None,
+        cache_ram=None,
+        cache_disk=None,
+        expert_cache=None,
+        cpu_moe=None,
+        state_cache="1",  # too little for any snapshot: none would be found
+        spec_type=DRAFTS[-1],  # for the warm-up: its steps have as many rows as drafts
+        draft_max=MOST_DRAFTED,
+        ctx_size=tokens,
+        kept_sequences=0,
+    )
 
-    The store is for the requested context, or else for the model's own, up to 16,384 tokens. If the configuration is
-    unknown (None), only the file has to fit.
-    """
-    return partial(_fits_beside, config, encoding, ops)
 
-
-def _fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig | None, size: int) -> bool:
+def draft_bytes(config: EngineConfig, ops: Ops) -> More:
+    """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one.
+    Raises EngineError if the backend lacks kernels of its layers."""
+    if config.model_draft is None:
+        return nothing
+    path, config = config.model_draft, draft_config(config, 0)
+    model, source, _ = model_loaders.load_weights(path)
     try:
-        if model is None:
-            ops.room_beside(size)
-            return True
-        weights = loaded_bytes(config, ops, model, size)
-        wanted = Wanted(config, model, Sizes(weights), encoding=encoding)
-        return wanted.fits(ops, wanted.shape(ops), weights, wanted.context)
-    except EngineError:
-        return False
+        check_layers(ops, model, config.block_size)
+        wanted = wanted_of_source(config, ops, model, source)
+        shape = wanted.shape(ops)
+    except EngineError as error:
+        error.args, error.settings = (f"model_draft={path}: {error}",), ("model_draft", *error.settings)
+        raise
+    finally:
+        source.close()
+    return lambda tokens: wanted.sizes.weights + wanted.taken(ops, plan_for_tokens(shape, tokens, config.parallel))
+
+
+def fits_beside(config: EngineConfig, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
+    """Return a function that tells whether a model and its KV store fit in memory, given the bytes of the model's file;
+    without a configuration, whether the file does. The store is for `Wanted.context`."""
+
+    def fits(model: ModelConfig | None, size: int) -> bool:
+        try:
+            if model is None:
+                ops.room_beside(size)
+                return True
+            weights = loaded_bytes(config, ops, model, size)
+            wanted = Wanted(config, model, Sizes(weights))
+            return wanted.fits(ops, wanted.shape(ops), weights, wanted.context)
+        except EngineError:
+            return False
+
+    return fits

@@ -53,10 +53,8 @@ def known_digest(files: Sequence[Path], folder: Path | None) -> bytes | None:
 
 
 def digest(files: Sequence[Path], folder: Path | None) -> bytes:
-    """Return the digest of weights files, and remember the digest of each in `folder` if possible.
-
-    Raises OSError, also for a file that changes while it is read.
-    """
+    """Return the digest of weights files, and remember the digest of each in `folder` if possible. Raises OSError, also
+    for a file that changes while it is read."""
     return _together([_remembered(file, folder) or _hashed(file, folder) for file in files])
 
 
@@ -66,8 +64,8 @@ def _together(digests: Sequence[bytes]) -> bytes:
 
 def _state(file: Path) -> list[int]:
     """Return attributes of a file that change with its content."""
-    found = file.stat()
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    status = file.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _note(file: Path, folder: Path) -> Path:
@@ -78,8 +76,8 @@ def _remembered(file: Path, folder: Path | None) -> bytes | None:
     if folder is None:
         return None
     try:
-        state, found = json.loads(_note(file, folder).read_bytes())
-        return bytes.fromhex(found) if state == _state(file) else None
+        state, digest = json.loads(_note(file, folder).read_bytes())
+        return bytes.fromhex(digest) if state == _state(file) else None
     except (OSError, ValueError, TypeError):
         return None
 

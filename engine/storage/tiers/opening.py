@@ -11,8 +11,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.memory import Memory
-from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
+from polarlm.engine.storage.tiers.tier_store import Folder, Memory, TierStore
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 
@@ -59,14 +58,6 @@ def open_tiers(config: EngineConfig, shape: CacheShape, device: str) -> list[Tie
         tiers.append(_folder(config, size))
     if config.cache_remote is not None:
         tiers.append(_remote(config.cache_remote, Payloads(shape).most_object_bytes))
-    if tiers:
-        for codec in (codec for layer in shape.kv_layers.values() for codec in (layer.codec_k, layer.codec_v)):
-            if codec.per_layer:
-                raise EngineError(
-                    f"Cache type {codec.name} learns the meaning of its codes in each process, so its blocks cannot be "
-                    f"kept by {' or '.join(_TIERS)}: choose another cache type",
-                    settings=("cache_type_k", "cache_type_v", *_TIERS),
-                )
     return tiers
 
 

@@ -146,10 +146,10 @@ class Remote:
         length = response.getheader("Content-Length", "")
         whole = int(length) if length.isdecimal() else -1
         if status == 206:
-            found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.getheader("Content-Range", ""))
-            if found is None or int(found[1]) != start:
+            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.getheader("Content-Range", ""))
+            if match is None or int(match[1]) != start:
                 raise OSError("the server sent another part of the block than was requested")
-            whole = int(found[2])
+            whole = int(match[2])
         if not 0 <= whole <= self._most:
             raise OSError("the block has no length, or is larger than a block can be")
         piece, end = np.empty(max(0, whole - start), np.uint8), 0  # large ones in huge pages

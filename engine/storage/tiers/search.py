@@ -1,7 +1,5 @@
-"""Finds the blocks of a prompt in tiers.
-
-Needs no lock: what it reads of the store may be out of date, and is read again when blocks are copied there.
-"""
+"""Finds the blocks of a prompt in tiers. Needs no lock: what it reads of the store may be out of date, and is read
+again when blocks are copied there."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ from typing import Any
 
 from polarlm.engine.state.blocks import Blocks
 from polarlm.engine.storage.objects import DamagedObject, Object
+from polarlm.engine.storage.tiers.circuit_breaker import ReadObject, Trip
 from polarlm.engine.storage.tiers.names import Names
 from polarlm.engine.storage.tiers.tier_hit import Budget, Claim, FoundBlock, Run, Stored, TierHit
-from polarlm.engine.storage.tiers.trip import ReadObject, Trip
 
 _READERS = 3  # threads that read blocks while a search reads what follows them
 _RUN_BYTES = 8 << 20  # most bytes that are copied to the store in one unit of work, unless one block has more
@@ -81,9 +79,7 @@ class Search:
 
     def _longest(self) -> tuple[int, ReadObject | None, int]:
         """Return how many complete blocks the store and tiers may hold together, the tail after them, and all tokens.
-
-        No missing block is visible to the next token. (A longer tail may move one out of every window.)
-        """
+        No missing block is visible to the next token. (A longer tail may move one out of every window.)"""
         runs = self._runs()
         for follow in (self._n - 1, 0):
             count = max((c for c, run in enumerate(runs) if run >= c - self._first(c * self._n + follow)), default=0)
@@ -109,9 +105,8 @@ class Search:
     def _runs(self) -> list[int]:
         """Return, as [i], the length of the run of blocks in the store or in tiers that ends with block i − 1.
 
-        Tiers evict the last blocks of a conversation first, so the end of a run is found by bisection, with few
-        requests; a block before it that is missing after all ends it when it is read. Blocks that have left all
-        windows may be missing: then each is looked up.
+        Tiers evict the last blocks of a conversation first, so the end of a run is found by bisection; a block that is
+        missing after all ends it when it is read. Blocks outside all windows may be missing: then each is looked up.
         """
         if self._first(len(self._ids)) > 0:
             runs = [0]
@@ -157,10 +152,7 @@ class Search:
 
     def _read_blocks(self, count: int, length: int) -> None:
         """Begin to read the blocks among the first `count` that the store lacks and a token after `length` tokens sees.
-
-        Each takes the most bytes that a block can have from the budget, in order, until it has been read. Most of the
-        time goes to waiting for an answer, and to checksums, which need no lock of Python.
-        """
+        Each takes the most bytes that a block can have from the budget, in order, until it has been read."""
         numbers = [number for number in range(count) if number not in self._begun and self._lacks(number, length)]
         self._begun.update(numbers)
         left, order, most = list(reversed(numbers)), Lock(), self._payloads.most_bytes
@@ -209,9 +201,7 @@ class Search:
 
     def _tail(self, count: int) -> tuple[ReadObject | None, int]:
         """Return the incomplete block after `count` complete ones, and how many of its first tokens are the prompt's.
-
-        The block is None if no tier has one, or if the store has one, whose tokens are then counted.
-        """
+        The block is None if no tier has one, or if the store has one, whose tokens are then counted."""
         rest = self._ids[count * self._n : (count + 1) * self._n]
         if not count or not rest:
             return None, 0

@@ -28,7 +28,6 @@ class Budget:
         self._lock = threading.RLock()  # a finalizer may give back while its thread takes
 
     def take(self, size: int) -> bool:
-        """Take `size` bytes unless fewer are left."""
         with self._lock:
             if size > self._left:
                 return False
@@ -49,7 +48,6 @@ class Claim:
         self.give_back = weakref.finalize(self, lambda: budget.give_back(sum(taken)))
 
     def take(self, size: int) -> bool:
-        """Take `size` more bytes unless fewer are left."""
         is_taken = self._budget.take(size)
         if is_taken:
             self._taken.append(size)
@@ -70,10 +68,8 @@ class Stored(NamedTuple):
 
 
 class FoundBlock(NamedTuple):
-    """A block of a prompt that was found in a tier.
-
-    before, key: the hashes before it and at its end; a block with fewer than N tokens has no key.
-    """
+    """A block of a prompt that was found in a tier. before, key: the hashes before it and at its end; a block with
+    fewer than N tokens has no key."""
 
     before: bytes
     key: bytes | None
@@ -82,10 +78,8 @@ class FoundBlock(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive blocks whose objects have equal headers, or a single full-precision block.
-
-    needed: the groups of layers, as bits, in which a later token sees them.
-    """
+    """Consecutive blocks whose objects have equal headers, or a single full-precision block. needed: the groups of
+    layers, as bits, in which a later token sees them."""
 
     blocks: Sequence[FoundBlock]
     needed: int
@@ -139,10 +133,8 @@ class TierHit:
                     group.quantized.release(block)
 
     def _adopt(self, run: Run) -> bool:
-        """Copy to the store the blocks that it lacks. The prefix cache finds them there, and no sequence holds them.
-
-        Returns False, and copies nothing, if there is no room. Raises ValueError for blocks of another format.
-        """
+        """Copy to the store the blocks that it lacks: the prefix cache finds them there, and no sequence holds them.
+        Returns False, and copies nothing, if there is no room. Raises ValueError for blocks of another format."""
         (store, prefixes, payloads), is_full = self._stored, run.blocks[0].block.is_full
         lacking = []
         for candidate in run.blocks:

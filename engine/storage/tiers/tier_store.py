@@ -1,4 +1,4 @@
-"""The protocol of a tier, which keeps objects by name, and a tier in a folder that several processes may share.
+"""The protocol of a tier, which keeps objects by name; a tier in memory, and one in a folder that processes may share.
 
 A tier knows names and bytes, and nothing about their meaning. It keeps the most recently used objects. Processes may
 read, write and remove the same object at the same time: its file appears as a whole, or not at all.
@@ -12,6 +12,7 @@ import secrets
 import stat
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,13 +21,9 @@ from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from polarlm.engine.storage import files
 from polarlm.model_loaders.forks import renew_in_children
 from polarlm.model_loaders.user_dirs import last_used
-
-try:
-    import fcntl
-except ImportError:  # Windows, where processes that share a folder may exceed its size by an object each
-    fcntl = None  # type: ignore[assignment]
 
 _NAME = re.compile("[0-9a-f]{32}")
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
@@ -40,8 +37,6 @@ _SHRUNK = 0.9  # the share of its limit that a full folder is reduced to, so tha
 
 
 class Held(NamedTuple):
-    """What a tier holds."""
-
     bytes: int
     objects: int
 
@@ -74,6 +69,54 @@ class TierStore(Protocol):
         """Record that these objects were used. The first ones are to stay longest."""
 
 
+class Memory:
+    """Objects in at most `size` bytes of memory."""
+
+    label = place = "ram"
+
+    def __init__(self, size: int):
+        self._size, self._held = size, 0  # bytes
+        self._objects: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+        self._lock = Lock()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        self._lock = Lock()
+
+    @property
+    def held(self) -> Held:
+        return Held(self._held, len(self._objects))
+
+    def has(self, name: bytes) -> bool:
+        return name in self._objects
+
+    def read(self, name: bytes) -> bytes | None:
+        return self._objects.get(name)
+
+    def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
+        size = len(header) + len(payload)
+        if size > self._size:
+            return
+        with self._lock:
+            self._held -= len(self._objects.pop(name, b""))
+            while self._held + size > self._size:
+                _, oldest = self._objects.popitem(last=False)
+                self._held -= len(oldest)
+            self._objects[name] = b"".join((header, payload))
+            self._held += size
+
+    def remove(self, name: bytes) -> None:
+        with self._lock:
+            if (removed := self._objects.pop(name, None)) is not None:
+                self._held -= len(removed)
+
+    def used(self, names: Sequence[bytes]) -> None:
+        with self._lock:
+            for name in reversed(names):
+                if name in self._objects:
+                    self._objects.move_to_end(name)
+
+
 class _Pieces:
     """Memory for reads, cut from pieces large enough for huge pages: new small pages take longer than reading."""
 
@@ -85,7 +128,6 @@ class _Pieces:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Replace the lock in a forked child."""
         self._lock = Lock()
 
     def take(self, size: int) -> memoryview:
@@ -207,20 +249,18 @@ class Folder:
     @contextmanager
     def _locked(self) -> Iterator[tuple[BinaryIO, bool]]:
         """Yield the file of the counts, for one writer to a limited folder at a time, and whether it could be locked.
-
-        A killed process loses its lock. Tiers without a limit, which count nothing, share the lock, so that the files
-        that they are writing are not taken for abandoned ones.
-        """
+        Tiers without a limit, which count nothing, share the lock, so that the files that they are writing are not
+        taken for abandoned ones. Without locks, as on Windows, processes may exceed the size by an object each."""
         while True:
             with self._opened_counts() as file:
-                is_locked = _lock(file, shared=self._size is None)
+                is_locked = files.lock(file, is_shared=self._size is None)
                 try:
                     if os.fstat(file.fileno()).st_nlink:
                         yield file, is_locked
                         return
                     # The folder was deleted while this thread waited, and may have been created again.
                 finally:
-                    _unlock(file)
+                    files.unlock(file)
 
     def _opened_counts(self) -> BinaryIO:
         flags = os.O_RDWR | os.O_CREAT | _BINARY
@@ -232,7 +272,6 @@ class Folder:
         return open(number, "r+b", buffering=0)
 
     def _count(self, file: BinaryIO, more_bytes: int, more_objects: int) -> None:
-        """Add to the counts, if there is a limit."""
         if self._size is not None:
             held = _read_counts(file) or Held(0, 0)
             self._set_counts(file, max(0, held.bytes + more_bytes), max(0, held.objects + more_objects))
@@ -250,40 +289,39 @@ class Folder:
         counts = _read_counts(file)
         if counts is not None and self._has_looked and counts.bytes <= most:
             return True
-        files, held = self._look(is_locked)
+        by_age, held = self._look(is_locked)
         if held > most >= 0:
-            files.sort(reverse=True)
-            while files and held > int(_SHRUNK * self._size) - wanted:
-                _, size, path = files.pop()
+            by_age.sort(reverse=True)
+            while by_age and held > int(_SHRUNK * self._size) - wanted:
+                _, size, path = by_age.pop()
                 with suppress(FileNotFoundError):
                     os.unlink(path)
                 held -= size
-        self._set_counts(file, held, len(files))
+        self._set_counts(file, held, len(by_age))
         self._has_looked = True
         return held <= most
 
     def _look(self, is_locked: bool) -> tuple[list[tuple[int, int, str]], int]:
         """Return (time of last use, bytes, path) of all objects, and all files' bytes. Removes abandoned files."""
-        files, held, now = [], 0, time.time_ns()
+        by_age, held, now = [], 0, time.time_ns()
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(found.st_mode) or found.st_uid != self._owner:
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
                         continue  # not an object: it stays, and does not count
                     if _TEMPORARY.fullmatch(entry.name):
-                        if is_locked or now - last_used(found) > _ABANDONED:
+                        if is_locked or now - last_used(status) > _ABANDONED:
                             os.unlink(entry.path)
                         else:
-                            held += found.st_size
+                            held += status.st_size
                     elif _NAME.fullmatch(entry.name):
-                        files.append((last_used(found), found.st_size, entry.path))
-                        held += found.st_size
-        return files, held
+                        by_age.append((last_used(status), status.st_size, entry.path))
+                        held += status.st_size
+        return by_age, held
 
 
 def _size_of(path: str) -> int | None:
-    """Return the size of a file in bytes; None if there is none."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:
@@ -295,21 +333,3 @@ def _read_counts(file: BinaryIO) -> Held | None:
     file.seek(0)
     content = file.read(_HELD.size)
     return Held(*_HELD.unpack(content)) if len(content) == _HELD.size else None
-
-
-def _lock(file: BinaryIO, *, shared: bool) -> bool:
-    """Lock a file, waiting for its lock. Returns False where there are no locks."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    except OSError:  # a file system without locks
-        return False
-    return True
-
-
-def _unlock(file: BinaryIO) -> None:
-    """Unlock a file. Closing it does not suffice while a forked child has it open, too."""
-    if fcntl is not None:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)

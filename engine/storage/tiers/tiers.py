@@ -18,14 +18,12 @@ from polarlm.engine.outputs import TierStatus
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.payloads import Payloads
-from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker
+from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, Trip
 from polarlm.engine.storage.tiers.names import Names, digest, known_digest
 from polarlm.engine.storage.tiers.opening import remembering
-from polarlm.engine.storage.tiers.patience import Patience
 from polarlm.engine.storage.tiers.search import Search
 from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
 from polarlm.engine.storage.tiers.tier_store import TierStore
-from polarlm.engine.storage.tiers.trip import Trip
 from polarlm.engine.storage.tiers.writing import Lock, Writer
 from polarlm.engine.storage.waiting import WaitingBlocks
 from polarlm.model_loaders.forks import renew_in_children
@@ -34,19 +32,42 @@ _LOG = logging.getLogger(__name__)
 _FOR_NAMES = 0.5  # seconds that a request waits for the weights' digest
 _LAST_PATIENCE = 5.0  # seconds without progress after which a closing engine gives up
 
+_FIRST = 0.5  # seconds, while no prefill has been measured
+_FIRST_PER_TOKEN = 0.0005  # seconds to add for each token then
+_LEAST = 0.1  # seconds: on a busy machine, a thread needs a while to start
+_MOST = 30.0  # seconds: a tier may hang, however slow prefill is
+_MEASURED = 64  # least tokens of a prefill that is measured: the time of shorter ones hardly depends on their number
+_REMEMBERED = 512  # tokens of earlier prefills that count in addition to the newest one
+
 T = TypeVar("T")
+
+
+class Patience:
+    """How long a request waits for tiers: half of the time that its prefill would take, estimated from the wall time of
+    recent prefills, so that it is longer on a busy machine."""
+
+    def __init__(self) -> None:
+        self._measured = 0.0, 0.0  # tokens, seconds
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Record a prefill of `tokens` tokens."""
+        if tokens >= _MEASURED:
+            known, took = self._measured
+            share = min(1.0, _REMEMBERED / max(known, 1.0))
+            self._measured = tokens + share * known, seconds + share * took
+
+    def seconds(self, tokens: int) -> float:
+        """Return how many seconds to wait for tiers that may have `tokens` tokens: 0.1 to 30."""
+        known, took = self._measured
+        wanted = 0.5 * tokens * took / known if known else _FIRST + _FIRST_PER_TOKEN * tokens
+        return min(_MOST, max(_LEAST, wanted))
 
 
 class Tiers:
     """The tiers of an engine, and the threads that wait for them."""
 
     def __init__(
-        self,
-        store: KVStore,
-        prefixes: PrefixCache,
-        tiers: Sequence[TierStore],
-        weights: Sequence[Path],
-        lock: Lock,
+        self, store: KVStore, prefixes: PrefixCache, tiers: Sequence[TierStore], weights: Sequence[Path], lock: Lock
     ):
         """weights: the files of the model's weights. lock: the engine's."""
         payloads, self._block_size = Payloads(store.shape), store.shape.block_size
@@ -89,7 +110,6 @@ class Tiers:
         return self._names
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Return the status of every tier, the fastest first. Waits for none."""
         return tuple(tier.status() for tier in self._tiers)
 
     # -- finding -----------------------------------------------------------------------------------------------
@@ -134,20 +154,15 @@ class Tiers:
 
     def released(self, root: bytes, hashes: Sequence[bytes], ids: Sequence[int]) -> None:
         """Keep the blocks of a sequence that was released to the prefix cache. The caller holds the engine's lock.
-
-        root: the root of its salt; empty for none. hashes: the hashes of its complete blocks.
-        """
+        root: the root of its salt; empty for none. hashes: the hashes of its complete blocks."""
         self._writer.released(root or self._root, hashes, ids)
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of an answer under the digest of its conversation."""
         self._writer.keep_answer(key, ids)
 
     def close(self) -> None:
         """Write what has not been written, as long as there is progress. Afterwards nothing may be found or released.
-
-        The engine's lock must be free.
-        """
+        The engine's lock must be free."""
         self._named_soon(_LAST_PATIENCE)
         if not self._writer.close(_LAST_PATIENCE):
             _LOG.warning("not all blocks were kept: a tier does not accept them")

@@ -61,15 +61,12 @@ class _Chain:
         return 1024 + 512 * len(self.hashes) + 48 * (len(self.first) + len(self.last))
 
     def keys(self, sparse_groups: int) -> set[Key]:
-        """Return the keys of the blocks of the chain."""
         quantized: set[Key] = {(key, groups) for key in self.hashes[1:] for groups in (~sparse_groups, sparse_groups)}
         return quantized | {(self.root, self.first), (self.hashes[-1], self.last)}
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """The ids of an answer, and the digest of its conversation."""
-
     key: bytes
     ids: tuple[int, ...]
 
@@ -83,11 +80,7 @@ class Writer:
     """A thread that copies blocks out of the store, a few at a time, and writes them where they are missing."""
 
     def __init__(
-        self,
-        blocks: WaitingBlocks,
-        tiers: Sequence[CircuitBreaker],
-        names: Callable[[], Names | None],
-        lock: Lock,
+        self, blocks: WaitingBlocks, tiers: Sequence[CircuitBreaker], names: Callable[[], Names | None], lock: Lock
     ):
         """names: waits until names are known and returns them, or None if they will not be. lock: the engine's."""
         self._blocks, self._tiers, self._names, self._lock = blocks, tiers, names, lock
@@ -141,7 +134,6 @@ class Writer:
             self._put(chain)
 
     def keep_answer(self, key: bytes, ids: Sequence[int]) -> None:
-        """Queue the ids of an answer for writing."""
         self._put(_Answer(key, tuple(ids)))
 
     def _put(self, work: _Chain | _Answer) -> None:

@@ -53,7 +53,7 @@ def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: 
     ("k", "v", "layers", "codec"),
     [
         ("kivi4", "kivi4", "all layers", "kivi4"),
-        ("polarquant-online", "f16", "all layers", "polarquant-online"),
+        ("kivi4", "f16", "all layers", "kivi4"),
         ("ring4", "kivi4@1,ring4", "layer 1", "kivi4"),
     ],
 )

@@ -57,15 +57,3 @@ def test_layers_encoded_together_have_the_codes_of_each_alone(
         stored, wanted = ops.read_blocks(other, BLOCKS), ops.read_blocks(one, BLOCKS)
         assert all((stored[name] == wanted[name]).all() for name in wanted)
         assert any(x.any() for x in wanted.values())
-
-
-def test_layers_of_a_per_layer_codec_are_encoded_alone(rng: np.random.Generator) -> None:
-    ops = NumpyOps()
-    formats = [layer(("polarquant-online", "ring4"), rng, mean_bits=0, metrics=False) for _ in range(3)]
-    caches = [ops.cache(format, 1, 1) for format in formats]
-    for cache in caches:
-        ops.write_full(cache, 0, *rng.standard_normal((2, K, N, D)).astype(np.float32))
-    ops.encode_blocks([FilledBlocks(caches, [0], [KVLocation(None, 0)])])
-    learned = [cache.format.codec_k.codebook for cache in caches]
-    assert all(learned)
-    assert not np.array_equal(learned[0][1], learned[1][1])

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.server.answers.answer_parser import AnswerParser
@@ -21,7 +20,7 @@ from tests.pairs import in_turn
 THINK = Tags("<think>", "</think>")
 NAMES = ("weather", "time")
 FORMS = {
-    name: find_call_format(ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>"))
+    name: ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>").calls
     for name in ("MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "HERMES", "NO_TOOLS")
 }
 ARGUMENTS = ("{}", '{"city": "Rome"}', '{"a": {"b": ["}", "{\\"", "\\\\"]}, "n": 1.5}')

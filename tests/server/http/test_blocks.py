@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.storage.objects import pack_ids
+from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import read_command_line
 from polarlm.server.http import streams
@@ -26,7 +26,7 @@ from tests.tiny import PLAIN, load_tiny
 
 NAME = bytes(range(16))
 PATH = f"/blocks/{NAME.hex()}"
-OBJECT = b"".join(pack_ids(NAME, [5, 6, 7]))
+OBJECT = b"".join(Object({"kind": "ids", "ids": [5, 6, 7]}).pack(NAME))
 
 
 @contextmanager

@@ -24,8 +24,7 @@ def alike(filled: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
 
     def kind(cache: LayerCache) -> tuple[object, ...]:
         format = cache.format
-        own = id(cache) if format.codec_k.per_layer or format.codec_v.per_layer else None
-        return own, format.codec_k, format.codec_v, format.mean_bits, format.metric_k is None, format.metric_v is None
+        return format.codec_k, format.codec_v, format.mean_bits, format.metric_k is None, format.metric_v is None
 
     for caches, blocks, sources in filled:
         for _, group in itertools.groupby(caches, kind):

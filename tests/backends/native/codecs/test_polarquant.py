@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polarlm.bench.quality.peers.polarquant_online import angles_of
 from polarlm.engine import codecs
-from polarlm.engine.codecs.polarquant import CENTRES, angles_of, level_count, rows_of, upper_table
+from polarlm.engine.codecs.polarquant import CENTRES, level_count, rows_of, upper_table
 from tests.backends.native.codecs import attend
 from tests.codecs.data import fields_of, streams
 from tests.jit.levels import SOME, some_levels

@@ -76,7 +76,6 @@ def test_names_differ_where_layouts_differ(name: str) -> None:
     [
         ("ring4", 24),  # tokens that fill no vectors
         ("polarquant", 24),
-        ("polarquant-online", 64),
         ("polarpair-m4n4+g8", 64),
         ("polarpair-m4n4+minmax", 64),
         ("kivi4", 64),

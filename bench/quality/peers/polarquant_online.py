@@ -2,8 +2,8 @@
 
 It has the fields and bits per value of `polarquant`. Its centres are found by k-means on the angles of the first
 blocks that the codec encodes: sixteen on [0, 2π) for level 1, four on [0, π/2] for each higher level. So only the
-instance that encoded a block can decode it: no prefix is shared, no session is saved, and each layer needs an instance
-for keys and one for values.
+instance that encoded a block can decode it, and each layer needs an instance for keys and one for values: no two are
+equal, and layers are encoded apart.
 
 Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025, §4.1 and the online variant of
 §5 (1-D k-means++ on the angles of the prompt, at prefill). Seeds: Arthur and Vassilvitskii, "k-means++: The Advantages
@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, angles_of, chosen_preconditioning, level_count
+from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, chosen_preconditioning, level_count, rows_of
 from polarlm.engine.codecs.schema.arrays import checked
+from polarlm.engine.codecs.schema.joined import split
 
 NAMES = ("polarquant-online",)
 
@@ -29,17 +30,17 @@ _STARTS = 4  # starts from k-means++, besides the offline codebook
 _SEED = 20250204
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OnlinePolarQuant(PolarQuant):
-    """PolarQuant with its own codebook, which comparisons of codecs ignore.
+    """PolarQuant with its own codebook.
 
     codebook: level → ascending centres, (16,) or (4,) float32, radians. Empty until the first block that is not all
     zeros is encoded; fixed after that.
     """
 
-    codebook: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+    codebook: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
-    per_layer = True
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
         x = checked(x, self.name)
@@ -67,6 +68,14 @@ class OnlinePolarQuant(PolarQuant):
 
     def _centres(self, level: int) -> np.ndarray:
         return self.codebook.get(level, np.array(CENTRES[level], np.float32))
+
+
+def angles_of(streams: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Streams → codes of the angles of every level, (..., N, D/2) uint8 and so on."""
+    rows = rows_of(streams)
+    level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:-1], 2 * rows.shape[-1])
+    level4 = [streams["upper8"] >> 6] if "upper8" in streams else []
+    return [split(streams["level1"], 4), level2, rows >> 4 & 3, *level4]
 
 
 def _polar(radii: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,240 @@
+"""Scores of cache types: figures of many divergences, scores from hidden states, windows that all types read, and texts
+that types write; beside the same figures from all logits in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polarlm.bench.command import CacheType, cache_types
+from polarlm.bench.quality.divergence import Divergence, compare, perplexity
+from polarlm.bench.quality.figures import error_of, figures
+from polarlm.bench.quality.states import exact_logprobs, exact_states, scored, served_states
+from polarlm.bench.quality.survey import Survey, arithmetic
+from polarlm.engine import Engine, EngineError
+from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.select import select
+from polarlm.engine.loading.assembly import Parts, assemble, with_cache
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.model.forward import Transformer
+from polarlm.model_loaders import load_weights
+from tests.bare import bare_model, prefill_logits, read_model
+
+IDS = np.random.default_rng(3).integers(5, 90, 150).tolist()
+
+# -- figures of many divergences -----------------------------------------------------------------------------------
+
+
+def windows(kl: np.ndarray) -> list[Divergence]:
+    """A window for each row of kl (W, T)."""
+    return [Divergence(row, row < 1, np.exp(-row)) for row in kl]
+
+
+def test_a_draft_is_accepted_by_hand() -> None:
+    """p = (1/4, 3/4), q = (1/2, 1/2): the first is accepted always, the second in two of three cases."""
+    actual = compare(np.log([[1, 3]]).astype(np.float32), np.zeros((1, 2), np.float32))
+    assert actual.accepted[0] == pytest.approx(1 / 4 + 3 / 4 * 2 / 3)
+
+
+@pytest.mark.parametrize(("count", "length"), [(2, 400), (4, 300)])
+def test_figures_are_those_of_all_positions(count: int, length: int, rng: np.random.Generator) -> None:
+    kl = rng.exponential(1, (count, length))
+    actual = figures(windows(kl))
+    assert actual.kl_mean == pytest.approx(kl.mean())
+    assert (actual.kl_median, actual.kl_max) == pytest.approx((np.median(kl), kl.max()))
+    assert actual.same_top1 == pytest.approx((kl < 1).mean())
+    assert (actual.kl_999th_percentile is None) == (kl.size < 1000)
+    assert actual.errors is not None
+    assert set(actual.errors) == {name for name, figure in vars(actual).items() if figure is not None} - {"errors"}
+
+
+def test_the_error_of_a_mean_is_that_of_its_windows(rng: np.random.Generator) -> None:
+    """σ/√W of the means of W windows, however alike the positions of a window are; 200 draws know it to 5 %, and 40
+    windows σ to 11 %."""
+    means = rng.normal(5, 1, 40)
+    kl = means[:, None] + rng.normal(0, 0.01, (40, 500))
+    actual = figures(windows(kl))
+    assert actual.errors["kl_mean"] == pytest.approx(means.std() / 40**0.5, rel=0.15)
+    assert actual.errors["kl_mean"] == pytest.approx(1 / 40**0.5, rel=0.4)
+
+
+def test_a_single_window_has_no_error() -> None:
+    assert figures(windows(np.ones((1, 10)))).errors is None
+    assert error_of(lambda chosen: 1.0, 1) is None
+
+
+# -- scores from hidden states -------------------------------------------------------------------------------------
+
+SETTINGS = {"block_size": 16, "kept_sequences": 0, "calibration": False}
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_path: Path) -> Iterator[Parts]:
+    """The tiny model in half precision."""
+    parts = assemble(settle(tiny_path, None, {"cache_type": "f16", **SETTINGS}), None, ops=NumpyOps())
+    yield parts
+    parts.close()
+
+
+def other(parts: Parts, label: str) -> Transformer:
+    settings = {**SETTINGS, **CacheType.read(label).settings()}
+    return with_cache(parts, settle(None, None, settings)).model
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(("label", "coded"), [("balanced", True), ("balanced", False), ("turbo4:plain", True)])
+def test_figures_are_those_of_all_logits(tiny_path: Path, parts: Parts, label: str, coded: bool) -> None:
+    model = other(parts, label)
+    exact = exact_states(parts.model, IDS)
+    actual = scored(parts.model, exact, model, served_states(model, IDS, every_token_coded=coded), IDS)
+
+    config, weights = read_model(tiny_path)
+    p = softmax(prefill_logits(bare_model(config, weights, block_size=len(IDS) + 2), IDS))[:-1]
+    # An engine that loads everything by itself.
+    with Engine(
+        assemble(settle(tiny_path, None, {**SETTINGS, **CacheType.read(label).settings()}), None, ops=NumpyOps())
+    ) as engine:
+        logits = engine.score(IDS, every_token_coded=coded, logits=True).logits[:-1]
+    q, following = softmax(logits), np.array(IDS[1:])
+    kl = (p * np.log(p / q)).sum(axis=1)
+    assert kl.mean() > 1e-6
+    np.testing.assert_allclose(actual.divergence.kl, kl, rtol=1e-3, atol=1e-9)
+    assert actual.divergence.same_top1.mean() == pytest.approx((p.argmax(1) == q.argmax(1)).mean(), abs=1 / 149)
+    assert perplexity(actual.logprobs) == pytest.approx(np.exp(-np.log(q[np.arange(149), following]).mean()), rel=1e-5)
+    expected = np.log(p[np.arange(149), following])
+    np.testing.assert_allclose(exact_logprobs(parts.model, exact, IDS), expected, atol=1e-4)
+
+
+def test_few_rows_of_logits_are_in_memory_at_a_time(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    logits = Transformer.logits
+    monkeypatch.setattr(Transformer, "logits", lambda model, x: rows.append(len(x)) or logits(model, x))
+    exact = exact_states(parts.model, IDS)
+    scored(parts.model, exact, parts.model, served_states(parts.model, IDS), IDS)
+    assert sum(rows) == 2 * (len(IDS) - 1)
+    assert max(rows) <= 64
+
+
+# -- windows that all types read -----------------------------------------------------------------------------------
+
+
+def surveyed(path: Path, ops: Ops, *types: str) -> Survey:
+    survey = Survey(str(path), cache_types(",".join(types)), 256, ops, lambda sentence: None)
+    for _ in survey.score(IDS):
+        pass
+    return survey
+
+
+def test_compiled_kernels_find_what_numpy_finds(tiny_path: Path) -> None:
+    """For models whose weights as float32 do not fit. Their full precision is a prefill by the same kernels."""
+    native = select("cpu", 1)[0]
+    assert not isinstance(native, NumpyOps)
+    types = "f16", "balanced", "compact"
+    actual = []
+    for ops in (NumpyOps(1), native):
+        survey = surveyed(tiny_path, ops, *types)
+        actual.append(survey.quality())
+        survey.close()
+    plain, ours = actual
+    assert ours.exact_perplexity == pytest.approx(plain.exact_perplexity, rel=1e-2)
+    for expected, row in zip(plain.rows, ours.rows, strict=True):
+        assert row.kl_mean == pytest.approx(expected.kl_mean, rel=0.3, abs=2e-5)
+        assert row.bits_per_value == expected.bits_per_value
+
+
+def test_float32_is_left_out_only_where_it_does_not_fit(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, source, _ = load_weights(tiny_path)
+    try:
+        assert isinstance(arithmetic(source, 1), NumpyOps)
+        monkeypatch.setattr(host_memory, "available", lambda: 1000)
+        assert not isinstance(arithmetic(source, 1), NumpyOps)
+    finally:
+        source.close()
+
+
+def test_a_window_is_as_long_as_memory_allows(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "most", lambda: 1 << 30)
+    monkeypatch.setattr(host_memory, "available", lambda: 250_000)
+    survey = Survey(str(tiny_path), cache_types("f16,compact"), 256, NumpyOps(1), lambda sentence: None)
+    assert 64 < survey.context < 256
+    for _ in survey.score(IDS[: survey.context]):
+        pass
+    survey.close()
+    monkeypatch.setattr(host_memory, "available", lambda: 150_000)
+    with pytest.raises(EngineError, match="too little") as caught:
+        Survey(str(tiny_path), cache_types("f16,compact"), 256, NumpyOps(1), lambda sentence: None)
+    assert caught.value.code == "out_of_memory"
+
+
+def test_no_type_is_compared_on_other_windows_than_the_rest(tiny_path: Path) -> None:
+    survey = surveyed(tiny_path, NumpyOps(1), "f16", "balanced")
+    whole = survey.quality()
+    assert (survey.windows, whole.scored_tokens) == (1, 149)
+    passes = survey.score(IDS[:100])
+    next(passes)
+    next(passes)  # full precision and the first type
+    assert survey.windows == 1
+    assert survey.quality() == whole
+    next(passes)
+    assert (survey.windows, survey.quality().scored_tokens) == (2, 149 + 99)
+    survey.close()
+
+
+# -- texts that types write, judged by full precision --------------------------------------------------------------
+
+PROMPT = np.random.default_rng(3).integers(5, 90, 20).tolist()
+TOKENS = 140  # more than two blocks of 64, so that codes are read
+
+
+@pytest.fixture(scope="module")
+def written(tiny_path: Path):
+    survey = Survey(str(tiny_path), cache_types("f16,compact"), 256, NumpyOps(1), lambda sentence: None)
+    texts = survey.answers(PROMPT)
+    assert len(list(texts.write(TOKENS))) == TOKENS
+    answers = texts.judged()
+    ids = [writer.ids for writer in texts._writers]
+    assert all(group.full.free == group.full.size for model in survey._others for group in model.model.store.groups)
+    survey.close()
+    return ids, answers
+
+
+def test_a_text_is_judged_by_full_precision(tiny_path: Path, written) -> None:
+    config, weights = read_model(tiny_path)
+    for label, ids, answer in zip(("f16", "compact"), *written, strict=True):
+        assert ids[: len(PROMPT)] == PROMPT
+        assert answer.tokens == TOKENS == len(ids) - len(PROMPT)
+        p = softmax(prefill_logits(bare_model(config, weights, block_size=len(ids) + 4), ids))[len(PROMPT) - 1 : -1]
+        chosen = p[np.arange(TOKENS), ids[len(PROMPT) :]]
+        assert answer.perplexity == pytest.approx(np.exp(-np.log(chosen).mean()), rel=1e-4)
+        settings = {"cache_type": label, "ctx_size": 256, "kept_sequences": 0}
+        with Engine(assemble(settle(tiny_path, None, settings), None, ops=NumpyOps(1))) as engine:
+            q = softmax(engine.score(ids, logits=True).logits)[len(PROMPT) - 1 : -1]
+        # A prompt is in full precision until its codes are read, and these need a complete block: it has none.
+        assert answer.kl_mean == pytest.approx((p * np.log(p / q)).sum(axis=1).mean(), rel=0.01, abs=3e-7)
+        assert answer.errors is not None
+    f16, compact = written[1]
+    assert f16.kl_mean < 1e-5 < compact.kl_mean
+
+
+def test_tokens_are_drawn_from_the_types_own_distribution(tiny_path: Path, written) -> None:
+    """With the random numbers that all types get, by decreasing probability, of a prefill in full precision; f16 rounds
+    it by too little to matter but at the edges."""
+    config, weights = read_model(tiny_path)
+    ids = written[0][0]
+    p = softmax(prefill_logits(bare_model(config, weights, block_size=len(ids) + 4), ids))[len(PROMPT) - 1 : -1]
+    uniforms, rng = [], np.random.default_rng(0)
+    for _ in range(TOKENS):
+        uniforms.append(rng.random())
+    order = np.argsort(-p, axis=1, kind="stable")
+    steps = (np.cumsum(np.take_along_axis(p, order, axis=1), axis=1) <= np.array(uniforms)[:, None]).sum(axis=1)
+    expected = np.take_along_axis(order, steps[:, None], axis=1)[:, 0]
+    assert (expected == ids[len(PROMPT) :]).mean() > 0.95
