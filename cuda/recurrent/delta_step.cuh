@@ -1,57 +1,12 @@
-// A step of gated delta rules (COUNT 2) and of Mamba 2 (COUNT 1): a block of threads has a value head of a span.
-//
-// It brings the matrix, which is most of its bytes, and the block's earlier keys and updates into the L2 cache, and
-// convolves meanwhile. Then threads hold the matrix in registers and take row by row: a row's result, and with COUNT 2
-// its update, are sums over rows of the matrix and over earlier updates, which groups of threads add up. So a row's
-// sums have the same order whichever rows are computed with it. Value heads with one key compute it each; the first
-// writes it.
+// What a block of threads does first in a step, for a value head of a span: rows are convolved, and multiplied with
+// keys.
 
 constexpr int TOKENS = BLOCK / 4;  // threads of a row of keys
 constexpr int KEY_GROUPS = THREADS / TOKENS < KEY_DIM ? THREADS / TOKENS : KEY_DIM;
 
-// The key of each row, and its query; its value, which becomes its update.
+// Shared memory: the key of each row, and its query; its value.
 struct StepRows {
     float pairs[MOST_ROWS][2][KEY_DIM], values[MOST_ROWS][VALUE_DIM];
-};
-
-// Shared memory. weights: of the block's updates, with COUNT 2 in the row's update, and in its result. factors: beta of
-// each row with COUNT 2, else its step.
-template <int COUNT>
-struct StepMemory {
-    static constexpr int MATRIX_SUMS = GROUPS * VALUE_DIM, KEY_SUMS = KEY_GROUPS * BLOCK;
-    float sums[COUNT * (MATRIX_SUMS > KEY_SUMS ? MATRIX_SUMS : KEY_SUMS)];
-    StepRows rows;
-    float results[MOST_ROWS][VALUE_DIM];
-    float weights[COUNT][BLOCK], decays[BLOCK], factors[MOST_ROWS];
-};
-
-// The block's head of a span, and what it has of the slot and of y. With MOST_ROWS 1, span i has row i or none.
-template <class Heads>
-struct StepHead {
-    int head, key_head, first, rows, place;
-    float *y, *keys, *updates, *decays, *inputs;  // y: the first row's, or without rows the row of the span
-    const float *matrix;
-
-    __device__ __forceinline__ StepHead(const Heads &heads, float *y, float *keys, float *updates, float *decays,
-                                        float *inputs, const float *matrices, const int *spans)
-        : head(blockIdx.x), key_head(heads.key_of(head)) {
-        const int *const span = spans + 4 * blockIdx.y;
-        const long long slot = span[0], of_slot = slot * heads.values + head;
-        first = span[1], rows = span[2], place = span[3];
-        this->y = y + ((rows ? first : blockIdx.y) * static_cast<long long>(heads.values) + head) * VALUE_DIM;
-        this->keys = keys + (slot * heads.keys + key_head) * KEY_DIM * BLOCK;
-        this->updates = updates + of_slot * BLOCK * VALUE_DIM;
-        this->decays = decays + of_slot * BLOCK;
-        this->inputs = inputs + slot * (WIDTH - 1 + BLOCK) * heads.channels();
-        matrix = matrices + of_slot * KEY_DIM * VALUE_DIM;
-    }
-
-    // Whether there are rows; else y is 0.
-    __device__ __forceinline__ bool has_rows() const {
-        if (rows == 0 && MOST_ROWS == 1)
-            for (int i = threadIdx.x; i < VALUE_DIM; i += THREADS) y[i] = 0.0f;
-        return rows > 0;
-    }
 };
 
 // Brings a head's matrix, and keys and updates of the block's first `place` tokens, into the L2 cache.
@@ -93,8 +48,8 @@ __device__ __forceinline__ void add_row_decays(float *decays, float *kept, float
     }
 }
 
-// The products of row r's query, with COUNT 2 of its key and of its query, with the block's keys: the slot has `place`
-// keys, the rows have the others; each group of threads adds up its channels. sums (KEY_GROUPS, COUNT, N).
+// The products of row r's query, with COUNT 2 of its key and of its query, with the block's keys, of which `place` are
+// in the slot and the others among the rows; each group of threads adds up its channels. sums (KEY_GROUPS, COUNT, N).
 template <int COUNT>
 __device__ __forceinline__ void multiply_keys(float *sums, const StepRows &of, const float *keys, int r, int place) {
     const int first = threadIdx.x % TOKENS * 4, group = threadIdx.x / TOKENS;
@@ -123,67 +78,4 @@ __device__ __forceinline__ void multiply_keys(float *sums, const StepRows &of, c
 #pragma unroll
     for (int which = 0; which < COUNT; ++which)
         store_floats(sums + (COUNT * group + which) * BLOCK + first, products[which]);
-}
-
-// Row by row, computes GROUPS sums, with COUNT 2 of the update and of the result in turn, VALUE_DIM apart, from which
-// finish(r, i) makes column i of row r's update and result. `held` has the first rows of the matrix.
-template <int COUNT, class Finish>
-__device__ __forceinline__ void add_rows(StepMemory<COUNT> &memory, float (&held)[HELD][4], const float *matrix,
-                                         const float *keys, const float *updates, int rows, int place, Finish finish) {
-    const int column = threadIdx.x % COLUMNS * 4, group = threadIdx.x / COLUMNS;
-    for (int r = 0; r < rows; ++r) {
-        const int token = place + r;
-        multiply_keys<COUNT>(memory.sums, memory.rows, keys, r, place);
-        __syncthreads();
-        for (int i = threadIdx.x; i < COUNT * BLOCK; i += THREADS) {
-            const int of_query = COUNT == 1 || i >= BLOCK, other = i % BLOCK;
-            float weight = 0.0f;
-            if (other < token + of_query) {
-#pragma unroll 4
-                for (int from = 0; from < KEY_GROUPS; ++from) weight += memory.sums[COUNT * from * BLOCK + i];
-                weight *= expf(memory.decays[token] - memory.decays[other]) * (of_query ? 1.0f : -memory.factors[r]);
-            }
-            memory.weights[i / BLOCK][other] = weight;
-        }
-        __syncthreads();
-        if (group < GROUPS) {
-            float sums[COUNT][4] = {};
-#pragma unroll 1
-            for (int start = 0; start < OWN; start += HELD) {
-                if (OWN > HELD && (r > 0 || start > 0)) load_rows(held, matrix, group, start, column);
-#pragma unroll
-                for (int i = 0; i < HELD; ++i) {
-                    const int channel = (start + i) * GROUPS + group;
-                    if (KEY_DIM % (GROUPS * HELD) && channel >= KEY_DIM) break;
-#pragma unroll
-                    for (int which = 0; which < COUNT; ++which) {
-                        const float x = memory.rows.pairs[r][2 - COUNT + which][channel];
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) sums[which][e] += x * held[i][e];
-                    }
-                }
-            }
-            const float since = expf(memory.decays[token]);
-#pragma unroll
-            for (int which = 0; which < COUNT; ++which)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[which][e] *= which + 1 < COUNT ? -memory.factors[r] * since : since;
-#pragma unroll 1
-            for (int other = group; other < token + (COUNT == 1); other += GROUPS) {
-                float update[4];
-                load_floats(update, other < place ? updates + other * VALUE_DIM + column
-                                                  : memory.rows.values[other - place] + column);
-#pragma unroll
-                for (int which = 0; which < COUNT; ++which)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) sums[which][e] += memory.weights[which][other] * update[e];
-            }
-#pragma unroll
-            for (int which = 0; which < COUNT; ++which)
-                store_floats(memory.sums + (COUNT * group + which) * VALUE_DIM + column, sums[which]);
-        }
-        __syncthreads();
-        for (int i = threadIdx.x; i < VALUE_DIM; i += THREADS) finish(r, i);
-        __syncthreads();
-    }
 }

@@ -1,15 +1,47 @@
 // The op `gated_delta` in a step: rows are added to the current blocks of slots, and their results are computed.
 //
-// y (T, H, D), 0 for a span without rows. slots: keys (S, Q, A, N), updates (S, H, N, D), decays (S, H, N), inputs (S,
-// WIDTH − 1 + N, C) get what belongs to the rows; matrices (S, H, A, D). projected: rows [q | k | v | z | b | a],
-// `pitch` numbers apart; conv (WIDTH, C), decay, dt_bias (H,), norm (D,). spans int32 (spans, 4): slot, first row,
-// rows, place of the first in its block.
+// y (T, H, D). slots: keys (S, Q, A, N), updates (S, H, N, D), decays (S, H, N), inputs (S, WIDTH − 1 + N, C) get those
+// of the rows; matrices (S, H, A, D). projected: rows [q | k | v | z | b | a], `pitch` numbers apart; conv (WIDTH, C),
+// decay, dt_bias (H,), norm (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
+//
+// A block of threads has a value head of a span. It brings the matrix, which is most of its bytes, and what it needs of
+// the block so far into the L2 cache, and convolves while that is on its way. Then threads hold the matrix in
+// registers, and take row by row: the update u and the result y of a row are sums over rows of the matrix and over
+// earlier updates, which groups of threads add up. So a row's sums have the same order whichever rows are computed with
+// it. What value heads with one key have in common is computed by each of them, and written by the first.
+//
+// With MOST_ROWS 1, span i has row i or none: then y is 0 there.
 // Grid (H, spans), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MOST_ROWS (1 or 16), THREADS, SHARED.
 // JOINS: delta.cuh, delta_matrix.cuh, delta_step.cuh.
 // PRECOND: the rows of a span lie in one block.
 // Cost: a head reads its matrix once, and keys and updates of the block's tokens so far.
 
-static_assert(sizeof(StepMemory<2>) == SHARED, "SHARED is what a block takes");
+constexpr int WARPS = THREADS / 32;
+constexpr int MATRIX_SUMS = GROUPS * VALUE_DIM, KEY_SUMS = KEY_GROUPS * BLOCK;
+
+// Shared memory. A row's value becomes its update. weights: of the block's updates in the row's update, and in its
+// result.
+struct StepMemory {
+    float sums[2 * (MATRIX_SUMS > KEY_SUMS ? MATRIX_SUMS : KEY_SUMS)];
+    StepRows rows;
+    float results[MOST_ROWS][VALUE_DIM];
+    float weights[2][BLOCK], decays[BLOCK], betas[MOST_ROWS];
+};
+static_assert(sizeof(StepMemory) == SHARED, "SHARED is what a block takes");
+
+// `weights` of row r, the token `token` of its block, from the products.
+__device__ __forceinline__ void weigh(StepMemory &memory, int r, int token) {
+    for (int i = threadIdx.x; i < 2 * BLOCK; i += THREADS) {
+        const int of_query = i / BLOCK, other = i % BLOCK;
+        float weight = 0.0f;
+        if (other < token + of_query) {
+#pragma unroll 4
+            for (int group = 0; group < KEY_GROUPS; ++group) weight += memory.sums[2 * group * BLOCK + i];
+            weight *= expf(memory.decays[token] - memory.decays[other]) * (of_query ? 1.0f : -memory.betas[r]);
+        }
+        memory.weights[of_query][other] = weight;
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 384 ? 2 : 1)
 gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *inputs, const float *matrices,
@@ -17,48 +49,103 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
                    const float *norm, const int *spans, long long pitch, int key_heads, int tiled, float eps) {
     let_next_begin();
     wait_for_previous();
-    DYNAMIC_SHARED(StepMemory<2>, shared);
-    StepMemory<2> &memory = *shared;
+    DYNAMIC_SHARED(StepMemory, shared);
+    StepMemory &memory = *shared;
     const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.x), tiled};
-    const StepHead<DeltaHeads> of(heads, y, keys, updates, decays, inputs, matrices, spans);
-    if (!of.has_rows()) return;
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, head = of.head, place = of.place;
-    projected += of.first * pitch;
-    prefetch_state(of.matrix, of.keys, of.updates, place);
+    const int head = blockIdx.x, key_head = heads.key_of(head), channels = heads.channels();
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int *const span = spans + 4 * blockIdx.y;
+    const long long slot = span[0], of_slot = slot * heads.values + head;
+    const int first = span[1], rows = span[2], place = span[3];
+    if (rows == 0) {
+        if (MOST_ROWS == 1)
+            for (int i = thread; i < VALUE_DIM; i += THREADS)
+                y[(blockIdx.y * static_cast<long long>(heads.values) + head) * VALUE_DIM + i] = 0.0f;
+        return;
+    }
+    const int column = thread % COLUMNS * 4, group = thread / COLUMNS;
+    const float *const matrix = matrices + of_slot * KEY_DIM * VALUE_DIM;
 
-    const ConvInputs seen = {of.inputs, projected, pitch, heads.channels(), place};
-    convolve_rows(memory.rows, of.inputs, heads, head, seen, conv, of.rows);
-    for (int i = thread; i < place; i += THREADS) memory.decays[i] = of.decays[i];
+    y += (first * static_cast<long long>(heads.values) + head) * VALUE_DIM;
+    projected += first * pitch;
+    keys += (slot * key_heads + key_head) * KEY_DIM * BLOCK;
+    updates += of_slot * BLOCK * VALUE_DIM;
+    decays += of_slot * BLOCK;
+    inputs += slot * (WIDTH - 1 + BLOCK) * channels;
+    prefetch_state(matrix, keys, updates, place);
+
+    // Queries, keys and values of the rows, and their gates.
+    const ConvInputs seen = {inputs, projected, pitch, channels, place};
+    const bool is_first = heads.is_first(head);
+    convolve_rows(memory.rows, inputs, heads, head, seen, conv, rows);
+    for (int i = thread; i < place; i += THREADS) memory.decays[i] = decays[i];
     if (warp == 0) {
-        const float *const gates = projected + min(lane, of.rows - 1) * pitch;
+        const float *const gates = projected + min(lane, rows - 1) * pitch;
         const float own = decay[head] * softplus(gates[heads.decay(head)] + dt_bias[head]);
-        if (lane < of.rows) memory.factors[lane] = sigmoid(gates[heads.beta(head)]);
-        add_row_decays(memory.decays, of.decays, own, place, of.rows);
+        if (lane < rows) memory.betas[lane] = sigmoid(gates[heads.beta(head)]);
+        add_row_decays(memory.decays, decays, own, place, rows);
     }
     float held[HELD][4];
-    if (thread / COLUMNS < GROUPS) load_rows(held, of.matrix, thread / COLUMNS, 0, thread % COLUMNS * 4);
+    if (group < GROUPS) load_rows(held, matrix, group, 0, column);
     __syncthreads();
-    const bool is_first = heads.is_first(head);
-    for (int vector = warp; vector < 2 * of.rows; vector += THREADS / 32) {
-        const int r = vector / 2, of_query = vector % 2;
+    for (int i = warp; i < 2 * rows; i += WARPS) {
+        const int r = i / 2, of_query = i % 2;
         float *const x = memory.rows.pairs[r][of_query];
         set_length(x, of_query ? rsqrtf(static_cast<float>(KEY_DIM)) : 1.0f);
         if (!of_query && is_first)
-            for (int i = lane; i < KEY_DIM; i += 32) of.keys[i * BLOCK + place + r] = x[i];
+            for (int channel = lane; channel < KEY_DIM; channel += 32) keys[channel * BLOCK + place + r] = x[channel];
     }
     __syncthreads();
 
-    add_rows<2>(memory, held, of.matrix, of.keys, of.updates, of.rows, place, [&](int r, int i) {
-        float update = memory.factors[r] * memory.rows.values[r][i], result = 0.0f;
-#pragma unroll 4
-        for (int other = 0; other < GROUPS; ++other) {
-            update += memory.sums[2 * other * VALUE_DIM + i];
-            result += memory.sums[(2 * other + 1) * VALUE_DIM + i];
+    for (int r = 0; r < rows; ++r) {
+        const int token = place + r;
+        multiply_keys<2>(memory.sums, memory.rows, keys, r, place);
+        __syncthreads();
+        weigh(memory, r, token);
+        __syncthreads();
+        const float beta = memory.betas[r], since = expf(memory.decays[token]);
+        if (group < GROUPS) {
+            float update[4] = {}, result[4] = {};
+#pragma unroll 1
+            for (int start = 0; start < OWN; start += HELD) {
+                if (OWN > HELD && (r > 0 || start > 0)) load_rows(held, matrix, group, start, column);
+#pragma unroll
+                for (int i = 0; i < HELD; ++i) {
+                    const int channel = (start + i) * GROUPS + group;
+                    if (KEY_DIM % (GROUPS * HELD) && channel >= KEY_DIM) break;
+                    const float key = memory.rows.pairs[r][0][channel], query = memory.rows.pairs[r][1][channel];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) update[e] += key * held[i][e], result[e] += query * held[i][e];
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) update[e] *= -beta * since, result[e] *= since;
+#pragma unroll 1
+            for (int other = group; other < token; other += GROUPS) {
+                const float known = memory.weights[0][other], queried = memory.weights[1][other];
+                float earlier[4];
+                load_floats(earlier, other < place ? updates + other * VALUE_DIM + column
+                                                   : memory.rows.values[other - place] + column);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) update[e] += known * earlier[e], result[e] += queried * earlier[e];
+            }
+            store_floats(memory.sums + 2 * group * VALUE_DIM + column, update);
+            store_floats(memory.sums + (2 * group + 1) * VALUE_DIM + column, result);
         }
-        memory.rows.values[r][i] = of.updates[(place + r) * VALUE_DIM + i] = update;
-        memory.results[r][i] = result + memory.weights[1][place + r] * update;
-    });
-    for (int r = warp; r < of.rows; r += THREADS / 32)
-        write_gated(of.y + r * static_cast<long long>(heads.values) * VALUE_DIM, memory.results[r],
+        __syncthreads();
+        for (int i = thread; i < VALUE_DIM; i += THREADS) {
+            float update = beta * memory.rows.values[r][i], result = 0.0f;
+#pragma unroll 4
+            for (int other = 0; other < GROUPS; ++other) {
+                update += memory.sums[2 * other * VALUE_DIM + i];
+                result += memory.sums[(2 * other + 1) * VALUE_DIM + i];
+            }
+            memory.rows.values[r][i] = updates[token * VALUE_DIM + i] = update;
+            memory.results[r][i] = result + memory.weights[1][token] * update;
+        }
+        __syncthreads();
+    }
+    for (int r = warp; r < rows; r += WARPS)
+        write_gated(y + r * static_cast<long long>(heads.values) * VALUE_DIM, memory.results[r],
                     projected + r * pitch + heads.gate(head), norm, eps);
 }

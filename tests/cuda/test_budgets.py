@@ -166,7 +166,7 @@ def _moves(instruction: Instruction) -> bool:
 DELTA, MAMBA2 = DeltaSizes(128, 128, 64, 4), Mamba2Sizes(128, 64, 64, 4)
 MAMBA2_56B = Mamba2Sizes(256, 64, 64, 4)
 RECURRENT_BUDGETS = [
-    ("gated_delta", DELTA.step(1), 61, None),
+    ("gated_delta", DELTA.step(1), 63, None),
     ("gated_delta", DELTA.step(16), 62, None),
     ("advance_delta", DELTA.advance(), 115, None),
     ("delta_blocks", DELTA.blocks(), 131, 1.43),
